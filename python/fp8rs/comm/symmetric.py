@@ -240,7 +240,7 @@ def _pitch(n: int) -> int:
     return -(-n // 8) * 8
 
 
-# --- availability --------------------------------------------------------------------------------
+# --- availability ---------------------------------------------------------------------------------
 
 
 def unavailable(group: dist.ProcessGroup, device: torch.device) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from fp8rs.tensor.spec import quantize_planes
 from fp8rs.tensor.store import Store
 
 if TYPE_CHECKING:
-    from fp8rs.fsdp.float8_param import Float8ParamHandle
+    from fp8rs.fsdp.float8_shard import Float8ParamHandle
 
 
 def check_weight(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fp8rs._torch import is_traced, own_part, spec
 from fp8rs.scaling.histories import keep_local
+from fp8rs.tensor.quantized import QuantizedTensor
 
 from .shard_spec import ShardSpec, shard_spec
 
@@ -216,6 +217,14 @@ class ParamHandle:
         """With delayed scaling, whether the host knows that the next scale is not 0."""
         return bool(cast(Any, self.module).fp8_ready[0])
 
+    def start_history(self, scale: Tensor, amax: Tensor) -> None:
+        """With delayed scaling, set the next scale and the recorded amax, if the amax is finite."""
+        if (slots := self.slots) is None:
+            return
+        finite = amax.isfinite().view(())
+        for slot, value in zip(slots, (scale, amax), strict=True):
+            slot.copy_(torch.where(finite, value.to(slot.device).view(()), slot))
+
     # --- copies ----------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamHandle:
@@ -234,21 +243,6 @@ class ParamHandle:
 
     def __reduce__(self) -> Any:
         return ParamHandle, (self.module, self.name)
-
-
-def handles_of(module: nn.Module, names: Iterable[str]) -> dict[str, ParamHandle]:
-    """Return the handles of a module's FP8 parameters by name.
-
-    A quantized parameter has its handle already, which observes writes to its planes.
-    """
-    handles: dict[str, ParamHandle] = {}
-    for name in names:
-        store = getattr(own_part(module._parameters.get(name)), "_store", None)
-        handle = getattr(store, "observer", None)
-        if not isinstance(handle, ParamHandle) or handle._module() is not module:
-            handle = ParamHandle(module, name)
-        handles[name] = handle
-    return handles
 
 
 def local_of(parameter: Any) -> Any:
@@ -276,6 +270,11 @@ class LocalShard:
     data: Tensor
     spec: ShardSpec
     device: torch.device
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the shard is stored quantized."""
+        return isinstance(self.data, QuantizedTensor)
 
     @property
     def matrices(self) -> int:

@@ -19,7 +19,6 @@ from fp8rs.scaling.reductions import index_tensor, reduce_packed_
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes, QuantSpec, plane_leads
 
-from .float8_param import Float8ParamHandle
 from .layout import AllGatherLayout, flat, split_block_rows
 from .param import LocalShard, ParamHandle, StreamDependency, set_scales
 from .shard_spec import ShardSpec
@@ -111,7 +110,7 @@ class ShardQuantizer:
         raise NotImplementedError
 
 
-# --- one scale per tensor ------------------------------------------------------------------------
+# --- one scale per tensor -------------------------------------------------------------------------
 
 
 class TensorwiseShardQuantizer(ShardQuantizer):
@@ -196,7 +195,6 @@ class TensorwiseShardQuantizer(ShardQuantizer):
             codes = _quantize(shard.data, scale, dtype, True, False, None, batched)[0]
             made.append((Plane(codes, scale, self.spec.format), None))
             if self._histories is not None:
-                assert isinstance(shard.handle, Float8ParamHandle)
                 shard.handle.start_history(scale, amax)
         return made
 
@@ -255,7 +253,7 @@ def slots_of(indices: list[int], like: Tensor) -> Any:
     return index_tensor(tuple(indices), like.device)
 
 
-# --- one scale per block or row ------------------------------------------------------------------
+# --- one scale per block or row -------------------------------------------------------------------
 
 
 class BlockwiseShardQuantizer(ShardQuantizer):

@@ -43,8 +43,17 @@ from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
-from .float8_param import Float8ParamHandle, differs, largest_code, update_histories
-from .float8_shard import Float8Shard, planes_of, scales_of, write_planes
+from .float8_shard import (
+    Float8ParamHandle,
+    Float8Shard,
+    differs,
+    largest_code,
+    planes_of,
+    row_of,
+    scales_of,
+    update_histories,
+    write_planes,
+)
 from .param import LocalShard, ParamHandle, local_of, wait_for_writes
 from .quantize import BlockwiseShardQuantizer, ShardQuantizer
 
@@ -160,7 +169,7 @@ def handle_of(shard: LocalShard) -> Float8ParamHandle:
     return shard.handle
 
 
-# --- the common scale ----------------------------------------------------------------------------
+# --- the common scale -----------------------------------------------------------------------------
 
 _LARGEST_BITS = 0x7FFFFFFF
 """Scales are reduced with MAX, as int32 bits. This minus the bits gives the smallest scale."""
@@ -218,7 +227,7 @@ def _rescale(parts: Sequence[tuple[Sequence[Tensor], Tensor, Tensor]], width: in
         multi_rescale(list(chain(*codes)), old, torch.cat(new).to(device), width)
 
 
-# --- one scale per tensor ------------------------------------------------------------------------
+# --- one scale per tensor -------------------------------------------------------------------------
 
 
 def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
@@ -235,8 +244,7 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     update_histories(list(map(handle_of, shards)), scales, before)
     parts = []
     for shard, scale, old, amax in zip(shards, scales, before, amaxes.split(counts), strict=True):
-        row = planes_of(cast(QuantizedTensor, shard.data))[0]
-        assert row is not None
+        row = row_of(shard)
         if (values := handle_of(shard).pending) is not None:
             handle_of(shard).start_history(scale, amax)
             scale = scale.to(values.device).view(row.scale.shape)
@@ -270,8 +278,7 @@ def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor)
             if handle.pending is not None:
                 amax = amaxes[at] = _multi_amax([handle.pending], shard.spec.batched)
             else:
-                row = planes_of(cast(QuantizedTensor, shard.data))[0]
-                assert row is not None
+                row = row_of(shard)
                 magnitudes = row.data.view(torch.uint8).reshape(len(places), -1) & 0x7F
                 largest = magnitudes.amax(1).view(row.data.dtype)
                 amax = largest.to(scale.device, torch.float32) * scale
@@ -282,7 +289,7 @@ def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor)
     return lanes
 
 
-# --- blocks that shard boundaries split ----------------------------------------------------------
+# --- blocks that shard boundaries split -----------------------------------------------------------
 
 
 def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[LocalShard]) -> None:
@@ -317,7 +324,7 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
 
 def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane:
     """Return the plane whose blocks shard boundaries split."""
-    row, col = planes_of(cast(QuantizedTensor, shard.data))
+    row, col = planes_of(shard)
     plane = col if quantizer.layout.both else row
     assert plane is not None
     return plane

@@ -21,22 +21,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from fp8rs._torch import in_backward, local_tensor, sharded_parameters
+from fp8rs._torch import fsdp_groups, in_backward, local_tensor, sharded_parameters
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from . import float8_shard
-from .checks import refuse_partial_reshard, refuse_recast
-from .conversion_check import compare_conversions
-from .float8_param import Float8ParamHandle, register_handle
+from .checks import compare_conversions, refuse_partial_reshard, refuse_recast
+from .float8_shard import Float8ParamHandle, copy_scales, planes_of, register_handle
 from .hooks import AllGatherMetadata
-from .param import LocalShard, ParamHandle, StreamDependency, mark_writes, wait_for_writes
+from .param import (
+    LocalShard,
+    ParamHandle,
+    StreamDependency,
+    local_of,
+    mark_writes,
+    wait_for_writes,
+)
 from .quantize import BlockwiseShardQuantizer, ShardQuantizer, TensorwiseShardQuantizer
 from .scale_sync import ScaleSync
-from .wrap import needs_wrapping, tied_to, wrap_sharded_param
+from .wrap import needs_wrapping, wrap_sharded_param
 
 #: The result of a pre-all-gather hook.
 _Inputs = tuple[tuple[Tensor, ...], AllGatherMetadata]
@@ -116,7 +120,7 @@ class ShardedModel:
         if not isinstance(local_tensor(parameter), QuantizedTensor):
             if handles[name] in self._high_precision or not state.fp8_gather:
                 return
-            if tied := tied_to(module, name, parameter, self._others()):
+            if tied := self._tied_to(module, name, parameter):
                 self._high_precision.add(handles[name])
                 warnings.warn(
                     f"the weight of {state.names[index] or 'the layer'} is gathered in high "
@@ -139,42 +143,35 @@ class ShardedModel:
         shards = (handle.local for handle in self._all_handles())
         return list(dict.fromkeys(shard._handle for shard in shards if shard is not None))
 
-    def _others(self) -> list[tuple[str, weakref.ref[nn.Module]]]:
-        """Return the modules with parameters that are not converted, and their names."""
-        root = self.state.root
-        if self._other_modules is None and root is not None:
+    def _tied_to(self, module: nn.Module, name: str, parameter: Any) -> list[str]:
+        """Return the names of modules that are not converted and have a parameter as theirs."""
+        if self._other_modules is None and (root := self.state.root) is not None:
             self._other_modules = [
                 (name or type(part).__name__, weakref.ref(part))
                 for name, part in root.named_modules()
                 if part._parameters and not hasattr(part, "_fp8_params")
             ]
-        return self._other_modules or []
+        own = {id(parameter), id(module._parameters.get(name))}  # tied modules are set one by one
+        others = ((other, part()) for other, part in self._other_modules or ())
+        return [
+            other
+            for other, part in others
+            if part is not None
+            and any(id(p) in own for p in part._parameters.values() if p is not None)
+        ]
 
     def _group(self, handle: ParamHandle) -> list[ParamHandle]:
-        """Return the parameters that FSDP2 gathers with this one, as far as their shards are here.
-
-        They are those below the module that ``fully_shard`` was called on. If this is a part of
-        FSDP2's group, the group is cast in several launches.
-        """
+        """Return the parameters that FSDP2 gathers with this one, beginning with this one."""
         if self._groups is None:
             self._groups = {}
-            if (root := self.state.root) is not None:
-                self._find_groups(root, None)
-        groups = handle.spec.shard_groups
-        shards = [h.local for h in self._groups.get(handle, ())]
-        found = dict.fromkeys(shard._handle for shard in shards if shard is not None)
-        return [handle, *(h for h in found if h is not handle and h.spec.shard_groups == groups)]
-
-    def _find_groups(self, module: nn.Module, group: list[ParamHandle] | None) -> None:
-        assert self._groups is not None
-        if isinstance(module, FSDPModule):
-            group = []
-        if group is not None and getattr(module, "_fp8_state", None) is self.state:
-            for handle in module._fp8_params.values():  # type: ignore[operator]
-                group.append(handle)
-                self._groups[handle] = group
-        for child in module.children():
-            self._find_groups(child, group)
+            root = self.state.root
+            for _, group in () if root is None else fsdp_groups(root):
+                locals_ = (local_of(p.sharded_param) for p in group.fsdp_params)
+                handles = [t._handle for t in locals_ if t is not None]
+                own = [h for h in handles if h.state_if_any is self.state]
+                self._groups.update(dict.fromkeys(own, own))
+        others = (h for h in self._groups.get(handle, ()) if h is not handle)
+        return [handle, *(h for h in others if h.local is not None)]
 
     # --- all-gathers -----------------------------------------------------------------------------
 
@@ -227,13 +224,13 @@ class ShardedModel:
             ready.wait()
         layout = self.quantizer.layout
         found: dict[ParamHandle, tuple[Tensor, ...]] = {}
-        if masters := [s for s in shards if not float8_shard.is_fp8(s)]:
+        if masters := [s for s in shards if not s.is_fp8]:
             record = self._records([s.handle for s in masters])
             inputs = self.quantizer.cast(masters, in_backward=backward, record=record)
             found = {s.handle: tensors for s, tensors in zip(masters, inputs, strict=True)}
         for s in shards:
             if s.handle not in found:
-                found[s.handle] = float8_shard.all_gather_inputs(layout, s.data, s.spec)
+                found[s.handle] = layout.pack(planes_of(s), s.spec)
         device = shards[0].device
         kept = {s.handle: found[s.handle] if s.spec.ranks == 1 else () for s in shards}
         scales = [h.scale for h in handles if h.scale is not None]
@@ -249,13 +246,13 @@ class ShardedModel:
     def _update_scales(self, handles: Sequence[ParamHandle], forward_id: int) -> None:
         """Compute the scales of parameters from their shards: one amax launch, one all-reduce."""
         shards = [self.quantizer.shard(h) for h in handles]
-        fp8_shards = [s for s in shards if float8_shard.is_fp8(s)]
-        masters = [s for s in shards if not float8_shard.is_fp8(s)]
+        fp8_shards = [s for s in shards if s.is_fp8]
+        masters = [s for s in shards if not s.is_fp8]
         with torch.inference_mode(False), torch.no_grad():
             wait_for_writes(handles)
             if fp8_shards:
                 self.scale_sync.sync_shards(fp8_shards)
-                float8_shard.copy_scales(self.quantizer, fp8_shards)
+                copy_scales(self.quantizer, fp8_shards)
             if masters:
                 record = self._records([s.handle for s in masters])
                 self.quantizer.update_scales(masters, record)

@@ -45,11 +45,11 @@ class Float8Params(nn.Module):
 
     def _join(self, state: ModelState, fqn: str, names: Sequence[str]) -> None:
         """Make parameters of this module FP8 parameters of the model with ``state``."""
-        from fp8rs.fsdp.param import handles_of
+        from fp8rs.fsdp.float8_shard import handle_for
 
         self._fp8_state = state
         self._fp8_index = state.add_linear(self, fqn)
-        self._fp8_params = dict(handles_of(self, names))
+        self._fp8_params = {name: handle_for(self, name) for name in names}
         self.fp8_ready = NOTHING_READY
         if state.delayed is not None:
             device = getattr(self, names[0]).device
@@ -110,7 +110,7 @@ class Float8Params(nn.Module):
                 self._wrap_shard(name, weight)
 
 
-# --- classes -------------------------------------------------------------------------------------
+# --- classes --------------------------------------------------------------------------------------
 
 
 #: The classes of converted modules, by a mixin and the class before conversion.
@@ -166,7 +166,7 @@ def add_fp8_params(
     converted._join(state, fqn, names)
 
 
-# --- FP8 weights ---------------------------------------------------------------------------------
+# --- FP8 weights ----------------------------------------------------------------------------------
 
 
 def copy_attributes(before: dict[str, Any], parameter: Any) -> None:
@@ -198,7 +198,7 @@ def quantize_like(before: Any, parameter: Any) -> None:
         set_local_tensor(parameter, own)
 
 
-# --- scales of delayed scaling -------------------------------------------------------------------
+# --- scales of delayed scaling --------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -226,7 +226,7 @@ def _materialize(module: Any, device: torch.device) -> None:
             delayed.moved()
 
 
-# --- state dicts ---------------------------------------------------------------------------------
+# --- state dicts ----------------------------------------------------------------------------------
 
 
 def _before_load(
