@@ -155,9 +155,9 @@ def _is_fp8(value: Any) -> bool:
 def _sync_scales(state: dict[str, Any]) -> None:
     """Synchronize the scales that shards of FP8 weights share. All ranks call this."""
     handles = [own_part(value)._store.observer for value in state.values() if _is_fp8(value)]
-    for sync in dict.fromkeys(handle.scale_sync for handle in handles):
-        if sync is not None:
-            sync.sync()
+    for model in dict.fromkeys(handle.sharded_model for handle in handles):
+        if model is not None:
+            model.sync_scales()
 
 
 def _layers_with_histories(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -94,16 +94,16 @@ class Float8ParamHandle(ParamHandle):
         return cast(QuantizedTensor, self.parameter_part).spec
 
     @property
-    def scale_sync(self) -> Any:
-        """The model's `fp8rs.fsdp.scale_sync.ScaleSync`. None unless the module holds a shard."""
+    def sharded_model(self) -> Any:
+        """The `fp8rs.fsdp.sharded_model.ShardedModel`. None unless the module holds a shard."""
         state = self.state_if_any
-        return None if state is None or self.local is None else state.shard().scale_sync
+        return None if state is None or self.local is None else state.shard()
 
     @property
     def shares_scales(self) -> bool:
         """Whether several ranks have elements of one scale of the weight."""
-        if (sync := self.scale_sync) is not None:
-            self._shares_scales = sync.shares_scales(self)
+        if (model := self.sharded_model) is not None:
+            self._shares_scales = model.quantizer.shares_scales(self.spec)
         return self._shares_scales  # while the weight is gathered, as it was before
 
     @property

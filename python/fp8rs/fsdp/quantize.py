@@ -16,8 +16,7 @@ from torch import Tensor
 
 from fp8rs.scaling.delayed import DelayedScalingState
 from fp8rs.scaling.reductions import index_tensor, reduce_packed_
-from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.spec import Planes, QuantSpec, plane_leads
+from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
 
 from .layout import AllGatherLayout, flat, split_block_rows
 from .param import LocalShard, ParamHandle, StreamDependency, set_scales
@@ -27,7 +26,6 @@ _block_amax = torch.ops.fp8rs.block_amax.default
 _multi_amax = torch.ops.fp8rs.multi_amax.default
 _multi_quantize = torch.ops.fp8rs.multi_quantize.default
 _multi_quantize_delayed = torch.ops.fp8rs.multi_quantize_delayed.default
-_quantize = torch.ops.fp8rs.quantize.default
 _quantize_blocks = torch.ops.fp8rs.quantize_blocks.default
 
 
@@ -65,6 +63,10 @@ class ShardQuantizer:
             return ()
         padded = spec.padded * spec.rows_per_index
         return split_block_rows(spec.matrix[0], padded, spec.ranks, self.layout.height)
+
+    def shares_scales(self, spec: ShardSpec) -> bool:
+        """Return whether several ranks have elements of one scale of a weight."""
+        return bool(self.split_rows(spec))
 
     def reduce(
         self, shards: Sequence[LocalShard], values: Tensor, sizes: Sequence[int] = ()
@@ -132,6 +134,9 @@ class TensorwiseShardQuantizer(ShardQuantizer):
     def groups(self, shard: LocalShard) -> tuple[Any, ...]:
         return shard.spec.matrix_groups
 
+    def shares_scales(self, spec: ShardSpec) -> bool:
+        return bool(spec.matrix_groups)
+
     def update_scales(self, shards: Sequence[LocalShard], record: bool) -> None:
         delayed = [] if self._histories is None else [s for s in shards if not s.spec.batched]
         current = [s for s in shards if s not in delayed]
@@ -191,9 +196,7 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         ):
             scale = scale.to(shard.data.device)
             scale = scale if shard.spec.batched else scale.view(())
-            dtype, batched = self.spec.fp8_dtype, shard.spec.batched
-            codes = _quantize(shard.data, scale, dtype, True, False, None, batched)[0]
-            made.append((Plane(codes, scale, self.spec.format), None))
+            made.append(quantize_planes(self.spec, shard.data, True, False, scale=scale))
             if self._histories is not None:
                 shard.handle.start_history(scale, amax)
         return made
@@ -304,22 +307,12 @@ class BlockwiseShardQuantizer(ShardQuantizer):
 
     def _quantize(self, shard: LocalShard, amaxes: Tensor | None) -> Planes:
         """Quantize a shard, with reduced amaxes of its blocks if shard boundaries split some."""
-        spec, both, offset = self.spec, self.layout.both, shard.spec.row_offset
-        options: dict[str, Any] = {**spec.block_options, "row_offset": offset % self.height}
+        both, reduced = self.layout.both, None
         if amaxes is not None:
             amaxes = amaxes.to(shard.data.device)
-            options["amax_columnwise" if both else "amax"] = (
-                amaxes.t().contiguous() if both else amaxes
-            )
-        block, scale_dtype = spec.format.block, spec.format.scale_dtype
-        row, row_scale, col, col_scale = _quantize_blocks(
-            shard.data, spec.fp8_dtype, block, scale_dtype, True, both, **options
-        )
-        down, along = plane_leads(spec.format, offset)
-        return (
-            Plane(row, row_scale, spec.format, down),
-            Plane(col, col_scale, spec.format, along) if both else None,
-        )
+            reduced = {"amax_columnwise": amaxes.t().contiguous()} if both else {"amax": amaxes}
+        lead = shard.spec.row_offset % self.height
+        return quantize_planes(self.spec, shard.data, True, both, lead=lead, block_amaxes=reduced)
 
     # --- batched weights on Shard(1) -------------------------------------------------------------
 

@@ -25,10 +25,18 @@ from torch import Tensor, nn
 from fp8rs._torch import fsdp_groups, in_backward, local_tensor, sharded_parameters
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import quant_spec
+from fp8rs.scaling.reductions import reduce_packed_
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .checks import compare_conversions, refuse_partial_reshard, refuse_recast
-from .float8_shard import Float8ParamHandle, copy_scales, planes_of, register_handle
+from .checks import check_settings, compare_conversions
+from .float8_shard import (
+    Float8ParamHandle,
+    Float8Shard,
+    copy_scales,
+    planes_of,
+    register_handle,
+    write_planes,
+)
 from .hooks import AllGatherMetadata
 from .param import (
     LocalShard,
@@ -39,7 +47,7 @@ from .param import (
     wait_for_writes,
 )
 from .quantize import BlockwiseShardQuantizer, ShardQuantizer, TensorwiseShardQuantizer
-from .scale_sync import ScaleSync
+from .scale_sync import sync_shards
 from .wrap import needs_wrapping, wrap_sharded_param
 
 #: The result of a pre-all-gather hook.
@@ -64,13 +72,11 @@ class ShardedModel:
 
     Attributes:
         quantizer: quantizes high-precision shards.
-        scale_sync: synchronizes the scales that shards of FP8 weights share.
     """
 
     def __init__(self, state: ModelState) -> None:
         self._state = weakref.ref(state)
         self.quantizer = quantizer_for(state)
-        self.scale_sync = ScaleSync(self.quantizer, self.handles, self._compare)
         #: Parameters that are gathered in high precision, because others are tied to them.
         self._high_precision: set[ParamHandle] = set()
         self._other_modules: list[tuple[str, weakref.ref[nn.Module]]] | None = None
@@ -79,8 +85,7 @@ class ShardedModel:
         #: Shards of the all-gather that is being prepared: FSDP2 calls the hook of each parameter.
         self._prepared: dict[ParamHandle, _Inputs] = {}
         self._compared: set[Any] = set()
-        self._began = False
-        self._checked = False
+        self._began = self._checked = self._synced_in_step = False
 
     @property
     def state(self) -> ModelState:
@@ -251,7 +256,7 @@ class ShardedModel:
         with torch.inference_mode(False), torch.no_grad():
             wait_for_writes(handles)
             if fp8_shards:
-                self.scale_sync.sync_shards(fp8_shards)
+                self._sync(fp8_shards)
                 copy_scales(self.quantizer, fp8_shards)
             if masters:
                 record = self._records([s.handle for s in masters])
@@ -272,6 +277,63 @@ class ShardedModel:
         if stale := [h for h in self.handles() if h.is_stale(forward_id, False)]:
             self._update_scales(stale, forward_id)
 
+    # --- scales that FP8 shards share, on all ranks ----------------------------------------------
+
+    def sync_scales(self, handles: Sequence[Float8ParamHandle] | None = None) -> None:
+        """Synchronize the scales of these FP8 weights, or of all: one all-reduce per group."""
+        handles = self._fp8_handles() if handles is None else handles
+        with torch.inference_mode(False), torch.no_grad():
+            wait_for_writes(handles)
+            self._sync(list(map(self.quantizer.shard, handles)))
+
+    def sync_module(self, module: nn.Module) -> None:
+        """Synchronize the scales of a converted module's FP8 weights."""
+        names: Any = module._fp8_params
+        locals_ = [local_of(module._parameters.get(name)) for name in names]
+        self.sync_scales(
+            [t._handle for t in locals_ if isinstance(t, Float8Shard) and not t.is_meta]
+        )
+
+    def end_step(self, handles: Sequence[Float8ParamHandle]) -> None:
+        """Synchronize the scales of these weights, instead of all at the end of this step.
+
+        Args:
+            handles: weights whose scales were not reduced within the step.
+        """
+        self.sync_scales(handles)
+        self._synced_in_step = True
+
+    def write_values(self, handles: Sequence[Float8ParamHandle], values: Sequence[Tensor]) -> None:
+        """Quantize values into whole FP8 shards, with common scales: one all-reduce."""
+        shards = list(map(self.quantizer.shard, handles, values))
+        with torch.inference_mode(False), torch.no_grad():
+            for handle, planes in zip(handles, self.quantizer.planes(shards), strict=True):
+                write_planes(handle.local, planes)
+                handle.mark_written()
+
+    def reduce_amaxes_(self, handles: Sequence[Float8ParamHandle], amaxes: Tensor) -> None:
+        """Reduce the amaxes (n,) of shards, fp32, over the ranks of each weight, in place."""
+        specs = [handle.spec for handle in handles]
+        # A process group may have no backend for the device of offloaded weights.
+        values = amaxes.to(specs[0].mesh_device(amaxes.device))
+        reduce_packed_(values, ((range(i, i + 1), s.groups) for i, s in enumerate(specs)))
+        if values is not amaxes:
+            amaxes.copy_(values)
+
+    def _fp8_handles(self) -> list[Float8ParamHandle]:
+        """Return the handles of FP8 weights that have memory."""
+        fp8 = (h for h in self.handles() if isinstance(h, Float8ParamHandle))
+        return [h for h in fp8 if not h.local.is_meta]
+
+    def _sync(self, shards: Sequence[LocalShard]) -> None:
+        """Synchronize the scales of FP8 shards."""
+        shared = [s for s in shards if self.quantizer.shares_scales(s.spec)]
+        parameters: list[Any] = [s.handle.parameter for s in shared]
+        for mesh in dict.fromkeys(parameter.device_mesh for parameter in parameters):
+            self._compare(mesh)
+        if shared:
+            sync_shards(self.quantizer, shared)
+
     # --- events ----------------------------------------------------------------------------------
 
     def forward_begins(self, root: nn.Module) -> None:
@@ -286,25 +348,26 @@ class ShardedModel:
         # All-gathers of this forward wait for writes before it, not for its own computation.
         mark_writes(self._all_handles())
         if not self._checked:
-            refuse_recast(self.state)
+            check_settings(self.state)
 
     def stepped(self) -> None:
         """Notify that an optimizer with parameters of this model has stepped.
 
         A compiled step writes to shards without an operator that `MasterWeight` sees. The scales of
-        FP8 weights are synchronized.
+        trainable FP8 weights are synchronized, unless the step has called `end_step`.
         """
         for handle in self._all_handles():
             if not isinstance(handle, Float8ParamHandle):
                 handle.mark_stale()
-        self.scale_sync.stepped()
+        if not self._synced_in_step:
+            self.sync_scales([h for h in self._fp8_handles() if h.parameter.requires_grad])
+        self._synced_in_step = False
 
     def _check(self, mesh: Any) -> None:
         """Raise if FSDP2's settings or other ranks' conversions do not allow an all-gather."""
         self._compare(mesh)
         if not self._checked:
-            refuse_partial_reshard(self.state)
-            refuse_recast(self.state)
+            check_settings(self.state)
             self.state.move_hooks_first()
             self._checked = True
 

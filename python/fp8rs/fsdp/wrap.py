@@ -12,8 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from fp8rs._torch import dtensor_like, local_tensor, own_part, set_local_tensor
 from fp8rs.nn.fp8_params import copy_attributes
@@ -83,10 +82,11 @@ def _handle_of_shard(module: nn.Module, name: str, parameter: Any) -> Float8Para
     return handle
 
 
+@torch.no_grad()
 def make_plain(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """Replace the entries of master weights by plain tensors.
+    """Replace the entries of master weights by DTensors of plain tensors, which share the memory.
 
     With ``keep_vars=True`` an entry remains the parameter itself.
     """
@@ -94,17 +94,9 @@ def make_plain(
         value = state_dict.get(prefix + name)
         local = own_part(value)
         if isinstance(local, Float8Shard):
-            if (sync := local._handle.scale_sync) is not None:
-                sync.sync_module(module)
-        elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            state_dict[prefix + name] = plain(value)
-
-
-@torch.no_grad()
-def plain(value: Tensor) -> Tensor:
-    """Return a DTensor without the `MasterWeight` in it. It shares the memory."""
-    if isinstance(value, DTensor):
-        local = getattr(local_tensor(value), "high_precision", None)
-        if local is not None:
-            return dtensor_like(value, local)
-    return value
+            if (sharded_model := local._handle.sharded_model) is not None:
+                sharded_model.sync_module(module)
+        elif isinstance(local, MasterWeight) and not isinstance(
+            value, (MasterWeight, nn.Parameter)
+        ):
+            state_dict[prefix + name] = dtensor_like(value, local.high_precision)

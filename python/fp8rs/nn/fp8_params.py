@@ -251,7 +251,7 @@ def _after_load(module: Any, incompatible: Any) -> None:
             _materialize(module, weight.device)
     sharded_model = module._fp8_state.sharded_model
     if sharded_model is not None:
-        sharded_model.scale_sync.sync_module(module)
+        sharded_model.sync_module(module)
 
 
 def _copy_into_fp8_weight(module: nn.Module, name: str, value: Any) -> Any:

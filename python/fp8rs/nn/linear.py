@@ -254,7 +254,7 @@ class Float8Linear(Float8Params, nn.Linear):
         else:
             reset_linear(self)
         if state.sharded_model is not None:
-            state.sharded_model.scale_sync.sync_module(self)
+            state.sharded_model.sync_module(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -91,12 +91,9 @@ class Param:
         return high_precision
 
     @property
-    def scale_sync(self) -> Any:
-        """The model's `fp8rs.fsdp.scale_sync.ScaleSync`. None unless this is a sharded FP8 weight.
-
-        All ranks call its methods with the handles of the same weights.
-        """
-        return None if self.handle is None else self.handle.scale_sync
+    def sharded_model(self) -> Any:
+        """The `fp8rs.fsdp.sharded_model.ShardedModel` of a sharded FP8 weight, or None."""
+        return None if self.handle is None else self.handle.sharded_model
 
     @property
     def element_offsets(self) -> tuple[int, ...]:
@@ -104,7 +101,9 @@ class Param:
 
         A rank with some rows of each matrix of a batch has one index per matrix.
         """
-        offsets: tuple[int, ...] = (0,) if self.handle is None else self.handle.element_offsets
+        if self.handle is None or not is_distributed(self.param):
+            return (0,)
+        offsets: tuple[int, ...] = self.handle.element_offsets
         return offsets
 
     @property
@@ -130,8 +129,7 @@ class Param:
             # A spec with a group reduces amaxes as it quantizes.
             current = weight.spec.group is None
             return UpdateKind.CURRENT_SCALE if current else UpdateKind.SEPARATE
-        sync = self.scale_sync
-        split = sync is not None and sync.splits_blocks(self.handle)
+        split = self.sharded_model is not None and self.handle.shares_scales
         return (
             UpdateKind.OWN_SCALES
             if weight.format in OWN_SCALES and not split

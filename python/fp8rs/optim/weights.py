@@ -42,10 +42,10 @@ def mark_written(params: Sequence[Param]) -> None:
     for p in params:
         if p.handle is not None:
             p.handle.mark_written()
-    for sync, members in by_model(params):
-        if sync is not None:
+    for model, members in by_model(params):
+        if model is not None:
             kinds = [(p.handle, p.kind) for p in map(params.__getitem__, members)]
-            sync.end_step([handle for handle, kind in kinds if kind is UpdateKind.KNOWN_SCALE])
+            model.end_step([handle for handle, kind in kinds if kind is UpdateKind.KNOWN_SCALE])
 
 
 def stored(p: Param) -> list[Tensor]:
@@ -84,11 +84,11 @@ def pass_on(known: Sequence[KnownScale]) -> None:
 
 
 def by_model(params: Sequence[Param]) -> list[tuple[Any, list[int]]]:
-    """Group the positions of parameters in their list by the `Param.scale_sync` of their model."""
+    """Group the positions of parameters in their list by the sharded model they belong to."""
     places: dict[int, tuple[Any, list[int]]] = {}
     for i, p in enumerate(params):
-        sync = p.scale_sync
-        places.setdefault(id(sync), (sync, []))[1].append(i)
+        model = p.sharded_model
+        places.setdefault(id(model), (model, []))[1].append(i)
     return list(places.values())
 
 
@@ -99,23 +99,23 @@ def reduce_amaxes_(params: Sequence[Param], amaxes: Tensor) -> None:
         params: weights with one scale; the same on all ranks.
         amaxes: fp32, shape (n,).
     """
-    for sync, members in by_model(params):
-        if sync is None:
+    for model, members in by_model(params):
+        if model is None:
             continue
         handles = [params[i].handle for i in members]
         if len(members) == len(params):
-            sync.reduce_amaxes_(handles, amaxes)
+            model.reduce_amaxes_(handles, amaxes)
         else:
             part = torch.stack([amaxes[i] for i in members])
-            sync.reduce_amaxes_(handles, part)
+            model.reduce_amaxes_(handles, part)
             torch._foreach_copy_([amaxes[i] for i in members], list(part.unbind()))
 
 
 def write_values_(params: Sequence[Param], values: Sequence[Tensor]) -> None:
     """Quantize ``values`` (fp32, of the local parts) into weights of any format."""
-    for sync, members in by_model(params):
-        if sync is not None:
-            sync.write_values([params[i].handle for i in members], [values[i] for i in members])
+    for model, members in by_model(params):
+        if model is not None:
+            model.write_values([params[i].handle for i in members], [values[i] for i in members])
             continue
         for i in members:
             weight = params[i].codes
