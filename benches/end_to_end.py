@@ -249,7 +249,7 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     if arguments["profile"]:
         trace = arguments["trace"] if dist.get_rank() == 0 else None
         name = None if trace is None else Path(trace) / f"{arguments['variant']}.json.gz"
-        report({"what": _profiled(step, name)})
+        report({"what": profiled(step, name)})
     gathered = reduced = 0
     if comm is not None:
         gathered, reduced = comm.all_gather_bytes, sum(comm.reduce_scatter_bytes.values())
@@ -379,7 +379,7 @@ def communication(kernels: list[Any], steps: int) -> str:
     return f"communication, ms of a step: {found}"
 
 
-def _profiled(step: Any, trace: Path | None) -> str:
+def profiled(step: Any, trace: Path | None) -> str:
     """Profile two steps and return their kernels, sorted by time.
 
     Args:

@@ -529,7 +529,8 @@ def test_a_step_of_another_optimizer_synchronizes_all_weights_in_one_all_reduce(
         model(batch(rig, n)).square().mean().backward()
         with Collectives() as seen:
             optimizer.step()
-        assert len(reduces(seen)) == (recipe != "rowwise")
+        # Delayed scaling also reduces the amaxes of the step.
+        assert len(reduces(seen)) == (recipe != "rowwise") + (recipe == "delayed")
 
 
 @ranks(2)

@@ -216,11 +216,7 @@ def test_bounds_of_a_thousand_groups(device):
         ({"ends": torch.zeros(2, dtype=torch.int64)}, TypeError, "ends"),
         ({"padded_ends": torch.zeros(3, dtype=torch.int32)}, ValueError, "padded_ends"),
         ({"index": torch.zeros(8, dtype=torch.int64)}, TypeError, "index"),
-        (
-            {"ends": torch.tensor([4, 0, 8, 0], dtype=torch.int32)[::2]},
-            ValueError,
-            "ends is strided",
-        ),
+        ({"ends": torch.tensor([4, 0, 8, 0], dtype=torch.int32)}, ValueError, "ends is strided"),
         ({"rowwise": False, "columnwise": False}, ValueError, "rowwise"),
         ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype"),
     ],
@@ -237,6 +233,8 @@ def test_bad_arguments_are_named(device, change, error, message):
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in arguments.items()
     }
+    if "strided" in message:
+        arguments["ends"] = arguments["ends"][::2]
     with pytest.raises(error, match=message):
         ops.quantize_groups(**arguments)
 

@@ -159,7 +159,7 @@ def _may_be_experts(module: nn.Module) -> bool:
 
 def uses_registry(module: nn.Module) -> bool:
     """Whether transformers dispatches a module's forward through its registry."""
-    return hasattr(module, "_apply_gate") and hasattr(module, "_is_expert_parallel")
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
 
 
 def _matrix(weight: Any) -> tuple[int, int]:

@@ -116,7 +116,8 @@ def experts_forward(
     fp8_gemms = getattr(self, "_fp8_gemms", False)
     state = getattr(self, "_fp8_state", None)
     key = key_of("current") if state is None else state.key
-    parallel, transposed = self._is_expert_parallel, self.is_transposed
+    # transformers before 5.18 does not say whether experts are parallel, before 5.20 has no norm.
+    parallel, transposed = getattr(self, "_is_expert_parallel", True), self.is_transposed
     name = "gate_up_proj" if self.has_gate else "up_proj"
     up, down = local_part(getattr(self, name)), local_part(self.down_proj)
     up_bias = down_bias = None
@@ -135,7 +136,7 @@ def experts_forward(
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         h = _cast(h, down.dtype)
         y = grouped(h, down, offs, down_bias, key, transposed, fp8_gemms, parallel)
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):
         y = self.post_expert_norm(y)
     y = (y[places] * top_k_weights.unsqueeze(-1)).sum(1)
     return y.to(hidden_states.dtype)
