@@ -22,8 +22,7 @@ from fp8rs.tensor.store import Store
 from fp8rs.tensor.wrapper import PLANES
 
 from . import hooks
-from .param import LocalShard, ParamHandle, set_scales
-from .quantize import BlockwiseShardQuantizer, ShardQuantizer
+from .param import LocalShard, ParamHandle
 from .shard_spec import local_part, shard_spec
 
 
@@ -344,22 +343,6 @@ def register_handle(module: nn.Module, name: str) -> Float8ParamHandle:
 # --- planes ---------------------------------------------------------------------------------------
 
 
-def planes_of(shard: LocalShard) -> Planes:
-    """Return the planes of an FP8 shard, also of an empty one."""
-    local = cast(QuantizedTensor, shard.data)
-    if local.numel() or local._store.batched:
-        return local.planes
-    row, col, cols = local._store.rowwise, local._store.columnwise, local.shape[1]
-    return None if row is None else row.empty(0, cols), None if col is None else col.empty(cols, 0)
-
-
-def row_of(shard: LocalShard) -> Plane:
-    """Return the rowwise plane of an FP8 shard, also of an empty one."""
-    row = planes_of(shard)[0]
-    assert row is not None
-    return row
-
-
 def write_planes(local: QuantizedTensor, planes: Planes) -> None:
     """Write the planes of a whole shard. An empty shard of one matrix stores its scale alone."""
     store = local._store
@@ -374,22 +357,7 @@ def write_planes(local: QuantizedTensor, planes: Planes) -> None:
 
 def scales_of(shard: LocalShard) -> Tensor:
     """Return the scales (n,) of the n matrices of a shard of a per-tensor format."""
-    return row_of(shard).scale.view(-1)
-
-
-def copy_scales(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
-    """Copy scales that are not gathered to the handles: a gathered weight keeps them after a write.
-
-    These are one scale per tensor, and all scales of batched weights on Shard(1).
-    """
-    if quantizer.layout.format.per_tensor:
-        set_scales(shards, torch.cat([scales_of(s).to(s.device) for s in shards]))
-        return
-    assert isinstance(quantizer, BlockwiseShardQuantizer)
-    by_rows = [s for s in shards if quantizer.layout.gathers_codes_alone(s.spec)]
-    grids = [row_of(s).scale.to(torch.float32) for s in by_rows]
-    for shard, scales in zip(by_rows, quantizer.whole_grids(by_rows, grids), strict=True):
-        shard.handle.scale = scales.to(quantizer.layout.format.scale_dtype)
+    return shard.row.scale.view(-1)
 
 
 # --- delayed scaling ------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from fp8rs._torch import is_traced, own_part, spec
 from fp8rs.scaling.histories import keep_local
+from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import Planes
 
 from .shard_spec import ShardSpec, shard_spec
 
@@ -230,12 +232,7 @@ class ParamHandle:
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamHandle:
         """Return the copied module's handle, or this one if only a tensor is copied."""
         copy = memo.get(id(self._module()))
-        if copy is None:
-            return self
-        found = memo.get(id(self))
-        if found is None:
-            found = memo[id(self)] = self._copy_for(copy)
-        return cast(ParamHandle, found)
+        return self if copy is None else self._copy_for(copy)
 
     def _copy_for(self, module: nn.Module) -> ParamHandle:
         """Return the handle of the same parameter in a copy of the module."""
@@ -275,6 +272,22 @@ class LocalShard:
     def is_fp8(self) -> bool:
         """Whether the shard is stored quantized."""
         return isinstance(self.data, QuantizedTensor)
+
+    @property
+    def planes(self) -> Planes:
+        """The planes of an FP8 shard, also of an empty one."""
+        local = cast(QuantizedTensor, self.data)
+        if local.numel() or local._store.batched:
+            return local.planes
+        row, col, cols = local._store.rowwise, local._store.columnwise, local.shape[1]
+        return row and row.empty(0, cols), col and col.empty(cols, 0)
+
+    @property
+    def row(self) -> Plane:
+        """The rowwise plane of an FP8 shard, also of an empty one."""
+        row = self.planes[0]
+        assert row is not None
+        return row
 
     @property
     def matrices(self) -> int:

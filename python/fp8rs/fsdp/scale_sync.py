@@ -47,8 +47,6 @@ from .float8_shard import (
     Float8ParamHandle,
     differs,
     largest_code,
-    planes_of,
-    row_of,
     scales_of,
     update_histories,
 )
@@ -154,7 +152,7 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     update_histories(list(map(handle_of, shards)), scales, before)
     parts = []
     for shard, scale, old, amax in zip(shards, scales, before, amaxes.split(counts), strict=True):
-        row = row_of(shard)
+        row = shard.row
         if (values := handle_of(shard).pending) is not None:
             handle_of(shard).start_history(scale, amax)
             scale = scale.to(values.device).view(row.scale.shape)
@@ -188,7 +186,7 @@ def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor)
             if handle.pending is not None:
                 amax = amaxes[at] = _multi_amax([handle.pending], shard.spec.batched)
             else:
-                row = row_of(shard)
+                row = shard.row
                 magnitudes = row.data.view(torch.uint8).reshape(len(places), -1) & 0x7F
                 largest = magnitudes.amax(1).view(row.data.dtype)
                 amax = largest.to(scale.device, torch.float32) * scale
@@ -234,7 +232,7 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
 
 def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane:
     """Return the plane whose blocks shard boundaries split."""
-    row, col = planes_of(shard)
+    row, col = shard.planes
     plane = col if quantizer.layout.both else row
     assert plane is not None
     return plane

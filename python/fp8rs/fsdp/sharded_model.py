@@ -32,8 +32,6 @@ from .checks import check_settings, compare_conversions
 from .float8_shard import (
     Float8ParamHandle,
     Float8Shard,
-    copy_scales,
-    planes_of,
     register_handle,
     write_planes,
 )
@@ -46,7 +44,12 @@ from .param import (
     mark_writes,
     wait_for_writes,
 )
-from .quantize import BlockwiseShardQuantizer, ShardQuantizer, TensorwiseShardQuantizer
+from .quantize import (
+    BlockwiseShardQuantizer,
+    DelayedShardQuantizer,
+    ShardQuantizer,
+    TensorwiseShardQuantizer,
+)
 from .scale_sync import sync_shards
 from .wrap import needs_wrapping, wrap_sharded_param
 
@@ -218,9 +221,9 @@ class ShardedModel:
             group = [handle]
         shards = [shard, *map(self.quantizer.shard, group[1:])]
         with torch.inference_mode(False), torch.no_grad():
-            self._prepared = self._cast(shards, backward)
+            self._prepared = self._cast(shards)
 
-    def _cast(self, shards: Sequence[LocalShard], backward: bool) -> dict[ParamHandle, _Inputs]:
+    def _cast(self, shards: Sequence[LocalShard]) -> dict[ParamHandle, _Inputs]:
         """Quantize shards for an all-gather on the current stream."""
         handles = [s.handle for s in shards]
         wait_for_writes(handles)
@@ -230,12 +233,11 @@ class ShardedModel:
         layout = self.quantizer.layout
         found: dict[ParamHandle, tuple[Tensor, ...]] = {}
         if masters := [s for s in shards if not s.is_fp8]:
-            record = self._records([s.handle for s in masters])
-            inputs = self.quantizer.cast(masters, in_backward=backward, record=record)
+            inputs = self.quantizer.cast(masters)
             found = {s.handle: tensors for s, tensors in zip(masters, inputs, strict=True)}
         for s in shards:
             if s.handle not in found:
-                found[s.handle] = layout.pack(planes_of(s), s.spec)
+                found[s.handle] = layout.pack(s.planes, s.spec)
         device = shards[0].device
         kept = {s.handle: found[s.handle] if s.spec.ranks == 1 else () for s in shards}
         scales = [h.scale for h in handles if h.scale is not None]
@@ -257,19 +259,13 @@ class ShardedModel:
             wait_for_writes(handles)
             if fp8_shards:
                 self._sync(fp8_shards)
-                copy_scales(self.quantizer, fp8_shards)
+                self.quantizer.copy_scales(fp8_shards)
             if masters:
-                record = self._records([s.handle for s in masters])
-                self.quantizer.update_scales(masters, record)
+                self.quantizer.update_scales(masters)
             computed = [t for h in handles for t in (h.scale, h.amaxes) if t is not None]
             ready = StreamDependency(shards[0].device, computed)
         for h in handles:
             h.set_fresh(forward_id, ready)
-
-    def _records(self, handles: Sequence[ParamHandle]) -> bool:
-        """Whether amaxes of these weights enter the histories of delayed scaling."""
-        tracker = self.state.tracker
-        return tracker.training if tracker.in_forward else any(h.module.training for h in handles)
 
     def precompute(self) -> None:
         """Compute the scales of the next forward now."""
@@ -381,9 +377,9 @@ class ShardedModel:
 def quantizer_for(state: ModelState) -> ShardQuantizer:
     """Return the quantizer for a model's weights."""
     spec = quant_spec(state.recipe, "weight")
-    if spec.format.per_tensor:
-        return TensorwiseShardQuantizer(spec, state.delayed)
-    return BlockwiseShardQuantizer(spec)
+    if state.delayed is not None:
+        return DelayedShardQuantizer(spec, state.delayed)
+    return (TensorwiseShardQuantizer if spec.format.per_tensor else BlockwiseShardQuantizer)(spec)
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,11 @@ class DelayedScalingState:
         """
         if training and not self._tracker.in_forward and not in_backward():
             self._record()
+
+    def records(self, layers: Iterable[nn.Module]) -> bool:
+        """Return whether amaxes of the weights of layers that are gathered now are recorded."""
+        tracker = self._tracker
+        return tracker.training if tracker.in_forward else any(m.training for m in layers)
 
     def _record(self) -> None:
         # Before a graph captures slots of a layer. Its backward would write to the old slots.
