@@ -69,8 +69,6 @@ class Float8ParamHandle(ParamHandle):
         keep_init: whether to keep values from before they are rounded, for masters.
     """
 
-    __slots__ = ("_init_value", "_shares_scales", "keep_init", "pending", "unsynced")
-
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module, name)
         self.unsynced = self.keep_init = self._shares_scales = False

@@ -65,20 +65,6 @@ class ParamHandle:
         ready: the work that computed ``scale`` and ``amaxes``.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_forward_id",
-        "_module",
-        "_spec",
-        "_writes_seen",
-        "amaxes",
-        "name",
-        "ready",
-        "scale",
-        "writes",
-        "written_on",
-    )
-
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = weakref.ref(module)
         self.name = name
