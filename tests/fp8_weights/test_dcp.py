@@ -298,15 +298,3 @@ def test_codes_are_not_copied_as_values(device, recipe):
         with torch.no_grad(), pytest.raises(TypeError, match="codes without their scales"):
             target.copy_(codes)
     assert same_bytes(full(weight), before)
-
-
-@recipes
-@pytest.mark.parametrize("fp8_weights", [False, True])
-def test_averaged_models_of_fp8_weights_warn(recipe, fp8_weights):
-    model = make(UNEVEN, recipe=RECIPES[recipe], fp8_weights=fp8_weights)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        torch.optim.swa_utils.AveragedModel(model)
-    found = [w for w in seen if "AveragedModel averages 5 FP8 weights" in str(w.message)]
-    assert len(found) == fp8_weights
-    assert all(w.filename == __file__ for w in found)

@@ -12,8 +12,7 @@ from fp8rs.gemm import estimates
 from fp8rs.nn.functional import grouped_linear, key_of
 from fp8rs.nn.grouped import grouped
 from fp8rs.quantize.quantizers import Quantizer
-from fp8rs.quantize.recipes import resolve_recipe
-from fp8rs.quantize.spec import quant_spec
+from fp8rs.quantize.recipes import quant_spec, resolve_recipe
 from oracle.elements import encode
 
 #: The lengths of groups, and the rows after the last one.

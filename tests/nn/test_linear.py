@@ -22,9 +22,9 @@ from fp8rs.quantize.recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    quant_spec,
     resolve_recipe,
 )
-from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.quantized import Plane
 from internals import state_of

@@ -12,7 +12,7 @@ import torch
 import fp8rs
 from distributed import ranks
 from fp8rs.nn import TransformerLayer, load_transformer_layer, rotary_pos_emb
-from fp8rs.nn.names import TRANSFORMER_ENGINE
+from fp8rs.nn.transformer import TRANSFORMER_ENGINE
 
 PAGE = Path(__file__).parents[2] / "docs" / "modules.md"
 PREFIX = "model.layers.1."

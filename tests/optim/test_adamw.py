@@ -335,7 +335,7 @@ def test_non_finite_values_make_the_scale_nan_and_do_not_enter_the_history():
 class Keeper:
     """A stub of the handle of an unsharded weight that keeps its initial values."""
 
-    scale_sync = slots = None
+    sharded_model = slots = None
     writes = 0
 
     def __init__(self, init_value):

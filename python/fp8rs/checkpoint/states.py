@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer as TorchOptimizer
 
 from fp8rs._torch import names_of, note_write, own_part
-from fp8rs.nn import buffers
+from fp8rs.nn.fp8_params import reset_scales
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.scaling.histories import BUFFERS, keep_local
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -155,9 +155,9 @@ def _is_fp8(value: Any) -> bool:
 def _sync_scales(state: dict[str, Any]) -> None:
     """Synchronize the scales that shards of FP8 weights share. All ranks call this."""
     handles = [own_part(value)._store.observer for value in state.values() if _is_fp8(value)]
-    for sync in dict.fromkeys(handle.scale_sync for handle in handles):
-        if sync is not None:
-            sync.sync()
+    for model in dict.fromkeys(handle.sharded_model for handle in handles):
+        if model is not None:
+            model.sync_scales()
 
 
 def _layers_with_histories(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -178,7 +178,7 @@ def load_parts(value: Tensor, parts: dict[str, Tensor]) -> None:
         note_write(own)
     handle: Any = weight._store.observer
     layer = handle.module
-    buffers.reset(layer, layer._fp8_state.delayed)
+    reset_scales(layer)
     handle.mark_loaded()
     handle.update_history(weight._store.any_plane.scale)
 

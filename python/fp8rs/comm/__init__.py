@@ -2,8 +2,7 @@
 
 - ``fsdp_comm``: `set_fsdp_comm`, which sets the collectives of a model;
 - ``choice``: the collectives that it chose;
-- ``reduce_scatter``: bfloat16 gradients, summed in float32;
-- ``transport``: sends bfloat16 gradients with ``all_to_all_single``;
+- ``reduce_scatter``: bfloat16 gradients, sent with ``all_to_all_single`` and summed in float32;
 - ``symmetric``: copies between the GPUs of one host, through symmetric memory.
 """
 

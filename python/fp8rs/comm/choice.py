@@ -11,8 +11,6 @@ from torch import nn
 
 from fp8rs._torch import in_backward, not_traced
 
-from .symmetric import DoubleBuffer
-
 
 @dataclass(frozen=True)
 class CommChoice:
@@ -49,7 +47,8 @@ class FSDPComm:
     choices: tuple[CommChoice, ...] = ()
     reduce_scatters: Counter[str] = field(default_factory=Counter)
     reduce_scatter_bytes: Counter[str] = field(default_factory=Counter)
-    _buffers: dict[Any, DoubleBuffer] = field(default_factory=dict, repr=False)
+    #: The `fp8rs.comm.symmetric.DoubleBuffer` of each group and collective.
+    _buffers: dict[Any, Any] = field(default_factory=dict, repr=False)
     _forwards: int = 0
 
     @property

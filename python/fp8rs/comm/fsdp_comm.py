@@ -18,8 +18,7 @@ from fp8rs.quantize.recipes import check_choice
 
 from . import symmetric
 from .choice import CommChoice, FSDPComm
-from .reduce_scatter import SummedReduceScatter
-from .transport import Transport
+from .reduce_scatter import SummedReduceScatter, Transport
 
 ALL_GATHERS = ("auto", "symmetric", "torch")
 REDUCE_SCATTERS = ("auto", "symmetric", "bf16", "torch")
@@ -166,7 +165,8 @@ def _no_bf16(dtypes: set[torch.dtype]) -> str:
 def _set(unit: _Unit, choice: CommChoice, comm: FSDPComm, channel: int, timeout: timedelta) -> None:
     def buffer(collective: str) -> symmetric.DoubleBuffer:
         new = symmetric.DoubleBuffer(unit.group, unit.device, timeout)
-        return comm._buffers.setdefault((unit.group, collective), new)
+        known: symmetric.DoubleBuffer = comm._buffers.setdefault((unit.group, collective), new)
+        return known
 
     if choice.all_gather == "symmetric":
         gather = symmetric.CopyEngineAllGather(buffer("all-gather"), channel)

@@ -53,7 +53,7 @@ from torch import Tensor
 
 from fp8rs._torch import symmetric_memory
 
-from .transport import Transport, sum_rows
+from .reduce_scatter import Transport, sum_rows
 
 
 class PeerMemory:
@@ -241,7 +241,7 @@ def _pitch(n: int) -> int:
     return -(-n // 8) * 8
 
 
-# --- availability --------------------------------------------------------------------------------
+# --- availability ---------------------------------------------------------------------------------
 
 
 def unavailable(group: dist.ProcessGroup, device: torch.device) -> tuple[str, str]:

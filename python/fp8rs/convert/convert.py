@@ -21,9 +21,9 @@ from fp8rs.convert.experts import (
 from fp8rs.convert.fp8_weights import check_weight, quantize_weight, register_handle
 from fp8rs.convert.select import LARGE_3D, SHARDED, ModuleFilter, large_3d, select
 from fp8rs.convert.torchao import from_float8_linear_config
-from fp8rs.nn.linear import Float8Linear, float8_class
+from fp8rs.nn.fp8_params import float8_class
+from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.model_state import ModelState
-from fp8rs.nn.root_hooks import attach, detach
 from fp8rs.quantize.quantizers import group_name
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
@@ -142,7 +142,7 @@ def convert_to_float8_training(
     state.fp8_gather = enable_fsdp_float8_all_gather
     keep_init = preserve_high_precision_init_val
     _convert(state, selected.layers, selected_experts.modules, fp8_weights, keep_init)
-    attach(state, module)
+    state.attach(module)
     _log_conversion(
         module, recipe, {**selected.left, **selected_experts.left}, selected_experts.modules
     )
@@ -171,11 +171,11 @@ def _convert(
         if isinstance(layer, Float8Linear):
             standalone.append(layer._fp8_state)
         else:
-            layer.__class__ = float8_class(type(layer))
+            layer.__class__ = float8_class(Float8Linear, type(layer))
         assert isinstance(layer, Float8Linear)
         layer._join(state, name)
     for left in standalone:
-        detach(left)
+        left.detach()
     convert_experts(state, experts)
     if fp8_weights:
         from fp8rs.optim.warnings import watch  # imported only by models that need it

@@ -123,7 +123,7 @@ def select_experts(
         )
     parts, sharded, names = tuple(filter_fqns), sharded_prefixes(root), parameter_names(root)
     for name, module in root.named_modules():
-        if isinstance(module, Float8Params):
+        if isinstance(module, Float8Params) and not isinstance(module, nn.Linear):
             _check_recipe(name, module, recipe)
             continue
         weights = batched_parameters(module)

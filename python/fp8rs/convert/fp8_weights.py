@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import become, check_can_become
-from fp8rs.quantize.recipes import Recipe
-from fp8rs.quantize.spec import quant_spec
+from fp8rs.quantize.recipes import Recipe, quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
 from fp8rs.tensor.spec import quantize_planes
 from fp8rs.tensor.store import Store
 
 if TYPE_CHECKING:
-    from fp8rs.fsdp.float8_param import Float8ParamHandle
+    from fp8rs.fsdp.float8_shard import Float8ParamHandle
 
 
 def check_weight(

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from fp8rs._torch import fsdp_groups, fsdp_place, own_part, reduces_in_stored_dtype
 from fp8rs.fsdp.layout import AllGatherLayout
 from fp8rs.fsdp.shard_spec import ShardSpec, shard_spec
-from fp8rs.quantize.recipes import Recipe
-from fp8rs.quantize.spec import quant_spec
+from fp8rs.quantize.recipes import Recipe, quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor
 
 UnitFn = Callable[[nn.Module, str], bool]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fp8rs._torch import dtensor_like, is_distributed, local_shape_and_offset, own_part, plain_name
 from fp8rs.checkpoint.parts import SCALE, parts_of
 from fp8rs.checkpoint.states import load_parts
-from fp8rs.nn import buffers
+from fp8rs.nn.fp8_params import reset_scales
 from fp8rs.tensor.formats import MX_1X32, MX_32X32
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -338,7 +338,7 @@ def write(stored: StoredTensors, target: Target, exact: bool) -> None:
     """Load one tensor, on all ranks."""
     tensor, local = target.tensor, own_part(target.tensor)
     if (layer := target.layer) is not None:
-        buffers.reset(layer, layer._fp8_state.delayed)
+        reset_scales(layer)
     # With 1x32 blocks, the files lack the columnwise plane. It is quantized from the values.
     if not exact or cast(QuantizedTensor, local).format is MX_1X32:
         values = stored.read_values(target.stored, target.part, local.device)

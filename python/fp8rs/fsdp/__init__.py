@@ -4,32 +4,30 @@ The local tensor of a sharded parameter is a :class:`MasterWeight`, which is sto
 precision and quantized for each all-gather, or an FP8 weight, which is gathered as it is stored.
 
 - ``sharded_model``: the FSDP2 side of one converted model; decides when weights are quantized;
-- ``param``, ``float8_param``: the handle of one FP8 parameter, and of one FP8 weight;
 - ``wrap``: installs the local tensor when FSDP2 puts a sharded parameter on a module;
-- ``master_weight``, ``float8_shard``: the local tensors;
+- ``param``: the handle of one FP8 parameter;
+- ``master_weight``: the local tensor of a master weight;
+- ``float8_shard``: the local tensor and the handle of an FP8 weight;
 - ``hooks``: FSDP2's all-gather hooks;
 - ``quantize``: amaxes, their all-reduce, and casts of shards;
 - ``layout``: planes to all-gather buffers and back, and blocks that shard boundaries split;
 - ``shard_spec``: which part of a parameter this rank holds;
-- ``conversion_check``: compares what the ranks have converted;
-- ``checks``: settings of FSDP2 that FP8 all-gathers do not support;
-- ``state_dict``: plain tensors in state dicts;
 - ``scale_sync``: synchronizes the scales that FP8 shards share;
-- ``padding``: how FSDP2 pads FP8 shards;
-- ``links``: the former name of `fp8rs.comm.set_fsdp_comm`.
+- ``checks``: settings of FSDP2, and what the ranks have converted.
 """
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fp8rs.comm import set_fsdp_comm
+    from torch import nn
 
-    from .float8_param import register_handle
-    from .float8_shard import Float8Shard
-    from .links import set_links
+    from fp8rs.comm import FSDPComm, set_fsdp_comm
+
+    from .float8_shard import Float8Shard, register_handle
     from .master_weight import MasterWeight
     from .sharded_model import precompute_float8_dynamic_scale_for_fsdp
 
@@ -44,16 +42,33 @@ __all__ = [
 
 #: Modules that are imported on first use, because torch.distributed.fsdp takes seconds to import.
 _LAZY = {
-    "Float8Shard": "float8_shard",
-    "MasterWeight": "master_weight",
-    "precompute_float8_dynamic_scale_for_fsdp": "sharded_model",
-    "register_handle": "float8_param",
-    "set_fsdp_comm": "links",
-    "set_links": "links",
+    "Float8Shard": "fp8rs.fsdp.float8_shard",
+    "MasterWeight": "fp8rs.fsdp.master_weight",
+    "precompute_float8_dynamic_scale_for_fsdp": "fp8rs.fsdp.sharded_model",
+    "register_handle": "fp8rs.fsdp.float8_shard",
+    "set_fsdp_comm": "fp8rs.comm",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def set_links(
+    model: nn.Module, *, gather: str = "auto", reduction: str = "auto", **kwargs: Any
+) -> FSDPComm:
+    """Call `fp8rs.comm.set_fsdp_comm`, with a DeprecationWarning.
+
+    It is the former name, and will be removed in the next release.
+    """
+    from fp8rs.comm import set_fsdp_comm
+
+    warnings.warn(
+        "fp8rs.fsdp.set_links is deprecated: call fp8rs.comm.set_fsdp_comm(model, all_gather=..., "
+        "reduce_scatter=...)",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return set_fsdp_comm(model, all_gather=gather, reduce_scatter=reduction, **kwargs)

@@ -1,24 +1,29 @@
-"""Float8Shard: the local tensor of a sharded FP8 weight, gathered as it is stored."""
+"""FP8 weights under FSDP2: the local tensor, the handle that observes its writes, padded shards.
+
+A `Float8Shard` is gathered as it is stored. A write quantizes with the scale of this rank's values
+alone and never starts a collective. It marks the `Float8ParamHandle` as unsynced.
+`fp8rs.fsdp.scale_sync` synchronizes the scales that shards share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fp8rs.tensor.planes import Plane
+from fp8rs._torch import is_distributed, is_traced, own_part
+from fp8rs.tensor.formats import FP8_MAX, split
+from fp8rs.tensor.planes import Plane, zeros
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import Planes
+from fp8rs.tensor.spec import Planes, QuantSpec
+from fp8rs.tensor.store import Store
+from fp8rs.tensor.wrapper import PLANES
 
 from . import hooks
-from .float8_param import Float8ParamHandle
-from .layout import AllGatherLayout
-from .param import LocalShard, set_scales
-from .quantize import BlockwiseShardQuantizer, ShardQuantizer
-from .shard_spec import ShardSpec
+from .param import LocalShard, ParamHandle
+from .shard_spec import local_part, shard_spec
 
 
 class Float8Shard(QuantizedTensor):
@@ -53,20 +58,287 @@ def wrap_shard(local: QuantizedTensor, handle: Float8ParamHandle) -> Float8Shard
     return found
 
 
-# --- planes --------------------------------------------------------------------------------------
+class Float8ParamHandle(ParamHandle):
+    """The handle of an FP8 weight, sharded or not (`fp8rs.tensor.store.WriteObserver`).
+
+    Attributes:
+        unsynced: whether this rank wrote the shard since scales were last synchronized.
+        pending: the values of the last write if it replaced the whole shard, in high precision.
+            They are rounded again if the synchronization changes the scale, so that each value is
+            rounded only once. None if no scale is shared or the shard was written otherwise.
+        keep_init: whether to keep values from before they are rounded, for masters.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module, name)
+        self.unsynced = self.keep_init = self._shares_scales = False
+        self.pending: Tensor | None = None
+        self._init_value: Tensor | None = None
+
+    def _copy_for(self, module: nn.Module) -> Float8ParamHandle:
+        new = Float8ParamHandle(module, self.name)
+        new.unsynced, new.keep_init = self.unsynced, self.keep_init
+        # Nothing writes to these tensors, so the copy can share them.
+        new.pending, new._init_value = self.pending, self._init_value
+        new._shares_scales = self._shares_scales
+        return new
+
+    # --- the parameter ---------------------------------------------------------------------------
+
+    @property
+    def quant_spec(self) -> QuantSpec:
+        """How the weight is quantized."""
+        return cast(QuantizedTensor, self.parameter_part).spec
+
+    @property
+    def sharded_model(self) -> Any:
+        """The `fp8rs.fsdp.sharded_model.ShardedModel`. None unless the module holds a shard."""
+        state = self.state_if_any
+        return None if state is None or self.local is None else state.shard()
+
+    @property
+    def shares_scales(self) -> bool:
+        """Whether several ranks have elements of one scale of the weight."""
+        if (model := self.sharded_model) is not None:
+            self._shares_scales = model.quantizer.shares_scales(self.spec)
+        return self._shares_scales  # while the weight is gathered, as it was before
+
+    @property
+    def element_offsets(self) -> tuple[int, ...]:
+        """The indices of this rank's first elements, one per matrix: see `ShardSpec`."""
+        parameter: Any = self.parameter if self.in_place else None
+        if self.local is None and not is_distributed(parameter):
+            return (0,)
+        spec = shard_spec(parameter) if self.local is None else self.spec
+        return spec.matrix_offsets or (spec.element_offset,)
+
+    def reshard(self) -> None:
+        """Make modules hold their shards again if FSDP2 has this weight gathered."""
+        part = self.parameter_part
+        if not (isinstance(part, QuantizedTensor) and part._store.gathered):
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        root = self.state.root
+        for module in () if root is None else root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    # --- writes ----------------------------------------------------------------------------------
+
+    def observes(self, store: Store) -> bool:
+        """Return whether planes belong to the weight, and not to a copy of it.
+
+        While FSDP2 has the weight gathered, the shard is not known, so this returns True.
+        """
+        if not self.in_place:
+            return False
+        known = getattr(self.parameter_part, "_store", None)
+        return known is None or known.observer is not self or known is store
+
+    def allocate(self, like: Store, shape: Iterable[int], device: Any) -> Store:
+        """Allocate planes of zeros for another shard of the weight that a store belongs to.
+
+        The scale of a matrix with one scale per tensor is copied, because all shards have the same.
+
+        Args:
+            like: the store of the weight or a shard.
+            shape: (rows, columns) or (E, N, K).
+            device: the device of the planes.
+        """
+        size = torch.Size(shape)
+        batch, (rows, cols) = split(size, like.batched)
+
+        def plane(present: Plane | None, size: tuple[int, ...]) -> Plane | None:
+            if present is None:
+                return None
+            if present.format.per_tensor and not batch:
+                scale = present.scale.to(device, copy=True)
+            else:
+                scale_shape = present.format.scale_shape(size[-2], size[-1], batch)
+                scale = zeros(present.scale, scale_shape, device)
+            return Plane(zeros(present.data, size, device), scale, present.format)
+
+        columnwise = plane(like.columnwise, (*batch, cols, rows))
+        new = like.over(plane(like.rowwise, (*batch, rows, cols)), columnwise)
+        if new.rowwise is not None:
+            new.rowwise.data = new.rowwise.data.view(size)
+        new.first_copy = _copy_first
+        return new
+
+    def observe_write(self, tensor: QuantizedTensor, values: Tensor | None, exact: bool) -> None:
+        """Note that an operator wrote to the weight. Runs no collective.
+
+        Args:
+            tensor: the weight, or a tensor that shares its planes.
+            values: the values that it has now, in high precision and in its shape. None if codes
+                and scales were copied.
+            exact: whether each value was rounded by itself. In-place arithmetic instead keeps the
+                codes of elements that it does not change.
+        """
+        self.mark_written()
+        self.unsynced = True
+        if values is not None and tensor.is_whole:
+            row = tensor._store.rowwise
+            values = values.reshape(tensor._store.matrix if row is None else row.data.shape)
+        else:
+            values = None
+        self._keep_init(values)
+        if values is not None and not self.shares_scales:
+            self.start_history_from(values)
+        elif values is not None and exact and not values.is_meta:
+            self.pending = values.clone()
+        store = getattr(self.parameter_part, "_store", None)
+        # A gathered weight has no observer.
+        if store is not None and store.observer is self:
+            self.update_history(store.any_plane.scale)
+
+    def mark_written(self) -> None:
+        """Note a write of codes with scales that all ranks have."""
+        super().mark_written()
+        self.unsynced, self.pending = False, None
+
+    def mark_synced(self) -> None:
+        """Note that all ranks have the same scales now, and free pending values.
+
+        The shard may have been rounded again, to a scale of other ranks. This is not a write: the
+        values are the same, so masters stay.
+        """
+        pending = self.pending
+        if pending is not None and pending.is_cuda and not is_traced(pending):
+            # An all-gather stream may read what another stream allocated.
+            pending.record_stream(torch.cuda.current_stream(pending.device))
+        self.unsynced, self.pending = False, None
+        self._note_stream()
+
+    def mark_loaded(self) -> None:
+        """Note that codes and scales were loaded in place, on all ranks.
+
+        A rank may have loaded and quantized values in high precision instead. Scales are therefore
+        synchronized. Codes with a common scale stay as they are.
+        """
+        self._keep_init(None)
+        self.mark_written()
+        self.unsynced = True
+
+    # --- delayed scaling -------------------------------------------------------------------------
+
+    def update_history(self, scale: Tensor) -> None:
+        """With delayed scaling, make the next scale the one that values were written with.
+
+        The next write would otherwise saturate with a scale from before these values.
+        """
+        if self.slots is not None and not scale.is_meta:
+            update_histories([self], [scale.view(1)])
+
+    def start_history_from(self, values: Tensor) -> None:
+        """With delayed scaling, start the history of a whole weight with the amax of its values."""
+        if self.slots is None or values.is_meta or not values.numel():
+            return
+        with torch.no_grad():
+            low, high = values.detach().aminmax()
+            amax = torch.maximum(-low, high).float()
+            self.start_history(self.quant_spec.scale_from_amax(amax), amax)
+
+    # --- values from before the first rounding ---------------------------------------------------
+
+    @property
+    def init_value(self) -> Tensor | None:
+        """The values from before the first rounding that this rank holds, on the CPU, or None."""
+        value = self._init_value
+        if value is not None and self.in_place:
+            parameter: Any = self.parameter
+            # Tensor parallelism replaces the parameter by a DTensor without a notification.
+            if value.shape == parameter.shape != self.parameter_part.shape:
+                self._init_value = value = local_part(value, parameter)
+        return value
+
+    @init_value.setter
+    def init_value(self, value: Tensor | None) -> None:
+        self._init_value = value
+
+    def forget_init(self) -> None:
+        """Free the values from before the first rounding, and keep no others."""
+        self.init_value, self.keep_init = None, False
+
+    def _keep_init(self, values: Tensor | None) -> None:
+        """Replace the kept values after a write, until an optimizer reads them.
+
+        Args:
+            values: the values of the whole shard, or None if they are not known.
+        """
+        if self.keep_init:
+            kept = values is not None and not values.is_meta
+            self.init_value = values.detach().to("cpu", copy=True) if kept else None  # type: ignore[union-attr]
 
 
-def is_fp8(shard: LocalShard) -> bool:
-    """Return whether a shard is stored quantized."""
-    return isinstance(shard.data, QuantizedTensor)
+def _copy_first(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
+    """Copy codes and scales of a part of another tensor to the front of an allocation.
+
+    FSDP2 calls ``new_zeros`` with the padded size, and copies this rank's part of the weight to the
+    front. Only that copy shows how long the shard is, and at which row of a block it begins.
+    Afterwards, the store of ``dst`` consists of this part alone. Zeros stay in memory behind it.
+
+    Returns:
+        False, with nothing written, if ``dst`` or ``src`` is not a part in order, or ``dst`` does
+        not begin with the allocation.
+
+    Raises:
+        ValueError: ``src`` has parts of rows, but the format needs whole rows.
+    """
+    store, source, to, part = dst._store, src._store, dst.box, src.box
+    if to is None or part is None or store.batched != source.batched:
+        return False
+    along = to.rows if to.batch is None else to.batch
+    if along.start:
+        return False
+    if not dst.numel():
+        return True  # an empty shard
+    if not store.format.per_tensor and part.cols != slice(0, source.matrix[-1]):
+        raise ValueError(
+            f"a weight in format {store.format.name!r} is sharded by rows only: "
+            "return Shard(0) from shard_placement_fn, or use a recipe with one scale per tensor"
+        )
+    for name, new in zip(PLANES, source.part(part), strict=True):
+        plane = getattr(store, name)
+        if plane is not None and new is not None:
+            dim = int(name == "columnwise" and not store.batched)
+            data = plane.data.narrow(dim, 0, along.stop)
+            data.copy_(new.data.reshape(data.shape))
+            scale = new.scale.to(data.device, copy=True)
+            setattr(store, name, Plane(data, scale, new.format, new.lead))
+    store.first_copy = None
+    return True
 
 
-def planes_of(local: QuantizedTensor) -> Planes:
-    """Return the planes of a shard, also of an empty one."""
-    if local.numel() or local._store.batched:
-        return local.planes
-    row, col, cols = local._store.rowwise, local._store.columnwise, local.shape[1]
-    return None if row is None else row.empty(0, cols), None if col is None else col.empty(cols, 0)
+def handle_for(module: nn.Module, name: str) -> ParamHandle:
+    """Return the handle of a module's parameter, which is not sharded.
+
+    The handle of an FP8 weight observes its writes from now on.
+    """
+    parameter = own_part(module._parameters.get(name))
+    if not isinstance(parameter, QuantizedTensor):
+        return ParamHandle(module, name)
+    handle = parameter._store.observer
+    if not isinstance(handle, Float8ParamHandle) or handle._module() is not module:
+        handle = parameter._store.observer = Float8ParamHandle(module, name)
+    return handle
+
+
+def register_handle(module: nn.Module, name: str) -> Float8ParamHandle:
+    """Return the handle of a module's quantized parameter, which observes its writes from now on.
+
+    Args:
+        module: a converted module.
+        name: the name of a parameter that is not sharded.
+    """
+    handle = handle_for(module, name)
+    assert isinstance(handle, Float8ParamHandle)
+    module.__dict__.setdefault("_fp8_params", {})[name] = handle
+    return handle
+
+
+# --- planes ---------------------------------------------------------------------------------------
 
 
 def write_planes(local: QuantizedTensor, planes: Planes) -> None:
@@ -83,51 +355,46 @@ def write_planes(local: QuantizedTensor, planes: Planes) -> None:
 
 def scales_of(shard: LocalShard) -> Tensor:
     """Return the scales (n,) of the n matrices of a shard of a per-tensor format."""
-    row = planes_of(cast(QuantizedTensor, shard.data))[0]
-    assert row is not None
-    return row.scale.view(-1)
+    return shard.row.scale.view(-1)
 
 
-# --- all-gathers ---------------------------------------------------------------------------------
+# --- delayed scaling ------------------------------------------------------------------------------
 
 
-def copy_scales(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
-    """Copy scales that are not gathered to the handles: a gathered weight keeps them after a write.
+def largest_code(spec: QuantSpec) -> float:
+    """Return the largest value that a per-tensor scale of 1 is computed for."""
+    return float(FP8_MAX[spec.fp8_dtype] / 2**spec.margin)
 
-    These are one scale per tensor, and all scales of batched weights on Shard(1).
+
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    """Compare fp32 scales bit for bit, since NaN does not equal itself."""
+    return a.view(torch.int32) != b.view(torch.int32)
+
+
+def update_histories(
+    handles: Sequence[Float8ParamHandle],
+    scales: Sequence[Tensor],
+    before: Sequence[Tensor] | None = None,
+) -> None:
+    """With delayed scaling, make the next scales those that values were written with.
+
+    Args:
+        handles: handles of one model.
+        scales: the scale of each handle (1,), fp32. A scale that is not finite has no effect, nor
+            have the scales (E,) of a batch, which has no history.
+        before: scales with the same bits in both have no effect. None if all have.
     """
-    if quantizer.layout.format.per_tensor:
-        set_scales(shards, torch.cat([scales_of(s).to(s.device) for s in shards]))
+    found = [(pair, i) for i, handle in enumerate(handles) if (pair := handle.slots) is not None]
+    if not found:
         return
-    assert isinstance(quantizer, BlockwiseShardQuantizer)
-    by_rows = [s for s in shards if quantizer.layout.gathers_codes_alone(s.spec)]
-    own = [planes_of(cast(QuantizedTensor, s.data))[0] for s in by_rows]
-    grids = [plane.scale.to(torch.float32) for plane in own if plane is not None]
-    for shard, scales in zip(by_rows, quantizer.whole_grids(by_rows, grids), strict=True):
-        shard.handle.scale = scales.to(quantizer.layout.format.scale_dtype)
-
-
-def all_gather_inputs(layout: AllGatherLayout, local: Any, spec: ShardSpec) -> tuple[Tensor, ...]:
-    """Return the tensors to gather for a shard. They share its memory where possible."""
-    row, col = planes_of(local)
-    if local.numel() and local.shape[0] < spec.padded and spec.dim == 0:
-        rest = tuple(local.shape[1:])
-        row = _with_padding(row, (spec.padded, *rest))
-        turned = (spec.padded, *spec.matrix[::-1]) if spec.batched else (*rest, spec.padded)
-        col = _with_padding(col, turned)
-    return layout.pack((row, col), spec)
-
-
-def _with_padding(plane: Plane | None, size: tuple[int, ...]) -> Plane | None:
-    """Return a short shard's plane with the padding that lies behind it in memory.
-
-    FSDP2 keeps shards padded, so this needs no copy. A plane without padding is returned as it is.
-    """
-    if plane is None:
-        return None
-    data = plane.data
-    strides = tuple(prod(size[i + 1 :]) for i in range(len(size)))
-    end = data.storage_offset() + prod(size)
-    if data.stride() != strides or end > data.untyped_storage().nbytes():
-        return plane
-    return Plane(data.as_strided(size, strides), plane.scale, plane.format, plane.lead)
+    with torch.no_grad():
+        slots = [pair for pair, _ in found]
+        known, amaxes = (torch.stack(part) for part in zip(*slots, strict=True))
+        new_scales = torch.cat([scales[i] for _, i in found]).to(known.device)
+        counts = new_scales.isfinite()
+        if before is not None:
+            old = torch.cat([before[i] for _, i in found]).to(known.device)
+            counts &= differs(new_scales, old)
+        largest = amaxes.maximum(new_scales * largest_code(handles[0].quant_spec))
+        new = (*torch.where(counts, new_scales, known), *torch.where(counts, largest, amaxes))
+        torch._foreach_copy_([slot for part in zip(*slots, strict=True) for slot in part], new)

@@ -208,7 +208,7 @@ def pick(scale: Tensor, count: int, order: tuple[int, ...] | None) -> Tensor:
     return chosen.view(scale.dtype)
 
 
-# --- blocks at shard boundaries ------------------------------------------------------------------
+# --- blocks at shard boundaries -------------------------------------------------------------------
 #
 # A matrix of `rows` rows has shards of `padded` rows and blocks of `height` rows.
 

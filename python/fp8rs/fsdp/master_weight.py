@@ -8,6 +8,7 @@ replace the tensor at any time, so it has no state of its own beyond its `ParamH
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -98,15 +99,8 @@ class MasterWeight(Tensor):
         return f"MasterWeight({self._data!r}, requires_grad={self.requires_grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeight:
-        if id(self) in memo:
-            found: MasterWeight = memo[id(self)]
-            return found
-        handle = self._handle.__deepcopy__(memo)
-        copy = MasterWeight(self._data.clone(), handle, requires_grad=self.requires_grad)
-        if self.grad is not None:
-            copy.grad = self.grad.clone()
-        memo[id(self)] = copy
-        return copy
+        handle = deepcopy(self._handle, memo)
+        return MasterWeight(self._data.clone(), handle, requires_grad=self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickles hold the plain tensor, so that they are readable without this library.

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from fp8rs._torch import is_traced, own_part, spec
 from fp8rs.scaling.histories import keep_local
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import Planes
 
 from .shard_spec import ShardSpec, shard_spec
 
@@ -61,20 +64,6 @@ class ParamHandle:
         amaxes: amaxes of the blocks that the shard touches, if shard boundaries split blocks.
         ready: the work that computed ``scale`` and ``amaxes``.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_forward_id",
-        "_module",
-        "_spec",
-        "_writes_seen",
-        "amaxes",
-        "name",
-        "ready",
-        "scale",
-        "writes",
-        "written_on",
-    )
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = weakref.ref(module)
@@ -216,17 +205,20 @@ class ParamHandle:
         """With delayed scaling, whether the host knows that the next scale is not 0."""
         return bool(cast(Any, self.module).fp8_ready[0])
 
+    def start_history(self, scale: Tensor, amax: Tensor) -> None:
+        """With delayed scaling, set the next scale and the recorded amax, if the amax is finite."""
+        if (slots := self.slots) is None:
+            return
+        finite = amax.isfinite().view(())
+        for slot, value in zip(slots, (scale, amax), strict=True):
+            slot.copy_(torch.where(finite, value.to(slot.device).view(()), slot))
+
     # --- copies ----------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamHandle:
         """Return the copied module's handle, or this one if only a tensor is copied."""
         copy = memo.get(id(self._module()))
-        if copy is None:
-            return self
-        found = memo.get(id(self))
-        if found is None:
-            found = memo[id(self)] = self._copy_for(copy)
-        return cast(ParamHandle, found)
+        return self if copy is None else self._copy_for(copy)
 
     def _copy_for(self, module: nn.Module) -> ParamHandle:
         """Return the handle of the same parameter in a copy of the module."""
@@ -234,21 +226,6 @@ class ParamHandle:
 
     def __reduce__(self) -> Any:
         return ParamHandle, (self.module, self.name)
-
-
-def handles_of(module: nn.Module, names: Iterable[str]) -> dict[str, ParamHandle]:
-    """Return the handles of a module's FP8 parameters by name.
-
-    A quantized parameter has its handle already, which observes writes to its planes.
-    """
-    handles: dict[str, ParamHandle] = {}
-    for name in names:
-        store = getattr(own_part(module._parameters.get(name)), "_store", None)
-        handle = getattr(store, "observer", None)
-        if not isinstance(handle, ParamHandle) or handle._module() is not module:
-            handle = ParamHandle(module, name)
-        handles[name] = handle
-    return handles
 
 
 def local_of(parameter: Any) -> Any:
@@ -276,6 +253,27 @@ class LocalShard:
     data: Tensor
     spec: ShardSpec
     device: torch.device
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the shard is stored quantized."""
+        return isinstance(self.data, QuantizedTensor)
+
+    @property
+    def planes(self) -> Planes:
+        """The planes of an FP8 shard, also of an empty one."""
+        local = cast(QuantizedTensor, self.data)
+        if local.numel() or local._store.batched:
+            return local.planes
+        row, col, cols = local._store.rowwise, local._store.columnwise, local.shape[1]
+        return row and row.empty(0, cols), col and col.empty(cols, 0)
+
+    @property
+    def row(self) -> Plane:
+        """The rowwise plane of an FP8 shard, also of an empty one."""
+        row = self.planes[0]
+        assert row is not None
+        return row
 
     @property
     def matrices(self) -> int:

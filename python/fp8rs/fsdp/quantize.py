@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8rs._torch import in_backward
 from fp8rs.scaling.delayed import DelayedScalingState
 from fp8rs.scaling.reductions import index_tensor, reduce_packed_
-from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.spec import Planes, QuantSpec, plane_leads
+from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
 
-from .float8_param import Float8ParamHandle
 from .layout import AllGatherLayout, flat, split_block_rows
 from .param import LocalShard, ParamHandle, StreamDependency, set_scales
 from .shard_spec import ShardSpec
@@ -28,7 +27,6 @@ _block_amax = torch.ops.fp8rs.block_amax.default
 _multi_amax = torch.ops.fp8rs.multi_amax.default
 _multi_quantize = torch.ops.fp8rs.multi_quantize.default
 _multi_quantize_delayed = torch.ops.fp8rs.multi_quantize_delayed.default
-_quantize = torch.ops.fp8rs.quantize.default
 _quantize_blocks = torch.ops.fp8rs.quantize_blocks.default
 
 
@@ -67,6 +65,10 @@ class ShardQuantizer:
         padded = spec.padded * spec.rows_per_index
         return split_block_rows(spec.matrix[0], padded, spec.ranks, self.layout.height)
 
+    def shares_scales(self, spec: ShardSpec) -> bool:
+        """Return whether several ranks have elements of one scale of a weight."""
+        return bool(self.split_rows(spec))
+
     def reduce(
         self, shards: Sequence[LocalShard], values: Tensor, sizes: Sequence[int] = ()
     ) -> Tensor:
@@ -83,26 +85,28 @@ class ShardQuantizer:
 
     def groups(self, shard: LocalShard) -> tuple[Any, ...]:
         """Return the process groups that a shard's maxima are reduced over."""
-        return shard.spec.groups
+        raise NotImplementedError
 
-    def update_scales(self, shards: Sequence[LocalShard], record: bool) -> None:
+    def update_scales(self, shards: Sequence[LocalShard]) -> None:
         """Compute what ``cast`` needs from other ranks, and store it on the handles.
 
         Args:
-            shards: all shards that are sharded over the same ranks and have no valid scale.
-            record: whether amaxes enter the histories of delayed scaling.
+            shards: all master weights that are sharded over the same ranks and have no valid scale.
         """
         raise NotImplementedError
 
-    def cast(
-        self, shards: Sequence[LocalShard], *, in_backward: bool, record: bool
-    ) -> list[tuple[Tensor, ...]]:
+    def copy_scales(self, shards: Sequence[LocalShard]) -> None:
+        """Copy scales of FP8 shards to the handles, unless they are gathered with the codes.
+
+        A gathered weight keeps them after a write to the shard.
+        """
+        raise NotImplementedError
+
+    def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
         """Quantize shards with the scales on their handles. Return the tensors to gather for each.
 
         Args:
             shards: shards whose ``data`` is on the mesh's device.
-            in_backward: the gather is for a backward, whose forward has cast the same values.
-            record: whether amaxes enter the histories of delayed scaling.
         """
         raise NotImplementedError
 
@@ -111,76 +115,42 @@ class ShardQuantizer:
         raise NotImplementedError
 
 
-# --- one scale per tensor ------------------------------------------------------------------------
+# --- one scale per tensor -------------------------------------------------------------------------
 
 
 class TensorwiseShardQuantizer(ShardQuantizer):
-    """Per-tensor scales, from the amaxes of all shards or from the histories of delayed scaling.
+    """Per-tensor scales, from the amaxes of all shards.
 
-    A batched weight (E, N, K) has one scale for each matrix, from the matrix's amax, also in the
-    recipe with delayed scaling. Its shards on Shard(0) have whole matrices, so that their amaxes
-    are not reduced.
-
-    With delayed scaling, the cast of a forward records the amaxes and finds non-finite values. The
-    scale of such a shard becomes NaN on this rank alone, without a collective. Its loss becomes
-    NaN, and so do the gradients of all ranks.
+    A batched weight (E, N, K) has one scale for each matrix. Its shards on Shard(0) have whole
+    matrices, so that their amaxes are not reduced.
     """
-
-    def __init__(self, spec: QuantSpec, histories: DelayedScalingState | None) -> None:
-        super().__init__(spec)
-        self._histories = histories
 
     def groups(self, shard: LocalShard) -> tuple[Any, ...]:
         return shard.spec.matrix_groups
 
-    def update_scales(self, shards: Sequence[LocalShard], record: bool) -> None:
-        delayed = [] if self._histories is None else [s for s in shards if not s.spec.batched]
-        current = [s for s in shards if s not in delayed]
-        if current:
-            set_scales(current, self.spec.scale_from_amax(self._amaxes(current)))
-        if delayed:
-            assert self._histories is not None
-            set_scales(delayed, self._delayed_scales(self._histories, delayed, record))
+    def shares_scales(self, spec: ShardSpec) -> bool:
+        return bool(spec.matrix_groups)
 
-    def cast(
-        self, shards: Sequence[LocalShard], *, in_backward: bool, record: bool
-    ) -> list[tuple[Tensor, ...]]:
+    def update_scales(self, shards: Sequence[LocalShard]) -> None:
+        set_scales(shards, self.spec.scale_from_amax(self._amaxes(shards)))
+
+    def copy_scales(self, shards: Sequence[LocalShard]) -> None:
+        set_scales(shards, torch.cat([s.row.scale.view(-1).to(s.device) for s in shards]))
+
+    def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
         buffers = self.layout.allocate([s.spec for s in shards], shards[0].device)
         for shard, buffer in zip(shards, buffers, strict=True):
             buffer[shard.data.numel() :].zero_()  # padding is gathered too
         codes = [self.layout.codes(b, s.data.shape) for s, b in zip(shards, buffers, strict=True)]
-        pairs = list(zip(shards, codes, strict=True))
-        if self._histories is not None and not in_backward:
-            if delayed := [pair for pair in pairs if not pair[0].spec.batched]:
-                self._cast_delayed(self._histories, delayed, record)
-            pairs = [pair for pair in pairs if pair[0].spec.batched]
-        if pairs:
-            scales = torch.cat([scale_of(s).view(-1) for s, _ in pairs])
-            _multi_quantize([s.data for s, _ in pairs], scales, [c for _, c in pairs], True)
+        self._cast_into(shards, codes)
         return [
             (b, flat(scale_of(s).view(-1, 1), s.spec.padded, 1)) if s.spec.by_matrix else (b,)
             for b, s in zip(buffers, shards, strict=True)
         ]
 
-    def _cast_delayed(
-        self,
-        histories: DelayedScalingState,
-        pairs: Sequence[tuple[LocalShard, Tensor]],
-        record: bool,
-    ) -> None:
-        """Quantize shards with delayed scaling into codes, and record their amaxes."""
-        shards = [s for s, _ in pairs]
-        scales = torch.stack([scale_of(s) for s in shards])
-        recorded, slots = self._recorded(histories, shards)
-        amaxes = recorded[slots] if record else torch.zeros_like(scales)
-        codes = [c for _, c in pairs]
-        used = _multi_quantize_delayed([s.data for s in shards], scales, amaxes, codes)
-        set_scales(shards, used)
-        ready = StreamDependency(shards[0].device, map(scale_of, shards))
-        for shard in shards:
-            shard.handle.ready = ready
-        if record and not isinstance(slots, slice):
-            recorded[slots] = amaxes
+    def _cast_into(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
+        scales = torch.cat([scale_of(s).view(-1) for s in shards])
+        _multi_quantize([s.data for s in shards], scales, codes, True)
 
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
         amaxes = self._amaxes(shards)
@@ -192,12 +162,8 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         ):
             scale = scale.to(shard.data.device)
             scale = scale if shard.spec.batched else scale.view(())
-            dtype, batched = self.spec.fp8_dtype, shard.spec.batched
-            codes = _quantize(shard.data, scale, dtype, True, False, None, batched)[0]
-            made.append((Plane(codes, scale, self.spec.format), None))
-            if self._histories is not None:
-                assert isinstance(shard.handle, Float8ParamHandle)
-                shard.handle.start_history(scale, amax)
+            made.append(quantize_planes(self.spec, shard.data, True, False, scale=scale))
+            shard.handle.start_history(scale, amax)
         return made
 
     def _amaxes(self, shards: Sequence[LocalShard]) -> Tensor:
@@ -206,16 +172,33 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         found = [_multi_amax(list(values), True).to(shards[0].device) for _, values in by_device]
         return self.reduce(shards, found[0] if len(found) == 1 else torch.cat(found))
 
-    def _delayed_scales(
-        self, histories: DelayedScalingState, shards: Sequence[LocalShard], record: bool
-    ) -> Tensor:
+
+class DelayedShardQuantizer(TensorwiseShardQuantizer):
+    """Per-tensor scales from the histories of delayed scaling. Batched weights have current ones.
+
+    The cast of a forward records the amaxes and finds non-finite values. The scale of such a shard
+    becomes NaN on this rank alone, without a collective. Its loss becomes NaN, and so do the
+    gradients of all ranks.
+    """
+
+    def __init__(self, spec: QuantSpec, histories: DelayedScalingState) -> None:
+        super().__init__(spec)
+        self._histories = histories
+
+    def update_scales(self, shards: Sequence[LocalShard]) -> None:
+        if batched := [s for s in shards if s.spec.batched]:
+            super().update_scales(batched)
+        if single := [s for s in shards if not s.spec.batched]:
+            set_scales(single, self._scales(single))
+
+    def _scales(self, shards: Sequence[LocalShard]) -> Tensor:
         """Return scales (n,) from the histories, and from the values of weights without a history.
 
         The measured amax begins the history, also for a layer that never runs.
         """
-        histories.wait_for_roll()
-        slots = self._recorded(histories, shards)[1]
-        scales = histories.pack(shards[0].device).scale[slots, 0, 0].clone()
+        self._histories.wait_for_roll()
+        slots = self._recorded(shards)[1]
+        scales = self._histories.pack(shards[0].device).scale[slots, 0, 0].clone()
         places = [i for i, shard in enumerate(shards) if not shard.handle.has_scale]
         if places:
             new = [shards[i] for i in places]
@@ -223,20 +206,43 @@ class TensorwiseShardQuantizer(ShardQuantizer):
             finite, at = amaxes.isfinite(), slots_of(places, scales)
             known = (scales[at] > 0) & finite
             scales[at] = torch.where(known, scales[at], self.spec.scale_from_amax(amaxes))
-            if record:
-                recorded, slots = self._recorded(histories, new)
+            if self._records(shards):
+                recorded, slots = self._recorded(new)
                 seen = recorded[slots]
                 recorded[slots] = torch.where(finite, seen.maximum(amaxes), seen)
         return scales
 
-    def _recorded(
-        self, histories: DelayedScalingState, shards: Sequence[LocalShard]
-    ) -> tuple[Tensor, Any]:
+    def _cast_into(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
+        pairs = list(zip(shards, codes, strict=True))
+        # The forward has cast the values that a backward gathers.
+        delayed = [] if in_backward() else [(s, c) for s, c in pairs if not s.spec.batched]
+        if others := [pair for pair in pairs if not delayed or pair[0].spec.batched]:
+            super()._cast_into(*zip(*others, strict=True))
+        if not delayed:
+            return
+        shards, codes = zip(*delayed, strict=True)
+        scales = torch.stack([scale_of(s) for s in shards])
+        recorded, slots = self._recorded(shards)
+        record = self._records(shards)
+        amaxes = recorded[slots] if record else torch.zeros_like(scales)
+        used = _multi_quantize_delayed([s.data for s in shards], scales, amaxes, codes)
+        set_scales(shards, used)
+        ready = StreamDependency(shards[0].device, map(scale_of, shards))
+        for shard in shards:
+            shard.handle.ready = ready
+        if record and not isinstance(slots, slice):
+            recorded[slots] = amaxes
+
+    def _records(self, shards: Sequence[LocalShard]) -> bool:
+        """Return whether the amaxes of shards that are gathered now enter the histories."""
+        return self._histories.records(s.handle.module for s in shards)
+
+    def _recorded(self, shards: Sequence[LocalShard]) -> tuple[Tensor, Any]:
         """Return the recorded amaxes of all weights (layers,), and the shards' places in them.
 
         Compiled graphs save amaxes for the backward, so writes must not change their versions.
         """
-        pack = histories.pack(shards[0].device)
+        pack = self._histories.pack(shards[0].device)
         places = {index: place for place, index in enumerate(pack.indices)}
         slots = slots_of([places[s.handle.index] for s in shards], pack.amax)
         return pack.amax.data[:, 0, 0], slots
@@ -255,7 +261,7 @@ def slots_of(indices: list[int], like: Tensor) -> Any:
     return index_tensor(tuple(indices), like.device)
 
 
-# --- one scale per block or row ------------------------------------------------------------------
+# --- one scale per block or row -------------------------------------------------------------------
 
 
 class BlockwiseShardQuantizer(ShardQuantizer):
@@ -284,7 +290,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
     def groups(self, shard: LocalShard) -> tuple[Any, ...]:
         return shard.spec.shard_groups
 
-    def update_scales(self, shards: Sequence[LocalShard], record: bool) -> None:
+    def update_scales(self, shards: Sequence[LocalShard]) -> None:
         by_rows = [s for s in shards if self.layout.gathers_codes_alone(s.spec)]
         others = [s for s in shards if s not in by_rows]
         for shard, amaxes in zip(others, self._amaxes(others), strict=True):
@@ -295,9 +301,13 @@ class BlockwiseShardQuantizer(ShardQuantizer):
             shard.handle.amaxes = amaxes.narrow(1, first, grid.shape[1]).contiguous()
             shard.handle.scale = self._scales_of(amaxes)
 
-    def cast(
-        self, shards: Sequence[LocalShard], *, in_backward: bool, record: bool
-    ) -> list[tuple[Tensor, ...]]:
+    def copy_scales(self, shards: Sequence[LocalShard]) -> None:
+        by_rows = [s for s in shards if self.layout.gathers_codes_alone(s.spec)]
+        grids = [s.row.scale.to(torch.float32) for s in by_rows]
+        for shard, scales in zip(by_rows, self.whole_grids(by_rows, grids), strict=True):
+            shard.handle.scale = scales.to(self.layout.format.scale_dtype)
+
+    def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
         planes = [self._quantize(s, s.handle.amaxes) for s in shards]
         return [self.layout.pack(p, s.spec) for p, s in zip(planes, shards, strict=True)]
 
@@ -306,22 +316,12 @@ class BlockwiseShardQuantizer(ShardQuantizer):
 
     def _quantize(self, shard: LocalShard, amaxes: Tensor | None) -> Planes:
         """Quantize a shard, with reduced amaxes of its blocks if shard boundaries split some."""
-        spec, both, offset = self.spec, self.layout.both, shard.spec.row_offset
-        options: dict[str, Any] = {**spec.block_options, "row_offset": offset % self.height}
+        both, reduced = self.layout.both, None
         if amaxes is not None:
             amaxes = amaxes.to(shard.data.device)
-            options["amax_columnwise" if both else "amax"] = (
-                amaxes.t().contiguous() if both else amaxes
-            )
-        block, scale_dtype = spec.format.block, spec.format.scale_dtype
-        row, row_scale, col, col_scale = _quantize_blocks(
-            shard.data, spec.fp8_dtype, block, scale_dtype, True, both, **options
-        )
-        down, along = plane_leads(spec.format, offset)
-        return (
-            Plane(row, row_scale, spec.format, down),
-            Plane(col, col_scale, spec.format, along) if both else None,
-        )
+            reduced = {"amax_columnwise": amaxes.t().contiguous()} if both else {"amax": amaxes}
+        lead = shard.spec.row_offset % self.height
+        return quantize_planes(self.spec, shard.data, True, both, lead=lead, block_amaxes=reduced)
 
     # --- batched weights on Shard(1) -------------------------------------------------------------
 

@@ -29,23 +29,28 @@ To decide which shards to round, the host reads the reduced scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8rs._core import multi_rescale
 from fp8rs._torch import is_traced
-from fp8rs.scaling.reductions import index_tensor, reduce_packed_
+from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
-from .float8_param import Float8ParamHandle, differs, largest_code, update_histories
-from .float8_shard import Float8Shard, planes_of, scales_of, write_planes
-from .param import LocalShard, ParamHandle, local_of, wait_for_writes
+from .float8_shard import (
+    Float8ParamHandle,
+    differs,
+    largest_code,
+    scales_of,
+    update_histories,
+)
+from .param import LocalShard
 from .quantize import BlockwiseShardQuantizer, ShardQuantizer
 
 _block_amax = torch.ops.fp8rs.block_amax.default
@@ -53,105 +58,17 @@ _multi_amax = torch.ops.fp8rs.multi_amax.default
 _quantize = torch.ops.fp8rs.quantize.default
 
 
-class ScaleSync:
-    """Synchronizes the scales of a model's sharded FP8 weights.
+def sync_shards(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
+    """Synchronize the scales of shards of FP8 weights, which other ranks share.
 
-    All ranks call the methods with the same weights.
-
-    Args:
-        quantizer: the quantizer of the model's shards.
-        handles: returns the handles of parameters whose shards are here now, in an order that all
-            ranks share.
-        compare: compares the conversions of a mesh's ranks, once per mesh.
+    One all-reduce per process group. All ranks call it with the same weights.
     """
-
-    def __init__(
-        self,
-        quantizer: ShardQuantizer,
-        handles: Callable[[], Sequence[ParamHandle]],
-        compare: Callable[[Any], None],
-    ) -> None:
-        self._quantizer, self._handles, self._compare = quantizer, handles, compare
-        self._done_in_step = False
-
-    def handles(self) -> list[Float8ParamHandle]:
-        """Return the handles of FP8 weights that have memory."""
-        fp8 = (h for h in self._handles() if isinstance(h, Float8ParamHandle))
-        return [h for h in fp8 if not h.local.is_meta]
-
-    def shares_scales(self, handle: Float8ParamHandle) -> bool:
-        """Return whether several ranks have elements of one scale of a weight."""
-        if self._quantizer.spec.format.per_tensor:
-            return bool(handle.spec.matrix_groups)
-        return self.splits_blocks(handle)
-
-    def splits_blocks(self, handle: Float8ParamHandle) -> bool:
-        """Return whether shard boundaries split blocks of a weight."""
-        return bool(self._quantizer.split_rows(handle.spec))
-
-    # --- synchronization -------------------------------------------------------------------------
-
-    def sync(self, handles: Sequence[Float8ParamHandle] | None = None) -> None:
-        """Synchronize the scales of these weights, or of all: one all-reduce per process group."""
-        handles = self.handles() if handles is None else handles
-        with torch.inference_mode(False), torch.no_grad():
-            wait_for_writes(handles)
-            self.sync_shards(list(map(self._quantizer.shard, handles)))
-
-    def sync_module(self, module: nn.Module) -> None:
-        """Synchronize the scales of a converted module's FP8 weights."""
-        names: Any = module._fp8_params
-        shards = [local_of(module._parameters.get(name)) for name in names]
-        self.sync([s._handle for s in shards if isinstance(s, Float8Shard) and not s.is_meta])
-
-    def sync_shards(self, shards: Sequence[LocalShard]) -> None:
-        """Synchronize the scales of shards of FP8 weights."""
-        shared = [s for s in shards if self.shares_scales(handle_of(s))]
-        if not shared:
-            return
-        parameters: list[Any] = [s.handle.parameter for s in shared]
-        for mesh in dict.fromkeys(parameter.device_mesh for parameter in parameters):
-            self._compare(mesh)
-        if isinstance(self._quantizer, BlockwiseShardQuantizer):
-            _sync_split_blocks(self._quantizer, shared)
-        else:
-            _sync_tensors(self._quantizer, shared)
-        for handle in map(handle_of, shared):
-            handle.mark_synced()
-
-    # --- optimizers ------------------------------------------------------------------------------
-
-    def stepped(self) -> None:
-        """Notify that an optimizer has stepped. Synchronize the scales of trainable weights."""
-        if not self._done_in_step:
-            self.sync([h for h in self.handles() if h.parameter.requires_grad])
-        self._done_in_step = False
-
-    def end_step(self, handles: Sequence[Float8ParamHandle]) -> None:
-        """Synchronize the scales of these weights, in place of `stepped` for the present step.
-
-        Args:
-            handles: weights whose scales were not reduced within the step.
-        """
-        self.sync(handles)
-        self._done_in_step = True
-
-    def write_values(self, handles: Sequence[Float8ParamHandle], values: Sequence[Tensor]) -> None:
-        """Quantize values into whole shards, with common scales: one all-reduce."""
-        shards = list(map(self._quantizer.shard, handles, values))
-        with torch.inference_mode(False), torch.no_grad():
-            for handle, planes in zip(handles, self._quantizer.planes(shards), strict=True):
-                write_planes(handle.local, planes)
-                handle.mark_written()
-
-    def reduce_amaxes_(self, handles: Sequence[Float8ParamHandle], amaxes: Tensor) -> None:
-        """Reduce the amaxes (n,) of shards, fp32, over the ranks of each weight, in place."""
-        specs = [handle.spec for handle in handles]
-        # A process group may have no backend for the device of offloaded weights.
-        values = amaxes.to(specs[0].mesh_device(amaxes.device))
-        reduce_packed_(values, ((range(i, i + 1), s.groups) for i, s in enumerate(specs)))
-        if values is not amaxes:
-            amaxes.copy_(values)
+    if isinstance(quantizer, BlockwiseShardQuantizer):
+        _sync_split_blocks(quantizer, shards)
+    else:
+        _sync_tensors(quantizer, shards)
+    for handle in map(handle_of, shards):
+        handle.mark_synced()
 
 
 def handle_of(shard: LocalShard) -> Float8ParamHandle:
@@ -160,7 +77,7 @@ def handle_of(shard: LocalShard) -> Float8ParamHandle:
     return shard.handle
 
 
-# --- the common scale ----------------------------------------------------------------------------
+# --- the common scale -----------------------------------------------------------------------------
 
 _LARGEST_BITS = 0x7FFFFFFF
 """Scales are reduced with MAX, as int32 bits. This minus the bits gives the smallest scale."""
@@ -217,7 +134,7 @@ def _rescale(parts: Sequence[tuple[Tensor, Tensor, Tensor]], width: int | None) 
         multi_rescale(codes, old, torch.cat(new).to(device), width)
 
 
-# --- one scale per tensor ------------------------------------------------------------------------
+# --- one scale per tensor -------------------------------------------------------------------------
 
 
 def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
@@ -234,8 +151,7 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     update_histories(list(map(handle_of, shards)), scales, before)
     parts = []
     for shard, scale, old, amax in zip(shards, scales, before, amaxes.split(counts), strict=True):
-        row = planes_of(cast(QuantizedTensor, shard.data))[0]
-        assert row is not None
+        row = shard.row
         if (values := handle_of(shard).pending) is not None:
             handle_of(shard).start_history(scale, amax)
             scale = scale.to(values.device).view(row.scale.shape)
@@ -269,8 +185,7 @@ def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor)
             if handle.pending is not None:
                 amax = amaxes[at] = _multi_amax([handle.pending], shard.spec.batched)
             else:
-                row = planes_of(cast(QuantizedTensor, shard.data))[0]
-                assert row is not None
+                row = shard.row
                 magnitudes = row.data.view(torch.uint8).reshape(len(places), -1) & 0x7F
                 largest = magnitudes.amax(1).view(row.data.dtype)
                 amax = largest.to(scale.device, torch.float32) * scale
@@ -281,7 +196,7 @@ def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor)
     return lanes
 
 
-# --- blocks that shard boundaries split ----------------------------------------------------------
+# --- blocks that shard boundaries split -----------------------------------------------------------
 
 
 def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[LocalShard]) -> None:
@@ -315,7 +230,7 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
 
 def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane:
     """Return the plane whose blocks shard boundaries split."""
-    row, col = planes_of(cast(QuantizedTensor, shard.data))
+    row, col = shard.planes
     plane = col if quantizer.layout.both else row
     assert plane is not None
     return plane

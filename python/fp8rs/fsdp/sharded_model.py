@@ -21,23 +21,37 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from fp8rs._torch import in_backward, local_tensor, sharded_parameters
+from fp8rs._torch import fsdp_groups, in_backward, local_tensor, sharded_parameters
 from fp8rs.nn.model_state import ModelState
-from fp8rs.nn.root_hooks import move_first
-from fp8rs.quantize.spec import quant_spec
+from fp8rs.quantize.recipes import quant_spec
+from fp8rs.scaling.reductions import reduce_packed_
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from . import float8_shard
-from .checks import refuse_partial_reshard, refuse_recast
-from .conversion_check import compare_conversions
-from .float8_param import Float8ParamHandle, register_handle
+from .checks import check_settings, compare_conversions
+from .float8_shard import (
+    Float8ParamHandle,
+    Float8Shard,
+    register_handle,
+    write_planes,
+)
 from .hooks import AllGatherMetadata
-from .param import LocalShard, ParamHandle, StreamDependency, mark_writes, wait_for_writes
-from .quantize import BlockwiseShardQuantizer, ShardQuantizer, TensorwiseShardQuantizer
-from .scale_sync import ScaleSync
-from .wrap import needs_wrapping, tied_to, wrap_sharded_param
+from .param import (
+    LocalShard,
+    ParamHandle,
+    StreamDependency,
+    local_of,
+    mark_writes,
+    wait_for_writes,
+)
+from .quantize import (
+    BlockwiseShardQuantizer,
+    DelayedShardQuantizer,
+    ShardQuantizer,
+    TensorwiseShardQuantizer,
+)
+from .scale_sync import sync_shards
+from .wrap import needs_wrapping, wrap_sharded_param
 
 #: The result of a pre-all-gather hook.
 _Inputs = tuple[tuple[Tensor, ...], AllGatherMetadata]
@@ -61,13 +75,11 @@ class ShardedModel:
 
     Attributes:
         quantizer: quantizes high-precision shards.
-        scale_sync: synchronizes the scales that shards of FP8 weights share.
     """
 
     def __init__(self, state: ModelState) -> None:
         self._state = weakref.ref(state)
         self.quantizer = quantizer_for(state)
-        self.scale_sync = ScaleSync(self.quantizer, self.handles, self._compare)
         #: Parameters that are gathered in high precision, because others are tied to them.
         self._high_precision: set[ParamHandle] = set()
         self._other_modules: list[tuple[str, weakref.ref[nn.Module]]] | None = None
@@ -76,8 +88,7 @@ class ShardedModel:
         #: Shards of the all-gather that is being prepared: FSDP2 calls the hook of each parameter.
         self._prepared: dict[ParamHandle, _Inputs] = {}
         self._compared: set[Any] = set()
-        self._began = False
-        self._checked = False
+        self._began = self._checked = self._synced_in_step = False
 
     @property
     def state(self) -> ModelState:
@@ -111,13 +122,13 @@ class ShardedModel:
             return
         state, index = self.state, handles[name].index
         state.relink(module)
-        move_first(state)
+        state.move_hooks_first()
         if state.delayed is not None:
             state.delayed.add_mesh(parameter.device_mesh, index)
         if not isinstance(local_tensor(parameter), QuantizedTensor):
             if handles[name] in self._high_precision or not state.fp8_gather:
                 return
-            if tied := tied_to(module, name, parameter, self._others()):
+            if tied := self._tied_to(module, name, parameter):
                 self._high_precision.add(handles[name])
                 warnings.warn(
                     f"the weight of {state.names[index] or 'the layer'} is gathered in high "
@@ -140,42 +151,35 @@ class ShardedModel:
         shards = (handle.local for handle in self._all_handles())
         return list(dict.fromkeys(shard._handle for shard in shards if shard is not None))
 
-    def _others(self) -> list[tuple[str, weakref.ref[nn.Module]]]:
-        """Return the modules with parameters that are not converted, and their names."""
-        root = self.state.root
-        if self._other_modules is None and root is not None:
+    def _tied_to(self, module: nn.Module, name: str, parameter: Any) -> list[str]:
+        """Return the names of modules that are not converted and have a parameter as theirs."""
+        if self._other_modules is None and (root := self.state.root) is not None:
             self._other_modules = [
                 (name or type(part).__name__, weakref.ref(part))
                 for name, part in root.named_modules()
                 if part._parameters and not hasattr(part, "_fp8_params")
             ]
-        return self._other_modules or []
+        own = {id(parameter), id(module._parameters.get(name))}  # tied modules are set one by one
+        others = ((other, part()) for other, part in self._other_modules or ())
+        return [
+            other
+            for other, part in others
+            if part is not None
+            and any(id(p) in own for p in part._parameters.values() if p is not None)
+        ]
 
     def _group(self, handle: ParamHandle) -> list[ParamHandle]:
-        """Return the parameters that FSDP2 gathers with this one, as far as their shards are here.
-
-        They are those below the module that ``fully_shard`` was called on. If this is a part of
-        FSDP2's group, the group is cast in several launches.
-        """
+        """Return the parameters that FSDP2 gathers with this one, beginning with this one."""
         if self._groups is None:
             self._groups = {}
-            if (root := self.state.root) is not None:
-                self._find_groups(root, None)
-        groups = handle.spec.shard_groups
-        shards = [h.local for h in self._groups.get(handle, ())]
-        found = dict.fromkeys(shard._handle for shard in shards if shard is not None)
-        return [handle, *(h for h in found if h is not handle and h.spec.shard_groups == groups)]
-
-    def _find_groups(self, module: nn.Module, group: list[ParamHandle] | None) -> None:
-        assert self._groups is not None
-        if isinstance(module, FSDPModule):
-            group = []
-        if group is not None and getattr(module, "_fp8_state", None) is self.state:
-            for handle in module._fp8_params.values():  # type: ignore[operator]
-                group.append(handle)
-                self._groups[handle] = group
-        for child in module.children():
-            self._find_groups(child, group)
+            root = self.state.root
+            for _, group in () if root is None else fsdp_groups(root):
+                locals_ = (local_of(p.sharded_param) for p in group.fsdp_params)
+                handles = [t._handle for t in locals_ if t is not None]
+                own = [h for h in handles if h.state_if_any is self.state]
+                self._groups.update(dict.fromkeys(own, own))
+        others = (h for h in self._groups.get(handle, ()) if h is not handle)
+        return [handle, *(h for h in others if h.local is not None)]
 
     # --- all-gathers -----------------------------------------------------------------------------
 
@@ -217,9 +221,9 @@ class ShardedModel:
             group = [handle]
         shards = [shard, *map(self.quantizer.shard, group[1:])]
         with torch.inference_mode(False), torch.no_grad():
-            self._prepared = self._cast(shards, backward)
+            self._prepared = self._cast(shards)
 
-    def _cast(self, shards: Sequence[LocalShard], backward: bool) -> dict[ParamHandle, _Inputs]:
+    def _cast(self, shards: Sequence[LocalShard]) -> dict[ParamHandle, _Inputs]:
         """Quantize shards for an all-gather on the current stream."""
         handles = [s.handle for s in shards]
         wait_for_writes(handles)
@@ -228,13 +232,12 @@ class ShardedModel:
             ready.wait()
         layout = self.quantizer.layout
         found: dict[ParamHandle, tuple[Tensor, ...]] = {}
-        if masters := [s for s in shards if not float8_shard.is_fp8(s)]:
-            record = self._records([s.handle for s in masters])
-            inputs = self.quantizer.cast(masters, in_backward=backward, record=record)
+        if masters := [s for s in shards if not s.is_fp8]:
+            inputs = self.quantizer.cast(masters)
             found = {s.handle: tensors for s, tensors in zip(masters, inputs, strict=True)}
         for s in shards:
             if s.handle not in found:
-                found[s.handle] = float8_shard.all_gather_inputs(layout, s.data, s.spec)
+                found[s.handle] = layout.pack(s.planes, s.spec)
         device = shards[0].device
         kept = {s.handle: found[s.handle] if s.spec.ranks == 1 else () for s in shards}
         scales = [h.scale for h in handles if h.scale is not None]
@@ -250,31 +253,82 @@ class ShardedModel:
     def _update_scales(self, handles: Sequence[ParamHandle], forward_id: int) -> None:
         """Compute the scales of parameters from their shards: one amax launch, one all-reduce."""
         shards = [self.quantizer.shard(h) for h in handles]
-        fp8_shards = [s for s in shards if float8_shard.is_fp8(s)]
-        masters = [s for s in shards if not float8_shard.is_fp8(s)]
+        fp8_shards = [s for s in shards if s.is_fp8]
+        masters = [s for s in shards if not s.is_fp8]
         with torch.inference_mode(False), torch.no_grad():
             wait_for_writes(handles)
             if fp8_shards:
-                self.scale_sync.sync_shards(fp8_shards)
-                float8_shard.copy_scales(self.quantizer, fp8_shards)
+                self._sync(fp8_shards)
+                self.quantizer.copy_scales(fp8_shards)
             if masters:
-                record = self._records([s.handle for s in masters])
-                self.quantizer.update_scales(masters, record)
+                self.quantizer.update_scales(masters)
             computed = [t for h in handles for t in (h.scale, h.amaxes) if t is not None]
             ready = StreamDependency(shards[0].device, computed)
         for h in handles:
             h.set_fresh(forward_id, ready)
-
-    def _records(self, handles: Sequence[ParamHandle]) -> bool:
-        """Whether amaxes of these weights enter the histories of delayed scaling."""
-        tracker = self.state.tracker
-        return tracker.training if tracker.in_forward else any(h.module.training for h in handles)
 
     def precompute(self) -> None:
         """Compute the scales of the next forward now."""
         forward_id = self.state.tracker.forward_id + 1
         if stale := [h for h in self.handles() if h.is_stale(forward_id, False)]:
             self._update_scales(stale, forward_id)
+
+    # --- scales that FP8 shards share, on all ranks ----------------------------------------------
+
+    def sync_scales(self, handles: Sequence[Float8ParamHandle] | None = None) -> None:
+        """Synchronize the scales of these FP8 weights, or of all: one all-reduce per group."""
+        handles = self._fp8_handles() if handles is None else handles
+        with torch.inference_mode(False), torch.no_grad():
+            wait_for_writes(handles)
+            self._sync(list(map(self.quantizer.shard, handles)))
+
+    def sync_module(self, module: nn.Module) -> None:
+        """Synchronize the scales of a converted module's FP8 weights."""
+        names: Any = module._fp8_params
+        locals_ = [local_of(module._parameters.get(name)) for name in names]
+        self.sync_scales(
+            [t._handle for t in locals_ if isinstance(t, Float8Shard) and not t.is_meta]
+        )
+
+    def end_step(self, handles: Sequence[Float8ParamHandle]) -> None:
+        """Synchronize the scales of these weights, instead of all at the end of this step.
+
+        Args:
+            handles: weights whose scales were not reduced within the step.
+        """
+        self.sync_scales(handles)
+        self._synced_in_step = True
+
+    def write_values(self, handles: Sequence[Float8ParamHandle], values: Sequence[Tensor]) -> None:
+        """Quantize values into whole FP8 shards, with common scales: one all-reduce."""
+        shards = list(map(self.quantizer.shard, handles, values))
+        with torch.inference_mode(False), torch.no_grad():
+            for handle, planes in zip(handles, self.quantizer.planes(shards), strict=True):
+                write_planes(handle.local, planes)
+                handle.mark_written()
+
+    def reduce_amaxes_(self, handles: Sequence[Float8ParamHandle], amaxes: Tensor) -> None:
+        """Reduce the amaxes (n,) of shards, fp32, over the ranks of each weight, in place."""
+        specs = [handle.spec for handle in handles]
+        # A process group may have no backend for the device of offloaded weights.
+        values = amaxes.to(specs[0].mesh_device(amaxes.device))
+        reduce_packed_(values, ((range(i, i + 1), s.groups) for i, s in enumerate(specs)))
+        if values is not amaxes:
+            amaxes.copy_(values)
+
+    def _fp8_handles(self) -> list[Float8ParamHandle]:
+        """Return the handles of FP8 weights that have memory."""
+        fp8 = (h for h in self.handles() if isinstance(h, Float8ParamHandle))
+        return [h for h in fp8 if not h.local.is_meta]
+
+    def _sync(self, shards: Sequence[LocalShard]) -> None:
+        """Synchronize the scales of FP8 shards."""
+        shared = [s for s in shards if self.quantizer.shares_scales(s.spec)]
+        parameters: list[Any] = [s.handle.parameter for s in shared]
+        for mesh in dict.fromkeys(parameter.device_mesh for parameter in parameters):
+            self._compare(mesh)
+        if shared:
+            sync_shards(self.quantizer, shared)
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -290,26 +344,27 @@ class ShardedModel:
         # All-gathers of this forward wait for writes before it, not for its own computation.
         mark_writes(self._all_handles())
         if not self._checked:
-            refuse_recast(self.state)
+            check_settings(self.state)
 
     def stepped(self) -> None:
         """Notify that an optimizer with parameters of this model has stepped.
 
         A compiled step writes to shards without an operator that `MasterWeight` sees. The scales of
-        FP8 weights are synchronized.
+        trainable FP8 weights are synchronized, unless the step has called `end_step`.
         """
         for handle in self._all_handles():
             if not isinstance(handle, Float8ParamHandle):
                 handle.mark_stale()
-        self.scale_sync.stepped()
+        if not self._synced_in_step:
+            self.sync_scales([h for h in self._fp8_handles() if h.parameter.requires_grad])
+        self._synced_in_step = False
 
     def _check(self, mesh: Any) -> None:
         """Raise if FSDP2's settings or other ranks' conversions do not allow an all-gather."""
         self._compare(mesh)
         if not self._checked:
-            refuse_partial_reshard(self.state)
-            refuse_recast(self.state)
-            move_first(self.state)
+            check_settings(self.state)
+            self.state.move_hooks_first()
             self._checked = True
 
     def _compare(self, mesh: Any) -> None:
@@ -322,9 +377,9 @@ class ShardedModel:
 def quantizer_for(state: ModelState) -> ShardQuantizer:
     """Return the quantizer for a model's weights."""
     spec = quant_spec(state.recipe, "weight")
-    if spec.format.per_tensor:
-        return TensorwiseShardQuantizer(spec, state.delayed)
-    return BlockwiseShardQuantizer(spec)
+    if state.delayed is not None:
+        return DelayedShardQuantizer(spec, state.delayed)
+    return (TensorwiseShardQuantizer if spec.format.per_tensor else BlockwiseShardQuantizer)(spec)
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:

@@ -1,20 +1,24 @@
-"""Install local tensors with all-gather hooks when FSDP2 puts sharded parameters on a module."""
+"""Install local tensors with all-gather hooks when FSDP2 puts sharded parameters on a module.
+
+A state-dict hook of the module takes them out again. The entry of a master weight is a DTensor of
+the plain high-precision tensor, so that checkpoints load into the unconverted model, without this
+library. It shares the weight's memory. A `torch.distributed.checkpoint.load` into the state dict
+therefore loads the weight itself. The entry of an FP8 weight is the quantized shard. Its scales are
+synchronized first.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from fp8rs._torch import local_tensor, set_local_tensor
-from fp8rs.nn.quantized_weight import copy_attributes
+from fp8rs._torch import dtensor_like, local_tensor, own_part, set_local_tensor
+from fp8rs.nn.fp8_params import copy_attributes
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from . import state_dict
-from .float8_param import Float8ParamHandle
-from .float8_shard import wrap_shard
+from .float8_shard import Float8ParamHandle, Float8Shard, wrap_shard
 from .master_weight import MasterWeight
 from .param import ParamHandle, local_of
 from .shard_spec import local_part
@@ -63,7 +67,8 @@ def wrap_sharded_param(module: nn.Module, name: str, parameter: Any) -> ParamHan
     before = module._parameters.get(name)
     if before is not None:
         copy_attributes(before.__dict__, parameter)
-    state_dict.register(module)
+    if make_plain not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(make_plain)
     return handles[name]
 
 
@@ -77,14 +82,21 @@ def _handle_of_shard(module: nn.Module, name: str, parameter: Any) -> Float8Para
     return handle
 
 
-def tied_to(
-    module: nn.Module, name: str, parameter: Any, others: Sequence[tuple[str, weakref.ref[Any]]]
-) -> list[str]:
-    """Return the names of the ``others`` that have a module's parameter as theirs."""
-    own = (parameter, module._parameters.get(name))  # tied modules get their shard one by one
-    return [
-        other
-        for other, reference in others
-        if (part := reference()) is not None
-        and any(p is not None and any(p is one for one in own) for p in part._parameters.values())
-    ]
+@torch.no_grad()
+def make_plain(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """Replace the entries of master weights by DTensors of plain tensors, which share the memory.
+
+    With ``keep_vars=True`` an entry remains the parameter itself.
+    """
+    for name in module._fp8_params:  # type: ignore[union-attr]
+        value = state_dict.get(prefix + name)
+        local = own_part(value)
+        if isinstance(local, Float8Shard):
+            if (sharded_model := local._handle.sharded_model) is not None:
+                sharded_model.sync_module(module)
+        elif isinstance(local, MasterWeight) and not isinstance(
+            value, (MasterWeight, nn.Parameter)
+        ):
+            state_dict[prefix + name] = dtensor_like(value, local.high_precision)

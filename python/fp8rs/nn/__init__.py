@@ -4,9 +4,8 @@ from . import functional
 from .attention import MultiheadAttention, rotary_pos_emb
 from .grouped_linear import GroupedLinear
 from .linear import Float8Linear, Linear
-from .names import load_transformer_layer
 from .normalized import LayerNormLinear, LayerNormMLP
-from .transformer import TransformerLayer
+from .transformer import TransformerLayer, load_transformer_layer
 
 __all__ = [
     "Float8Linear",

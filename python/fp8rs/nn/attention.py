@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_choice
 
+from .linear import make_float8
 from .normalized import make_norm
-from .standalone import make_float8
 
 MASKS = ("causal", "no_mask")
 

@@ -1,36 +1,41 @@
-"""FP8 parameters of modules that are not linear layers, such as batched weights of experts.
+"""Modules with FP8 parameters: converted linear layers, and batched weights of experts.
 
-A converted `Float8Linear` has one FP8 parameter. `add_fp8_params` gives any other module handles
-for some of its parameters, so that FSDP2 gathers them in FP8. It does not change the module's
-forward, which must accept the gathered `fp8rs.tensor.quantized.QuantizedTensor`.
+`Float8Params` is the mixin of all of them. It notifies the sharded model of shards that FSDP2 puts
+on the module, and keeps FP8 weights and the buffers of delayed scaling valid through torch's
+operations on modules. `add_fp8_params` adds it to modules that are not linear layers. Their forward
+does not change, and must accept the gathered `fp8rs.tensor.quantized.QuantizedTensor`.
 """
 
 from __future__ import annotations
 
 import copyreg
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import cache
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fp8rs._torch import is_distributed
-from fp8rs.scaling.histories import NOTHING_READY
-from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs._torch import hooks_of, is_distributed, own_part, set_hooks, set_local_tensor
+from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, new_buffers
+from fp8rs.tensor.quantized import QuantizedTensor, is_fp8
+from fp8rs.tensor.spec import quantize_planes
+from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
 
-from . import buffers
-from .model_state import ModelState
-from .quantized_weight import preserve_attributes, register_load_hooks
+from .model_state import ModelState, refuse_codes
+
+#: Attributes of quantized tensors, master weights and DTensors.
+_INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {"_data", "_handle", "_local_tensor", "_spec"}
 
 
 class Float8Params(nn.Module):
-    """Mixin of modules with FP8 parameters. It notifies the sharded model of their shards.
+    """Mixin of modules with FP8 parameters.
 
     Attributes:
         _fp8_state: the state of the converted model.
         _fp8_index: the module's index among the converted modules.
         _fp8_params: the handle of each FP8 parameter, by the parameter's name.
+        fp8_ready: with delayed scaling, whether weight, input and gradient have scales, as of the
+            last roll but one. The buffers themselves are not read.
     """
 
     _fp8_state: ModelState
@@ -38,46 +43,102 @@ class Float8Params(nn.Module):
     _fp8_params: dict[str, Any]
     fp8_ready: tuple[bool, bool, bool] = NOTHING_READY
 
+    def _join(self, state: ModelState, fqn: str, names: Sequence[str]) -> None:
+        """Make parameters of this module FP8 parameters of the model with ``state``."""
+        from fp8rs.fsdp.float8_shard import handle_for
+
+        self._fp8_state = state
+        self._fp8_index = state.add_linear(self, fqn)
+        self._fp8_params = {name: handle_for(self, name) for name in names}
+        self.fp8_ready = NOTHING_READY
+        if state.delayed is not None:
+            device = getattr(self, names[0]).device
+            for name, value in new_buffers(state.delayed.recipe, device).items():
+                # Not persistent, so that state dicts load into the unconverted model.
+                self.register_buffer(name, value, persistent=False)
+        hooks: Any = self._load_state_dict_pre_hooks.values()
+        if _before_load not in (known.hook for known in hooks):
+            self.register_load_state_dict_pre_hook(_before_load)
+            self.register_load_state_dict_post_hook(_after_load)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Parameter) and name in self.__dict__.get("_fp8_params", ()):
+        if isinstance(value, nn.Parameter) and name in self._parameters:
             # FSDP2 sets each shard and each gathered weight.
             sharded = is_distributed(value)
-            if sharded and (sharded_model := self._fp8_state.shard()) is not None:
-                sharded_model.wrap(self, name, value)
+            if sharded:
+                self._wrap_shard(name, value)
             if sharded or isinstance(value, QuantizedTensor):
                 self._parameters[name] = value
                 return
         super().__setattr__(name, value)
 
+    def _wrap_shard(self, name: str, parameter: Any) -> None:
+        sharded_model = self._fp8_state.shard()
+        if sharded_model is not None:
+            sharded_model.wrap(self, name, parameter)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with ExitStack() as stack:
-            for name in self._fp8_params:
-                stack.enter_context(preserve_attributes(self, name))
-            stack.enter_context(buffers.preserve(self, self._fp8_state.delayed))
-            out = super()._apply(fn, recurse)
-        for name in self._fp8_params:
-            parameter = self._parameters[name]
-            if is_distributed(parameter):
-                setattr(self, name, parameter)  # it may have another local tensor
+        weights = [(name, self._parameters.get(name)) for name in self._fp8_params]
+        attributes = {n: (dict(w.__dict__), _hooks_of(w)) for n, w in weights if w is not None}
+        delayed = self._fp8_state.delayed
+        buffers = {} if delayed is None else {name: self._buffers[name] for name in BUFFERS}
+        out = super()._apply(fn, recurse)
+        if delayed is not None:
+            delayed.moved()
+        for name, before in buffers.items():
+            new = self._buffers[name]
+            assert before is not None and new is not None
+            if before.is_meta and not new.is_meta:
+                new.zero_()  # to_empty does not initialize memory
+            if new.dtype != torch.float32:  # a cast applies only to parameters
+                self._buffers[name] = before.to(new.device)
+        for name, (marks, hooks) in attributes.items():
+            weight = self._parameters[name]
+            if is_fp8(weight):
+                copy_attributes(marks, weight)
+                if any(hooks):
+                    set_hooks(weight, hooks)
+            if is_distributed(weight):
+                self._wrap_shard(name, weight)  # it may have another local tensor
         return out
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name in self._fp8_params:
+            weight: Any = self._parameters.get(name)
+            if isinstance(weight, QuantizedTensor) and weight._store.observer is None:
+                self._wrap_shard(name, weight)
 
-@cache
-def _class_of(mixin: Any, kind: Any) -> type[nn.Module]:
-    namespace = {"__module__": kind.__module__, "_fp8_kinds": (mixin, kind)}
-    found = type(f"Float8{kind.__name__}", (mixin, kind), namespace)
-    copyreg.pickle(found, _reduce)
+
+# --- classes --------------------------------------------------------------------------------------
+
+
+#: The classes of converted modules, by a mixin and the class before conversion.
+CLASSES: dict[tuple[type, type], type[Any]] = {}
+
+
+def float8_class(mixin: type[Any], kind: type[Any]) -> type[Any]:
+    """Return the class that inherits from a mixin and from a class of modules.
+
+    FSDP2 creates classes in the same way.
+    """
+    found = CLASSES.get((mixin, kind))
+    if found is None:
+        namespace = {"__module__": kind.__module__, "_fp8_bases": (mixin, kind)}
+        found = CLASSES[mixin, kind] = type(f"Float8{kind.__name__}", (mixin, kind), namespace)
+        copyreg.pickle(found, _reduce)
     return found
 
 
 def _reduce(module: Any) -> Any:
     """Pickle a module whose class was created at run time."""
-    return _blank, type(module).__dict__["_fp8_kinds"], module.__dict__
+    return _blank, type(module).__dict__["_fp8_bases"], module.__dict__
 
 
 def _blank(mixin: Any, kind: Any) -> nn.Module:
     """Create a module without state, for pickle and copy."""
-    return object.__new__(_class_of(mixin, kind))
+    module: nn.Module = object.__new__(float8_class(mixin, kind))
+    return module
 
 
 def add_fp8_params(
@@ -100,13 +161,114 @@ def add_fp8_params(
         fqn: the module's fully qualified name, for messages.
         mixin: the class that the subclass also inherits from.
     """
-    parameters = [module.get_parameter(name) for name in names]
-    kind: Any = type(module)
-    own: Any = mixin
-    module.__class__ = _class_of(own, kind)
+    module.__class__ = float8_class(mixin, type(module))
     converted: Any = module
-    converted._fp8_state = state
-    converted._fp8_index = state.add_linear(module, fqn)
-    converted._fp8_params = state.handles_of(module, names)
-    buffers.register(module, state.delayed, parameters[0].device)
-    register_load_hooks(module)
+    converted._join(state, fqn, names)
+
+
+# --- FP8 weights ----------------------------------------------------------------------------------
+
+
+def copy_attributes(before: dict[str, Any], parameter: Any) -> None:
+    """Copy attributes that users have set on a parameter to the one that replaces it."""
+    for mark, value in before.items():
+        if mark not in _INTERNAL_ATTRIBUTES and mark not in parameter.__dict__:
+            setattr(parameter, mark, value)
+
+
+def _hooks_of(weight: Tensor) -> tuple[Any, Any]:
+    return hooks_of(weight) if is_fp8(weight) else (None, None)
+
+
+def quantize_like(before: Any, parameter: Any) -> None:
+    """Quantize the part that a parallel style takes from an FP8 weight, if it is not quantized.
+
+    A part that starts inside a block arrives as values, because its own blocks start at its edge.
+
+    Args:
+        before: the parameter that is replaced.
+        parameter: the new parameter, maybe a DTensor. It becomes FP8 if ``before`` is.
+    """
+    whole, part = own_part(before), own_part(parameter)
+    values = part is not parameter and not isinstance(part, QuantizedTensor)
+    if isinstance(whole, QuantizedTensor) and values:
+        with torch.no_grad():
+            planes = quantize_planes(whole.spec, part.contiguous(), *whole._store.has)
+        own = whole.over(whole._store.over(*planes), part.shape, whole.dtype)
+        set_local_tensor(parameter, own)
+
+
+# --- scales of delayed scaling --------------------------------------------------------------------
+
+
+@torch.no_grad()
+def reset_scales(module: Any) -> None:
+    """With delayed scaling, reset scales and histories, because a weight is about to be replaced.
+
+    With the old scales, the new values and the outputs could saturate. In an evaluation, nothing
+    would update the scales.
+    """
+    delayed = module._fp8_state.delayed
+    if delayed is not None:
+        for name in BUFFERS:
+            module._buffers[name].zero_()
+        module.fp8_ready = NOTHING_READY
+        delayed.scales_lost()
+
+
+def _materialize(module: Any, device: torch.device) -> None:
+    """Allocate buffers that are on the meta device. State dicts do not contain them."""
+    delayed = module._fp8_state.delayed
+    for name in () if delayed is None else BUFFERS:
+        buffer = module._buffers[name]
+        if buffer.is_meta:
+            module._buffers[name] = torch.zeros_like(buffer, device=device)
+            delayed.moved()
+
+
+# --- state dicts ----------------------------------------------------------------------------------
+
+
+def _before_load(
+    module: Any, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+) -> None:
+    names = [name for name in module._fp8_params if prefix + name in state_dict]
+    if not names:
+        return
+    refuse_codes(module, state_dict, prefix)
+    reset_scales(module)
+    for name in names if local_metadata.get("assign_to_params_buffers", False) else ():
+        value = state_dict[prefix + name]
+        if not value.is_meta:
+            _materialize(module, value.device)
+        state_dict[prefix + name] = _copy_into_fp8_weight(module, name, value)
+
+
+def _after_load(module: Any, incompatible: Any) -> None:
+    for name in module._fp8_params:
+        weight = module._parameters.get(name)
+        if weight is not None and not weight.is_meta:
+            _materialize(module, weight.device)
+    sharded_model = module._fp8_state.sharded_model
+    if sharded_model is not None:
+        sharded_model.sync_module(module)
+
+
+def _copy_into_fp8_weight(module: nn.Module, name: str, value: Any) -> Any:
+    """Write to an FP8 weight what ``load_state_dict(assign=True)`` would assign to it.
+
+    Assigning would replace it by a plain weight.
+
+    Returns:
+        The value to assign: the FP8 parameter itself, or ``value`` for other parameters.
+    """
+    weight: Any = module._parameters[name]
+    if not is_fp8(weight) or value.shape != weight.shape:
+        return value  # torch reports a wrong shape
+    if weight.is_meta and not value.is_meta:
+        empty = torch.empty_like(weight.detach(), device=value.device)
+        setattr(module, name, nn.Parameter(empty, weight.requires_grad))
+        weight = module._parameters[name]
+    with torch.no_grad():
+        weight.copy_(value)
+    return weight

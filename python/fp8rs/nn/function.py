@@ -168,7 +168,7 @@ def _as_long(a: Plane, b: Plane) -> tuple[Plane, Plane]:
     return (a.padded(0, more), b) if more > 0 else (a, b.padded(0, -more))
 
 
-# --- the input -----------------------------------------------------------------------------------
+# --- the input ------------------------------------------------------------------------------------
 
 
 def _input_planes(
@@ -272,7 +272,7 @@ def _in_backward(x: Tensor, dy: Tensor) -> Tensor:
     return torch.where(known == known, x, x)
 
 
-# --- the GEMMs -----------------------------------------------------------------------------------
+# --- the GEMMs ------------------------------------------------------------------------------------
 
 
 def _forward(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +13,15 @@ from torch import Tensor, nn
 from fp8rs._torch import constant_when_traced, is_distributed
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe
 from fp8rs.scaling.delayed import DelayedScalingState, keep_buffers_local, note_compiled
-from fp8rs.scaling.histories import NOTHING_READY, keep_local
+from fp8rs.scaling.histories import keep_local
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from . import buffers, quantized_weight
 from .debug import Debug, debugged_linear
+from .fp8_params import CLASSES, Float8Params, float8_class, quantize_like, reset_scales
 from .function import Slots, linear
 from .init import is_sharded, reset_linear
 from .model_state import ModelState
-from .root_hooks import attach
 
 
 @constant_when_traced
@@ -42,7 +40,33 @@ def warn_on_export() -> bool:
     return True
 
 
-class Float8Linear(nn.Linear):
+class SlotCache:
+    """Caches a layer's slots, because creating their views takes longer than using them.
+
+    A copy starts empty, because it has other buffers.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[Tensor, Tensor, Slots] | None = None
+
+    def get(self, buffers: dict[str, Any]) -> Slots:
+        """Return the slots in these buffers."""
+        scale, amax = buffers["fp8_scale"], buffers["fp8_amax"]
+        known = self._known
+        if known is None or known[0] is not scale or known[1] is not amax:
+            known = self._known = scale, amax, slots(scale, amax)
+        return known[2]
+
+    def __reduce__(self) -> Any:
+        return SlotCache, ()
+
+
+def slots(scale: Tensor, amax: Tensor) -> Slots:
+    """Return the slots in a layer's buffers."""
+    return scale[:, 0].unbind(), amax[:, 0].unbind()
+
+
+class Float8Linear(Float8Params, nn.Linear):
     """Computes y = x @ weight.T + bias on operands that are quantized by a recipe.
 
     The parameters are high-precision ones, as in torch.nn.Linear. Forward, dgrad and wgrad run on
@@ -64,16 +88,9 @@ class Float8Linear(nn.Linear):
         recipe: a recipe or its short name.
     """
 
-    _fp8_state: ModelState
     fp8_scale: Tensor
     fp8_amax: Tensor
-    _fp8_index: int
-    _fp8_slots: buffers.SlotCache
-    #: The handle of each FP8 parameter, by the parameter's name.
-    _fp8_params: dict[str, Any]
-    #: With delayed scaling, whether weight, input and gradient have scales, as of the last roll but
-    #: one. The buffers themselves are not read.
-    fp8_ready: tuple[bool, bool, bool] = NOTHING_READY
+    _fp8_slots: SlotCache
     #: Reduces the partial sums of a layer whose weight is sharded along its input features.
     _fp8_reduce: Callable[[Float8Linear, Any], Any] | None = None
     #: Changes to the layer's computation while a run is debugged.
@@ -109,18 +126,12 @@ class Float8Linear(nn.Linear):
         """Make this the root and only layer of a new state."""
         state = ModelState(recipe, standalone=True)
         self._join(state, "")
-        attach(state, self)
+        state.attach(self)
 
-    def _join(self, state: ModelState, name: str) -> None:
-        """Make this a layer of the model with ``state``."""
-        self._fp8_state = state
-        self._fp8_index = state.add_linear(self, name)
-        self._fp8_slots = buffers.SlotCache()
-        self._fp8_params = state.handles_of(self, ("weight",))
-        self.fp8_ready = NOTHING_READY
+    def _join(self, state: ModelState, fqn: str, names: Sequence[str] = ("weight",)) -> None:
+        super()._join(state, fqn, names)
+        self._fp8_slots = SlotCache()
         self._fp8_debug = None
-        buffers.register(self, state.delayed, self.weight.device)
-        quantized_weight.register_load_hooks(self)
 
     @property
     def recipe(self) -> Recipe:
@@ -197,7 +208,7 @@ class Float8Linear(nn.Linear):
             keep_buffers_local(delayed.mark)
             if training:
                 note_compiled(delayed.mark, "layer")
-            return buffers.slots(self.fp8_scale, self.fp8_amax)
+            return slots(self.fp8_scale, self.fp8_amax)
         amax = self._buffers["fp8_amax"]
         if type(amax) is not Tensor or amax.dtype != torch.float32:
             keep_local(self._buffers)
@@ -225,25 +236,9 @@ class Float8Linear(nn.Linear):
             return weight, parameters["bias"]
         return weight, self.bias
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Parameter) and name in self._parameters:
-            # FSDP2 sets each shard and each gathered weight.
-            sharded = is_distributed(value)
-            if sharded:
-                self._wrap_shard(name, value)
-            if sharded or isinstance(value, QuantizedTensor):
-                self._parameters[name] = value
-                return
-        super().__setattr__(name, value)
-
-    def _wrap_shard(self, name: str, parameter: Any) -> None:
-        sharded_model = self._fp8_state.shard()
-        if sharded_model is not None:
-            sharded_model.wrap(self, name, parameter)
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. A part that a parallel style takes from an FP8 weight is FP8."""
-        quantized_weight.quantize_like(self._parameters.get(name), param)
+        quantize_like(self._parameters.get(name), param)
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
@@ -252,31 +247,18 @@ class Float8Linear(nn.Linear):
         if state is None:  # the constructor's call
             super().reset_parameters()
             return
-        buffers.reset(self, state.delayed)
-        kind = type(self).__dict__.get("_fp8_kind", nn.Linear)
-        own = kind.reset_parameters is not nn.Linear.reset_parameters
-        if own or not is_sharded(self.weight):
-            super().reset_parameters()
+        reset_scales(self)
+        own: Any = super().reset_parameters
+        if own.__func__ is not nn.Linear.reset_parameters or not is_sharded(self.weight):
+            own()
         else:
             reset_linear(self)
         if state.sharded_model is not None:
-            state.sharded_model.scale_sync.sync_module(self)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        delayed = self._fp8_state.delayed
-        with quantized_weight.preserve_attributes(self, "weight"), buffers.preserve(self, delayed):
-            out = super()._apply(fn, recurse)
-        weight = self._parameters["weight"]
-        if is_distributed(weight):
-            self._wrap_shard("weight", weight)
-        return out
+            state.sharded_model.sync_module(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._fp8_debug = None
-        weight: Any = self._parameters.get("weight")
-        if isinstance(weight, QuantizedTensor) and weight._store.observer is None:
-            self._wrap_shard("weight", weight)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={describe(self.recipe)}"
@@ -285,27 +267,26 @@ class Float8Linear(nn.Linear):
 #: An alias of `Float8Linear`.
 Linear = Float8Linear
 
-_classes: dict[type[nn.Linear], type[Float8Linear]] = {nn.Linear: Float8Linear}
+
+CLASSES[Float8Linear, nn.Linear] = Float8Linear
 
 
-def float8_class(kind: type[nn.Linear]) -> type[Float8Linear]:
-    """Return the FP8 class for a class of linear layers.
+def make_float8(module: nn.Module, recipe: Recipe | RecipeName | None) -> None:
+    """Make all linear layers of a module FP8, with one state whose root is the module.
 
-    It inherits from ``Float8Linear`` and the class. FSDP2 creates classes in the same way.
+    Under ``fully_shard``, the weights are gathered in high precision until
+    ``convert_to_float8_training`` adds the layers to a model's state.
+
+    Args:
+        module: a new module, whose layers are plain.
+        recipe: a recipe or its short name, or None to leave the module as it is.
     """
-    found = _classes.get(kind)
-    if found is None:
-        namespace = {"_fp8_kind": kind, "__module__": kind.__module__}
-        found = _classes[kind] = type(f"Float8{kind.__name__}", (Float8Linear, kind), namespace)
-        copyreg.pickle(found, _reduce)
-    return found
-
-
-def _reduce(layer: Float8Linear) -> Any:
-    """Pickle a layer whose class was created at run time."""
-    return _blank, (type(layer).__dict__["_fp8_kind"],), layer.__dict__
-
-
-def _blank(kind: type[nn.Linear]) -> Float8Linear:
-    """Create a layer without state, for pickle and copy."""
-    return object.__new__(float8_class(kind))
+    if recipe is None:
+        return
+    state = ModelState(recipe, standalone=True)
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear):
+            layer.__class__ = kind = float8_class(Float8Linear, type(layer))
+            assert isinstance(layer, kind)
+            layer._join(state, name)
+    state.attach(module)

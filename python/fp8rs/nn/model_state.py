@@ -6,6 +6,7 @@ delayed scaling and the sharded model of the root's forwards and of optimizer st
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -14,12 +15,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import in_backward, is_view_of_flat_parameter, sharded_parameters
-from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
-from fp8rs.quantize.spec import quant_spec
+from fp8rs._torch import (
+    in_backward,
+    is_view_of_flat_parameter,
+    keep_from_ddp,
+    sharded_parameters,
+)
+from fp8rs.quantize.recipes import DelayedScaling, Recipe, quant_spec, resolve_recipe
 from fp8rs.scaling import steps
 from fp8rs.scaling.delayed import DelayedScalingState, note_compiled
-from fp8rs.scaling.step_tracker import StepTracker
+from fp8rs.scaling.histories import BUFFERS
+from fp8rs.scaling.steps import StepTracker
+from fp8rs.tensor.formats import FP8_MAX
+from fp8rs.tensor.quantized import is_fp8
 
 from .function import prepare_compilers
 from .input_cache import clear_input_cache
@@ -95,13 +103,6 @@ class ModelState:
             self.sharded_model = ShardedModel(self)
         return self.sharded_model
 
-    @staticmethod
-    def handles_of(module: nn.Module, names: Sequence[str]) -> dict[str, Any]:
-        """Return a `fp8rs.fsdp.param.ParamHandle` for each FP8 parameter of a module."""
-        from fp8rs.fsdp.param import handles_of
-
-        return dict(handles_of(module, names))
-
     # --- layers and the root ---------------------------------------------------------------------
 
     def add_linear(self, module: nn.Module, name: str) -> int:
@@ -124,6 +125,43 @@ class ModelState:
     def set_root(self, root: nn.Module) -> None:
         """Set the root. The root's hooks and their copies call this."""
         self._root = weakref.ref(root)
+
+    def attach(self, root: nn.Module) -> None:
+        """Make ``root`` the root of the model: register hooks on its forward and on its loads.
+
+        Torch numbers hooks, and compiled graphs guard on the numbers, so that a graph would serve
+        one model only. These hooks therefore have names, which are equal for all models.
+        """
+        before, after = cast(Any, root._forward_pre_hooks), cast(Any, root._forward_hooks)
+        name: Any = next(key for n in itertools.count() if (key := f"fp8rs {n}") not in before)
+        before[name] = RootHook(self, "begin_forward", root)
+        after[name] = RootHook(self, "end_forward", root)
+        root._forward_hooks_always_called[name] = True
+        self.move_hooks_first()
+        # On the root too, so that nothing has been loaded when it raises.
+        hooks: Any = root._load_state_dict_pre_hooks.values()
+        if refuse_codes not in (known.hook for known in hooks):
+            root.register_load_state_dict_pre_hook(refuse_codes)
+        if self.delayed is not None:
+            keep_from_ddp(root, [f"{n}.{b}".lstrip(".") for n in self.names for b in BUFFERS])
+
+    def detach(self) -> None:
+        """Remove the hooks on the root's forward."""
+        root = self.root
+        for name in self._hook_names():
+            assert root is not None
+            del root._forward_pre_hooks[name], root._forward_hooks[name]
+            del root._forward_hooks_always_called[name]
+
+    def move_hooks_first(self) -> None:
+        """Move the root's pre-hook before hooks that were prepended later, such as FSDP's."""
+        for name in self._hook_names():
+            hooks: Any = self.root._forward_pre_hooks  # type: ignore[union-attr]
+            hooks.move_to_end(name, last=False)
+
+    def _hook_names(self) -> list[Any]:
+        hooks = {} if self.root is None else self.root._forward_pre_hooks
+        return [n for n, h in hooks.items() if isinstance(h, RootHook) and h.state is self]
 
     def _link(self, root: nn.Module) -> None:
         """Find the layers of a copied or unpickled model by its root."""
@@ -242,3 +280,51 @@ class ModelState:
         state["delayed"] = self.delayed is not None and self.delayed.recorded
         del state["key"], state["tracker"]
         return state
+
+
+class RootHook:
+    """A method of a model's state as a hook of the root.
+
+    If the root is copied or unpickled, the copied hook sets the root of the copied state.
+    ``fully_shard`` needs the root before the first forward.
+    """
+
+    def __init__(self, state: ModelState, method: str, root: nn.Module) -> None:
+        self.state = state
+        self._method, self._root = method, weakref.ref(root)
+        self._call = getattr(state, method)
+        state.set_root(root)
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> Any:
+        return RootHook, (self.state, self._method, self._root())
+
+
+def refuse_codes(module: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
+    """Load-state-dict pre-hook: refuse quantized weights, whose codes torch would copy as values.
+
+    Raises:
+        TypeError: the state dict has FP8 codes, or scales for a weight. Nothing was loaded.
+    """
+    found = []
+    for name, layer in module.named_modules():
+        if hasattr(layer, "_fp8_state"):
+            names: Any = layer._fp8_params
+            keys = [f"{prefix}{name}.{p}" if name else prefix + p for p in names]
+            found += [k for k in keys if _is_quantized(state_dict.get(k), k, state_dict)]
+    if found:
+        raise TypeError(
+            f"the state dict has {len(found)} quantized weights, the first of them {found[0]} of "
+            f"{state_dict[found[0]].dtype}: load_state_dict would take their codes as values. "
+            "Expected values in high precision. Load a checkpoint of fp8rs.checkpoint by "
+            "fp8rs.checkpoint.load. In other files multiply each code by its scale first"
+        )
+
+
+def _is_quantized(value: Any, key: str, state_dict: Any) -> bool:
+    if not isinstance(value, Tensor) or is_fp8(value):
+        return False
+    scales = (f"{key}_scale", f"{key}_scale_inv")
+    return value.dtype in FP8_MAX or any(scale in state_dict for scale in scales)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_choice
 
-from .standalone import make_float8
+from .linear import make_float8
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from fp8rs.gemm.operands import operand_format
-from fp8rs.quantize.recipes import Recipe, Role
-from fp8rs.quantize.spec import quant_spec
+from fp8rs.quantize.recipes import Recipe, Role, quant_spec
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.spec import QuantSpec
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs.optim import casts, weights
+from fp8rs.optim import weights
 from fp8rs.optim.param import Param, UpdateKind
 from fp8rs.tensor.spec import QuantSpec
 
@@ -249,10 +249,10 @@ class Step:
         if with_masters:
             found_inf = with_masters[0].options["found_inf"]
             params = [item.p for item in with_masters]
-            casts.with_maxima(params, masters, amaxes[: len(masters)], found_inf)
+            weights.with_maxima(params, masters, amaxes[: len(masters)], found_inf)
         if others:
             specs = [item.p.codes.spec for item in others]
-            self._repeat(others, casts.scales_from(amaxes[len(masters) :], specs))
+            self._repeat(others, weights.scales_from(amaxes[len(masters) :], specs))
 
     def _repeat(self, items: Sequence[Item], scales: Tensor) -> None:
         """Repeat the update of weights without masters, with the scales to round to."""

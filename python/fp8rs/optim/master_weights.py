@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8rs._torch import not_traced, own_part
-from fp8rs.optim import casts, weights
+from fp8rs.optim import weights
 from fp8rs.optim.masters import OWN, MasterWeightOptimizer
 from fp8rs.optim.param import Param
 
@@ -92,7 +92,7 @@ class MasterWeights(MasterWeightOptimizer):
             torch._foreach_copy_([p.part for p in plain], [own_part(masters[p]) for p in plain])
         fp8 = [p for p in masters if p.weight is not None]
         if fp8:
-            casts.write(fp8, [own_part(masters[p]) for p in fp8])
+            weights.write_masters(fp8, [own_part(masters[p]) for p in fp8])
         self._wrote(params)
 
     def _step(self, given: dict[Tensor, Tensor]) -> None:

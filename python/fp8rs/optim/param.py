@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,25 +21,6 @@ from fp8rs.tensor.store import Delayed
 
 #: Formats whose scales ``adamw_`` computes in the pass that writes the codes.
 OWN_SCALES = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
-
-
-class ScaleSync(Protocol):
-    """Synchronizes the scales of a model's sharded FP8 weights: `fp8rs.fsdp.scale_sync`.
-
-    All ranks call these methods, with the handles of the same weights.
-    """
-
-    def splits_blocks(self, handle: Any) -> bool:
-        """Return whether shard boundaries split blocks of a weight."""
-
-    def reduce_amaxes_(self, handles: Sequence[Any], amaxes: Tensor) -> None:
-        """Reduce the amaxes (n,) of shards over the ranks of each weight, in place."""
-
-    def write_values(self, handles: Sequence[Any], values: Sequence[Tensor]) -> None:
-        """Quantize values into whole shards, with the scales of the whole weights."""
-
-    def end_step(self, handles: Sequence[Any]) -> None:
-        """Synchronize the scales of weights that a step wrote without reducing their amaxes."""
 
 
 class UpdateKind(Enum):
@@ -85,7 +65,7 @@ class Param:
     Attributes:
         part: its local part.
         weight: the local part of an FP8 weight, else None.
-        handle: the handle of a layer's FP8 weight (`fp8rs.fsdp.float8_param`), else None.
+        handle: the handle of a layer's FP8 weight (`fp8rs.fsdp.float8_shard`), else None.
     """
 
     __slots__ = ("handle", "param", "part", "weight")
@@ -111,9 +91,9 @@ class Param:
         return high_precision
 
     @property
-    def scale_sync(self) -> ScaleSync | None:
-        """Synchronizes the scales of the model. None if this is not a sharded FP8 weight."""
-        return None if self.handle is None else self.handle.scale_sync
+    def sharded_model(self) -> Any:
+        """The `fp8rs.fsdp.sharded_model.ShardedModel` of a sharded FP8 weight, or None."""
+        return None if self.handle is None else self.handle.sharded_model
 
     @property
     def element_offsets(self) -> tuple[int, ...]:
@@ -141,12 +121,15 @@ class Param:
         whole = weight.is_whole or not weight.numel()
         if not whole or weight._store.has != (True, False):
             return UpdateKind.SEPARATE
-        if weight._store.batched and weight.format.per_tensor:  # a scale for each matrix
-            return UpdateKind.SEPARATE
         if weight.format.per_tensor:
-            return UpdateKind.CURRENT_SCALE if self.delayed is None else UpdateKind.KNOWN_SCALE
-        sync = self.scale_sync
-        split = sync is not None and sync.splits_blocks(self.handle)
+            if weight._store.batched:  # a scale for each matrix
+                return UpdateKind.SEPARATE
+            if self.delayed is not None:
+                return UpdateKind.KNOWN_SCALE
+            # A spec with a group reduces amaxes as it quantizes.
+            current = weight.spec.group is None
+            return UpdateKind.CURRENT_SCALE if current else UpdateKind.SEPARATE
+        split = self.sharded_model is not None and self.handle.shares_scales
         return (
             UpdateKind.OWN_SCALES
             if weight.format in OWN_SCALES and not split

@@ -6,15 +6,12 @@ import warnings
 import weakref
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.optim.swa_utils import AveragedModel
 
-from fp8rs._torch import not_traced, own_part
+from fp8rs._torch import not_traced
 from fp8rs.optim.masters import MasterWeightOptimizer
 from fp8rs.optim.param import Param
-from fp8rs.tensor.quantized import QuantizedTensor
 
 #: The optimizers that have taken their first step.
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -22,11 +19,10 @@ _hook: Any = None
 
 
 def watch() -> None:
-    """Start warning, once for each optimizer and averaged model."""
+    """Start warning, once for each optimizer."""
     global _hook
     if _hook is None:
         _hook = register_optimizer_step_pre_hook(not_traced(_before_step))
-        register_module_module_registration_hook(_before_averaging)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -47,21 +43,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"fp32 masters by fp8rs.optim.MasterWeights(params, {kind}, ...), or convert with "
             "fp8_weights=False",
             stacklevel=5,
-        )
-
-
-def _before_averaging(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Warn if an `AveragedModel` is made from a model with FP8 weights."""
-    if not isinstance(module, AveragedModel) or submodule is None:
-        return
-    count = sum(isinstance(own_part(p), QuantizedTensor) for p in submodule.parameters())
-    if count:
-        warnings.warn(
-            f"AveragedModel averages {count} FP8 weights: it rounds the average to FP8 codes at "
-            "each update, and an update that is less than half the way to the next code is lost. "
-            "Average the weights of a model that was converted with fp8_weights=False, or the "
-            "fp32 masters in the state of fp8rs.optim.AdamW",
-            stacklevel=4,
         )
 
 

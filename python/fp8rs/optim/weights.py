@@ -1,16 +1,24 @@
-"""Operations on lists of FP8 weights: one collective per mesh, one launch per kind."""
+"""Operations on lists of FP8 weights: one collective per mesh, one launch per kind.
+
+Casts of fp32 masters have the bytes of the quantizers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8rs._torch import increment_version
-from fp8rs.optim.param import Param, ScaleSync, UpdateKind
+from fp8rs.optim.param import Param, UpdateKind
 from fp8rs.tensor.planes import as_bytes
-from fp8rs.tensor.spec import reduce_amax
+from fp8rs.tensor.spec import QuantSpec
+
+_multi_amax = torch.ops.fp8rs.multi_amax.default
+_multi_quantize = torch.ops.fp8rs.multi_quantize.default
+_multi_quantize_delayed = torch.ops.fp8rs.multi_quantize_delayed.default
 
 #: The scale to write a weight with, where to record its amax, and where to pass that on to. The
 #: last is None unless delayed scaling keeps its state on another device (offloaded weights).
@@ -34,10 +42,10 @@ def mark_written(params: Sequence[Param]) -> None:
     for p in params:
         if p.handle is not None:
             p.handle.mark_written()
-    for sync, members in by_model(params):
-        if sync is not None:
+    for model, members in by_model(params):
+        if model is not None:
             kinds = [(p.handle, p.kind) for p in map(params.__getitem__, members)]
-            sync.end_step([handle for handle, kind in kinds if kind is UpdateKind.KNOWN_SCALE])
+            model.end_step([handle for handle, kind in kinds if kind is UpdateKind.KNOWN_SCALE])
 
 
 def stored(p: Param) -> list[Tensor]:
@@ -46,7 +54,7 @@ def stored(p: Param) -> list[Tensor]:
     return [as_bytes(t) for plane in planes for t in (plane.data, plane.scale)]
 
 
-# --- delayed scaling -----------------------------------------------------------------------------
+# --- delayed scaling ------------------------------------------------------------------------------
 
 
 def known_scales(params: Sequence[Param]) -> list[KnownScale]:
@@ -72,15 +80,15 @@ def pass_on(known: Sequence[KnownScale]) -> None:
             to.copy_(to.maximum(amax.to(to.device)))
 
 
-# --- scales of several ranks ---------------------------------------------------------------------
+# --- scales of several ranks ----------------------------------------------------------------------
 
 
-def by_model(params: Sequence[Param]) -> list[tuple[ScaleSync | None, list[int]]]:
+def by_model(params: Sequence[Param]) -> list[tuple[Any, list[int]]]:
     """Group the positions of parameters in their list by the sharded model they belong to."""
-    places: dict[int, tuple[ScaleSync | None, list[int]]] = {}
+    places: dict[int, tuple[Any, list[int]]] = {}
     for i, p in enumerate(params):
-        sync = p.scale_sync
-        places.setdefault(id(sync), (sync, []))[1].append(i)
+        model = p.sharded_model
+        places.setdefault(id(model), (model, []))[1].append(i)
     return list(places.values())
 
 
@@ -91,37 +99,97 @@ def reduce_amaxes_(params: Sequence[Param], amaxes: Tensor) -> None:
         params: weights with one scale; the same on all ranks.
         amaxes: fp32, shape (n,).
     """
-    for sync, members in by_model(params):
-        if sync is None:
-            _reduce_over_groups_(params, amaxes, members)
+    for model, members in by_model(params):
+        if model is None:
             continue
         handles = [params[i].handle for i in members]
         if len(members) == len(params):
-            sync.reduce_amaxes_(handles, amaxes)
+            model.reduce_amaxes_(handles, amaxes)
         else:
             part = torch.stack([amaxes[i] for i in members])
-            sync.reduce_amaxes_(handles, part)
+            model.reduce_amaxes_(handles, part)
             torch._foreach_copy_([amaxes[i] for i in members], list(part.unbind()))
-
-
-def _reduce_over_groups_(params: Sequence[Param], amaxes: Tensor, places: Sequence[int]) -> None:
-    """Reduce the amaxes of whole weights whose specification names a process group."""
-    groups: dict[str, list[int]] = {}
-    for i in places:
-        group = params[i].codes.spec.group
-        if group is not None:
-            groups.setdefault(group, []).append(i)
-    for name, members in groups.items():
-        part = reduce_amax(torch.stack([amaxes[i] for i in members]), name)
-        torch._foreach_copy_([amaxes[i] for i in members], list(part.unbind()))
 
 
 def write_values_(params: Sequence[Param], values: Sequence[Tensor]) -> None:
     """Quantize ``values`` (fp32, of the local parts) into weights of any format."""
-    for sync, members in by_model(params):
-        if sync is not None:
-            sync.write_values([params[i].handle for i in members], [values[i] for i in members])
+    for model, members in by_model(params):
+        if model is not None:
+            model.write_values([params[i].handle for i in members], [values[i] for i in members])
             continue
         for i in members:
             weight = params[i].codes
             weight.quantize_(values[i].view(weight.shape))
+
+
+# --- casts of masters -----------------------------------------------------------------------------
+
+
+def write_masters(params: Sequence[Param], masters: Sequence[Tensor]) -> None:
+    """Write masters into their  All ranks write the same weights, in the same order.
+
+    Weights with one scale per tensor are cast in one launch, and their maxima are reduced in one
+    collective per mesh. Weights of other formats are quantized one by one.
+
+    Args:
+        params: FP8
+        masters: fp32, of their local parts.
+    """
+    kinds: dict[tuple[UpdateKind, torch.device], list[int]] = {}
+    for i, p in enumerate(params):
+        kinds.setdefault((p.kind, p.part.device), []).append(i)
+    for (kind, _), places in kinds.items():
+        of, values = [params[i] for i in places], [masters[i] for i in places]
+        if kind is UpdateKind.KNOWN_SCALE:
+            with_known_scales(of, values)
+        elif kind is UpdateKind.CURRENT_SCALE:
+            amaxes = _multi_amax(values)
+            reduce_amaxes_(of, amaxes)
+            with_maxima(of, values, amaxes)
+        else:
+            write_values_(of, values)
+
+
+def with_maxima(
+    params: Sequence[Param],
+    masters: Sequence[Tensor],
+    amaxes: Tensor,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Cast masters with the scales of their maxima.
+
+    Args:
+        params: weights with one scale of their current values.
+        masters: fp32, of their local parts.
+        amaxes: fp32, shape (n,), of the whole
+        found_inf: of a step. If it is not 0, codes and scales stay.
+    """
+    planes = [p.plane for p in params]
+    old = [plane.scale.view(()) for plane in planes]
+    scales = scales_from(amaxes, [p.codes.spec for p in params])
+    if found_inf is not None:
+        scales = torch.where(found_inf.view(()) != 0, torch.stack(old), scales)
+    _multi_quantize(masters, scales, [plane.data for plane in planes])
+    torch._foreach_copy_(old, list(scales.unbind()))
+
+
+def with_known_scales(params: Sequence[Param], masters: Sequence[Tensor]) -> None:
+    """Cast masters with the next scales of delayed scaling, and record their maxima."""
+    planes, slots = [p.plane for p in params], known_scales(params)
+    known, seen, _ = zip(*slots, strict=True)
+    amaxes = torch.stack([amax.view(()) for amax in seen])
+    codes = [plane.data for plane in planes]
+    used = _multi_quantize_delayed(masters, torch.stack(known), amaxes, codes)
+    torch._foreach_copy_([amax.view(()) for amax in seen], list(amaxes.unbind()))
+    pass_on(slots)
+    torch._foreach_copy_([plane.scale.view(()) for plane in planes], list(used.unbind()))
+
+
+def scales_from(amaxes: Tensor, specs: Sequence[QuantSpec]) -> Tensor:
+    """Return the scales (n,) of these maxima (n,). Neighbors with one spec share a launch."""
+    parts, start = [], 0
+    for end in range(1, len(specs) + 1):
+        if end == len(specs) or specs[end] != specs[start]:
+            parts.append(specs[start].scale_from_amax(amaxes[start:end]))
+            start = end
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

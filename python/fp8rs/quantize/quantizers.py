@@ -14,14 +14,57 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8rs.quantize.in_graph import allow_in_graph, key_of, quantize
+from fp8rs._torch import constant_when_traced
 from fp8rs.quantize.recipes import check_amax_epsilon, check_bool, check_choice
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, split
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
-from fp8rs.tensor.spec import QuantSpec
-from fp8rs.tensor.store import Store
+from fp8rs.tensor.spec import QuantSpec, quantize_planes
+from fp8rs.tensor.store import Delayed, Store
+
+# Dynamo does not trace the constructor of a tensor subclass. It can put a call of a function that
+# returns one into the graph, if all arguments are tensors or plain constants. A spec is therefore
+# passed by its key.
+
+_SPECS: dict[str, QuantSpec] = {}
+
+
+def _key_of(spec: QuantSpec) -> str:
+    """Register a spec and return its key for `quantize`. Equal specs have equal keys."""
+    key = repr(spec)
+    _SPECS[key] = spec
+    return key
+
+
+def quantize(
+    x: Tensor, rowwise: bool, columnwise: bool, delayed: Delayed | None, key: str
+) -> QuantizedTensor:
+    """Quantize a tensor. The result has its shape and dtype, and is detached from autograd.
+
+    A result of a compiled graph holds copies of ``delayed``. Writes to it update the amax of the
+    copy.
+
+    Args:
+        x: fp32, bf16 or fp16, without gradient.
+        rowwise: whether the result has a rowwise plane.
+        columnwise: whether the result has a columnwise plane.
+        delayed: the scale () to use and the amax () to update, or None.
+        key: the key of the spec.
+    """
+    spec = _SPECS[key]
+    scale, amax = (None, None) if delayed is None else delayed
+    row, col = quantize_planes(spec, x, rowwise, columnwise, scale=scale, amax=amax, declared=True)
+    return wrap(Store(row, col, spec, delayed), x.shape, x.dtype)
+
+
+@constant_when_traced
+def _allow_in_graph() -> None:
+    """Make Dynamo put calls of `quantize` into its graphs.
+
+    Call it while tracing, when Dynamo is already imported. Importing it takes two seconds.
+    """
+    torch.compiler.allow_in_graph(quantize)
 
 
 class Quantizer:
@@ -45,7 +88,7 @@ class Quantizer:
     ) -> None:
         self.spec = spec
         self.delayed = delayed
-        self._key = key_of(spec)
+        self._key = _key_of(spec)
         self.rowwise = self.columnwise = True
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
@@ -103,7 +146,7 @@ class Quantizer:
         if x.requires_grad:
             x = x.detach()
         if torch.compiler.is_compiling():
-            allow_in_graph()
+            _allow_in_graph()
         return quantize(x, self.rowwise, self.columnwise, self.delayed, self._key)
 
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
@@ -165,7 +208,7 @@ class Quantizer:
         return {**self.__dict__, "spec": self.spec.without_group(), "_key": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _key=key_of(state["spec"]))
+        self.__dict__.update(state, _key=_key_of(state["spec"]))
 
     def __repr__(self) -> str:
         planes = [n for n in ("rowwise", "columnwise") if getattr(self, n)]

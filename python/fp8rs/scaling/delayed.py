@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from fp8rs._torch import constant_when_traced, in_backward, is_traced
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling.histories import Pack, are_intact, keep_local, packed
 from fp8rs.scaling.reductions import check_same, mesh_groups, reduce_packed_
-from fp8rs.scaling.step_tracker import StepTracker
+from fp8rs.scaling.steps import StepTracker
 from fp8rs.tensor.spec import QuantSpec
 
 #: A model warns after this many forwards in training mode without an optimizer step.
@@ -97,6 +97,11 @@ class DelayedScalingState:
         """
         if training and not self._tracker.in_forward and not in_backward():
             self._record()
+
+    def records(self, layers: Iterable[nn.Module]) -> bool:
+        """Return whether amaxes of the weights of layers that are gathered now are recorded."""
+        tracker = self._tracker
+        return tracker.training if tracker.in_forward else any(m.training for m in layers)
 
     def _record(self) -> None:
         # Before a graph captures slots of a layer. Its backward would write to the old slots.

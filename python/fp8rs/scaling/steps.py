@@ -1,4 +1,4 @@
-"""Notifies models of the steps of optimizers that have their parameters."""
+"""Counts a model's forwards, and notifies models of the steps of their optimizers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,50 @@ from typing import Any
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp8rs._torch import not_traced
+
+
+class StepTracker:
+    """Counts the forward passes of one model.
+
+    A forward with gradients inside a backward is a recomputation (activation checkpointing of the
+    whole model) and counts as the forward that it repeats. A forward without gradients inside a
+    backward is a forward of its own, such as a teacher's in a backward hook of its student.
+
+    The counts are equal on all ranks, because collectives depend on them. State that may differ
+    between ranks, such as tensor versions, does not belong here.
+
+    Attributes:
+        forward_id: number of forwards that have begun.
+        in_forward: a forward is running.
+        training: the last forward was in training mode, so its amaxes are recorded.
+    """
+
+    def __init__(self) -> None:
+        self.forward_id = 0
+        self.in_forward = False
+        self.training = False
+
+    def begin_forward(self, *, training: bool, grad: bool, in_backward: bool) -> bool:
+        """Begin a forward of the model. Return False if it is a recomputation.
+
+        Args:
+            training: the model is in training mode.
+            grad: gradients are enabled.
+            in_backward: this thread is inside a backward, of any model.
+        """
+        if in_backward and grad and self.forward_id:
+            return False
+        self.forward_id += 1
+        self.in_forward = True
+        self.training = training
+        return True
+
+    def end_forward(self) -> None:
+        """End a forward that returned or raised."""
+        self.in_forward = False
+
+
+# --- optimizer steps ------------------------------------------------------------------------------
 
 #: In order of registration, which is equal on all ranks. Notifications run collectives.
 _models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

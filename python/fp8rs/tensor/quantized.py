@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from fp8rs._torch import disabled_torch_function, is_traced, note_write
+from fp8rs._torch import disabled_torch_function, is_traced, note_write, own_part
 from fp8rs.tensor import dcp, formats, writes
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.planes import Plane as Plane
@@ -398,6 +398,11 @@ def wrap(
     _check_dtype(dtype)
     kind = cast(type[QuantizedTensor], TENSOR_TYPES[store.format.scale_dtype])
     return kind.over(store, torch.Size(shape), dtype, requires_grad)
+
+
+def is_fp8(parameter: Any) -> bool:
+    """Return whether a parameter, sharded or not, is an FP8 weight."""
+    return isinstance(own_part(parameter), QuantizedTensor)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

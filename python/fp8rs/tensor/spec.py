@@ -125,6 +125,7 @@ def quantize_planes(
     after: Tensor | None = None,
     declared: bool = False,
     lead: int = 0,
+    block_amaxes: dict[str, Tensor] | None = None,
 ) -> Planes:
     """Quantize ``x`` (fp32, bf16 or fp16; any strides). Planes that are not requested are None.
 
@@ -144,6 +145,8 @@ def quantize_planes(
         after: a tensor that a compiler must have before this is computed; not for current scaling.
         declared: declare the write to ``amax`` to autograd and compilers.
         lead: rows that the first blocks have in front of ``x``.
+        block_amaxes: fp32 amaxes of all blocks instead of those of ``x``, for blocks of which ``x``
+            has a part: "amax" (rows, columns of blocks), or "amax_columnwise" of the other plane.
 
     Raises:
         TypeError, ValueError: the operators' own, before anything is written.
@@ -155,6 +158,8 @@ def quantize_planes(
         if column_scale is not None or after is not None:
             options = {**options, "column_scale": column_scale, "after": after}
         down = along = (0, 0)
+        if block_amaxes is not None:
+            options = {**options, **block_amaxes}
         if lead:
             options = {**options, "row_offset": lead}
             down, along = plane_leads(format, lead)

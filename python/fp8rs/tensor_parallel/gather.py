@@ -179,7 +179,7 @@ def _columnwise(row: Plane, spec: QuantSpec, dtype: torch.dtype) -> Plane:
     return cast(Plane, quantize_planes(spec, values, False, True)[1])
 
 
-# --- collectives ---------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 def _gather(own: Plane, dim: int, shape: torch.Size, shared: bool, mesh: Any) -> Plane:

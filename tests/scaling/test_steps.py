@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from fp8rs.scaling.step_tracker import StepTracker
+from fp8rs.scaling.steps import StepTracker
 
 
 def begin(tracker, training=True, grad=True, in_backward=False):

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import fp8rs
 from distributed import ranks
 from distributed.models import EVEN, UNEVEN, Block, Stack, batch, make, shard
-from fp8rs.fsdp import conversion_check
+from fp8rs.fsdp import checks
 
 #: How the last rank converts otherwise than the others do, and what is said of it: the layer, the
 #: field, what that is on the first rank and on the last.
@@ -70,14 +70,14 @@ def message(field, layer, first, last, rank):
 def counted():
     """The sizes of the meshes over which ranks compare what they have converted."""
     seen = []
-    compare = conversion_check.compare
-    conversion_check.compare = lambda store, said, ranks: (
+    compare = checks.compare
+    checks.compare = lambda store, said, ranks: (
         seen.append(len(ranks)) or compare(store, said, ranks)
     )
     try:
         yield seen
     finally:
-        conversion_check.compare = compare
+        checks.compare = compare
 
 
 @contextmanager
@@ -217,11 +217,11 @@ def test_parts_that_were_converted_by_themselves_may_run_on_some_ranks_only(rig)
 
 @contextmanager
 def warn_after(seconds):
-    before, conversion_check.WARN_AFTER = conversion_check.WARN_AFTER, timedelta(seconds=seconds)
+    before, checks.WARN_AFTER = checks.WARN_AFTER, timedelta(seconds=seconds)
     try:
         yield
     finally:
-        conversion_check.WARN_AFTER = before
+        checks.WARN_AFTER = before
 
 
 def converted_on(rig, waiting):
