@@ -69,7 +69,7 @@ def test_statistics_of_all_experts_equal_the_oracle(recipe, gated, monkeypatch):
     # Several matrices in a chunk, and a chunk within a matrix.
     monkeypatch.setattr(observe, "CHUNK", 96 * 100)
     model = build("cpu", recipe, 5, hidden=64, gated=gated)
-    model.experts._fp8_gemms = True
+    model.experts._gemms = "fp8"
     wide(model.experts.gate_up)
     fp8_gemms = recipe in ("current", "delayed", "rowwise")
     logged = fp8rs.monitor(model, every=1).step()
@@ -143,7 +143,7 @@ def test_a_model_with_experts_only_is_monitored_and_plotted(tmp_path):
 
 def test_other_steps_do_not_read_the_weights(monkeypatch):
     model = build("cpu", "current", 4)
-    model.experts._fp8_gemms = True
+    model.experts._gemms = "fp8"
     monitor = fp8rs.monitor(model, every=3)
     calls = []
     add_batch = observe.add_batch

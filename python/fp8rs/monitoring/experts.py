@@ -44,7 +44,8 @@ def plane_of(module: Any, key: str, device: torch.device) -> tuple[Tensor | None
 def _has_fp8_gemms(module: Any, spec: QuantSpec, device: torch.device) -> bool:
     format = spec.format
     known = (format.per_tensor or format.per_row) and not format.microscaled
-    return getattr(module, "_fp8_gemms", False) and known and has_grouped_gemm(device)
+    asked = getattr(module, "_gemms", "gather") != "gather"
+    return asked and known and has_grouped_gemm(device)
 
 
 def _shard_plane(module: Any, key: str, values: Tensor, spec: QuantSpec) -> Plane | None:
@@ -54,9 +55,7 @@ def _shard_plane(module: Any, key: str, values: Tensor, spec: QuantSpec) -> Plan
     from fp8rs.fsdp.shard_spec import shard_spec
 
     quantizer = (
-        TensorwiseShardQuantizer(spec, None)
-        if spec.format.per_tensor
-        else BlockwiseShardQuantizer(spec)
+        TensorwiseShardQuantizer(spec) if spec.format.per_tensor else BlockwiseShardQuantizer(spec)
     )
     where = shard_spec(module._parameters[key])
     shard = LocalShard(module._fp8_params[key], values, where, values.device)
