@@ -49,11 +49,16 @@ class LinearSpec:
 #: Key -> the recipe, and the name of the group that per-tensor amaxes are reduced over.
 _RECIPES: dict[str, tuple[Recipe, str | None]] = {}
 
+#: Key -> the spec for grouped GEMMs.
+_GROUPED: dict[str, GroupedSpec] = {}
+
 
 def register(recipe: Recipe, group: str | None) -> str:
     """Return the key of a recipe and a reduction group."""
     key = f"{recipe!r} over {group}" if group else repr(recipe)
     _RECIPES[key] = recipe, group
+    options = recipe.power_2_scale, recipe.amax_epsilon
+    _GROUPED[key] = GroupedSpec(quant_spec(recipe, "weight"), *options)
     return key
 
 
@@ -98,8 +103,6 @@ class GroupedSpec:
         return {"power_2_scale": self.power_2_scale, "amax_epsilon": self.amax_epsilon}
 
 
-@lru_cache(maxsize=256)
 def grouped_spec_for(key: str) -> GroupedSpec:
     """Return the spec of a key for grouped GEMMs."""
-    recipe, _ = _RECIPES[key]
-    return GroupedSpec(quant_spec(recipe, "weight"), recipe.power_2_scale, recipe.amax_epsilon)
+    return _GROUPED[key]
