@@ -104,7 +104,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def limited_memory():
-    """Let the process allocate 2 GB more. A damaged index can make CPython's unpickler ask for 64."""
+    """Allow 2 GB more. A damaged index can make CPython's unpickler allocate 64 GB."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**31, before[1]))
