@@ -58,7 +58,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from fp8rs.quantize.spec import quant_spec
 from routing import ROUTINGS, rows_per_expert, top_k_index
 from torch import Tensor
 from torch.nn import functional
@@ -67,7 +66,7 @@ from fp8rs.gemm.grouped import grouped_mm, grouped_wgrad
 from fp8rs.nn.functional import key_of
 from fp8rs.nn.grouped import gated_mlp
 from fp8rs.quantize.quantizers import Quantizer
-from fp8rs.quantize.recipes import resolve_recipe
+from fp8rs.quantize.recipes import quant_spec, resolve_recipe
 
 ops = torch.ops.fp8rs
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

@@ -102,7 +102,7 @@ def test_what_is_gathered_is_read_as_the_whole_weights_planes(rows, cols, ranks,
     outputs = [torch.cat(parts) for parts in zip(*sent, strict=True)]
     scale = row.scale if format.per_tensor else None
     inner = layout.inner_tensors(p, x.device)
-    found = layout.unpack(outputs, inner, p, scale, x.shape)
+    found = layout.unpack(outputs, inner, p, scale)
     assert layout.both == (found[1] is not None)
     for whole, gathered in zip((row, col), found, strict=True):
         if gathered is not None:

@@ -70,26 +70,25 @@ def post_all_gather(
     metadata.ready.wait()
     outputs = (*all_gather_outputs, *metadata.inputs[len(all_gather_outputs) :])
     layout, spec = metadata.layout, metadata.spec
-    shape = torch.Size(spec.whole)
+    store: Store | None = None if out is None else own_part(out)._store
+    if store is None and param_dtype not in INPUT_DTYPES:
+        raise TypeError(
+            f"{metadata.handle.fqn} is to be gathered as {param_dtype}, by "
+            "MixedPrecisionPolicy(param_dtype=...) or its own dtype; FP8 layers compute in "
+            "float32, bfloat16 or float16"
+        )
     # A training forward may write tensors that an inference forward has created.
     with torch.inference_mode(False), torch.no_grad():
-        if out is not None:
-            store: Store = own_part(out)._store
+        if store is None:
+            inner = layout.inner_tensors(spec, outputs[0].device)
+        else:
             inner = layout.inner_of((store.rowwise, store.columnwise))
-            store.rowwise, store.columnwise = layout.unpack(
-                outputs, inner, spec, metadata.scale, shape
-            )
-            return None
-        if param_dtype not in INPUT_DTYPES:
-            raise TypeError(
-                f"{metadata.handle.fqn} is to be gathered as {param_dtype}, by "
-                "MixedPrecisionPolicy(param_dtype=...) or its own dtype; FP8 layers compute in "
-                "float32, bfloat16 or float16"
-            )
-        inner = layout.inner_tensors(spec, outputs[0].device)
-        planes = layout.unpack(outputs, inner, spec, metadata.scale, shape)
-        weight = wrap(Store(*planes, gathered=True), shape, param_dtype)
-        return weight, tuple(inner)
+        planes = layout.unpack(outputs, inner, spec, metadata.scale)
+        if store is None:
+            weight = wrap(Store(*planes, gathered=True), torch.Size(spec.whole), param_dtype)
+            return weight, tuple(inner)
+        store.rowwise, store.columnwise = planes
+        return None
 
 
 # FSDP2 reads the signature at every all-gather. Computing it takes longer than the hook.

@@ -137,7 +137,6 @@ class AllGatherLayout:
         inner: Sequence[Tensor],
         spec: ShardSpec,
         scale: Tensor | None,
-        shape: torch.Size,
     ) -> Planes:
         """Return the planes of the unsharded weight, over the gathered tensors.
 
@@ -146,10 +145,9 @@ class AllGatherLayout:
             inner: the tensors of `inner_tensors`, with memory.
             spec: the shard's.
             scale: the scales of the whole weight, if every rank has them.
-            shape: the weight's shape (out_features, in_features) or (E, N, K).
         """
         format = self.format
-        codes = self.codes(outputs[0], shape)
+        codes = self.codes(outputs[0], torch.Size(spec.whole))
         if self.gathers_codes_alone(spec):
             assert scale is not None
             return Plane(codes, scale, format), None
@@ -158,9 +156,9 @@ class AllGatherLayout:
             row = Plane(codes, self._scales(outputs[1], spec, rows, cols), format)
             if not self.both:
                 return row, None
-            codes = self.codes(outputs[2], torch.Size((shape[0], cols, rows)))
+            codes = self.codes(outputs[2], torch.Size((spec.whole[0], cols, rows)))
             return row, Plane(codes, self._scales(outputs[3], spec, cols, rows), format)
-        rows, cols = shape
+        rows, cols = spec.whole
         padded, ranks = spec.padded, spec.ranks
         count, blocks_a_row = format.scale_shape(rows, cols)
         scale = outputs[1].view(format.scale_dtype).view(-1, blocks_a_row)

@@ -32,7 +32,6 @@ from .checks import check_settings, compare_conversions
 from .float8_shard import (
     Float8ParamHandle,
     Float8Shard,
-    register_handle,
     write_planes,
 )
 from .hooks import AllGatherMetadata
@@ -102,18 +101,15 @@ class ShardedModel:
     def wrap(self, module: nn.Module, name: str, parameter: Any) -> None:
         """Prepare a parameter for FP8 all-gathers when FSDP2 puts its shard on a module.
 
-        Also called after the module was moved or cast, and for unpickled FP8 weights.
+        Also called after the module was moved or cast.
 
         Args:
             module: a converted module.
             name: the parameter's name.
-            parameter: the DTensor, or a whole FP8 weight.
+            parameter: the DTensor.
         """
         handles: dict[str, ParamHandle] = module._fp8_params  # type: ignore[assignment]
         if name not in handles:
-            return
-        if isinstance(parameter, QuantizedTensor):
-            register_handle(module, name)
             return
         if module._parameters.get(name) is parameter:
             self._checked = False  # moved or cast

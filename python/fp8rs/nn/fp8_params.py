@@ -103,11 +103,13 @@ class Float8Params(nn.Module):
         return out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        from fp8rs.fsdp.float8_shard import handle_for
+
         super().__setstate__(state)
         for name in self._fp8_params:
             weight: Any = self._parameters.get(name)
             if isinstance(weight, QuantizedTensor) and weight._store.observer is None:
-                self._wrap_shard(name, weight)
+                self._fp8_params[name] = handle_for(self, name)
 
 
 # --- classes --------------------------------------------------------------------------------------
