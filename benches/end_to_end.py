@@ -398,10 +398,32 @@ def profiled(step: Any, trace: Path | None) -> str:
     kernels = [e for e in on_device if e.self_device_time_total and not e.is_user_annotation]
     kernels.sort(key=lambda e: -e.self_device_time_total)
     lines = [
-        f"{e.self_device_time_total / 2e3:9.2f} ms {e.count // 2:5d} x {e.key[:90]}"
+        f"{e.self_device_time_total / 2e3:9.2f} ms {e.count // 2:5d} x {e.key[:200]}"
         for e in kernels
     ]
-    return "\n".join([communication(kernels, 2), "a step:", *lines[:40]])
+    events = [e for e in found.events() if e.device_type != DeviceType.CPU]
+    return "\n".join([communication(kernels, 2), busy(events, 2), "a step:", *lines[:40]])
+
+
+def busy(events: list[Any], steps: int) -> str:
+    """Return a line with the time per step in which the device computes.
+
+    The rest of the time, it waits for the host or for communication.
+    """
+    spans = sorted(
+        (e.time_range.start, e.time_range.end)
+        for e in events
+        if not e.is_user_annotation and not any(part in e.key for part in COMMUNICATION)
+    )
+    computing, until = 0.0, float("-inf")
+    for start, end in spans:
+        computing += max(0.0, end - max(start, until))
+        until = max(until, end)
+    whole = until - spans[0][0] if spans else 0.0
+    return (
+        f"computing, ms of a step: {computing / steps / 1e3:.2f} of {whole / steps / 1e3:.2f} "
+        "from the first to the last kernel, while profiled"
+    )
 
 
 def _batch(arguments: dict[str, Any], device: torch.device) -> torch.Tensor:

@@ -140,6 +140,30 @@ def test_the_end_to_end_benchmark_sums_communication(
     )
 
 
+def test_the_end_to_end_benchmark_finds_the_time_in_which_a_device_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels that overlap count once, and communication does not count."""
+    monkeypatch.syspath_prepend(ROOT / "benches")
+    import end_to_end
+
+    def event(key: str, start: float, end: float, user: bool = False) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(key=key, time_range=span, is_user_annotation=user)
+
+    events = [
+        event("gemm", 5000, 9000),
+        event("copy", 0, 2000),
+        event("cast", 1000, 3000),
+        event("norm", 1500, 1800),
+        event("ncclDevKernel_AllGather_RING_LL", 3000, 5000),
+        event("step", 0, 20000, user=True),
+    ]
+    line = end_to_end.busy(events, 2)
+    assert line.startswith("computing, ms of a step: 3.50 of 4.50 ")
+    assert "0.00 of 0.00" in end_to_end.busy([], 2)
+
+
 def test_release_notes_are_the_dated_section_of_the_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
