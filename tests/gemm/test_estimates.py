@@ -67,7 +67,7 @@ def measurements():
         yield pytest.param(cost, found, id=f"quantize-{columnwise}")
 
 
-@pytest.mark.parametrize("cost, measured", measurements())
+@pytest.mark.parametrize("cost, measured", list(measurements()))
 def test_costs_are_least_squares_fits(cost, measured):
     """The relative errors are minimal. Infinite rates are not fitted."""
     used = [1.0, 1e-6 * (cost.tflops < inf), 1e-3 * (cost.gelements < inf)]
