@@ -28,6 +28,7 @@ __all__ = [
     "own_store",
     "quantize_operand",
     "refuse",
+    "run_in_fp8",
     "run_in_high_precision",
     "runs_fp8_gemms",
     "state_of",
@@ -83,6 +84,11 @@ def handles_of(module: nn.Module) -> dict[str, ParamHandle]:
 def runs_fp8_gemms(module: nn.Module) -> bool | None:
     """Return whether a module of experts runs FP8 GEMMs. None for other modules."""
     return getattr(module, "_fp8_gemms", None)
+
+
+def run_in_fp8(module: nn.Module) -> None:
+    """Choose FP8 GEMMs for a converted module of experts."""
+    module._fp8_gemms = True
 
 
 def run_in_high_precision(module: nn.Module) -> None:
