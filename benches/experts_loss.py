@@ -209,9 +209,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    print(
-        "| model | recipe | experts | held-out loss | to bf16 | experts' gather | all gathers | s |"
-    )
+    print("| model | recipe | experts | held-out loss | to bf16 | experts' bytes | all bytes | s |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (options.ranks, f"{folder}/store", options), options.ranks)

@@ -198,7 +198,7 @@ def measure_wgrad(options: argparse.Namespace) -> list[WgradError]:
     print(f"| tokens | mean | quantization alone | {options.device} | ratio |")
     print("|---|---|---|---|---|")
     results = []
-    for mean in (0.0, 1.0):
+    for mean in (0.0, 0.1, 0.3, 1.0):
         for tokens in options.tokens:
             found = wgrad_error(tokens, mean, options.device)
             results.append(found)

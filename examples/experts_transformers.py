@@ -39,10 +39,9 @@ def main(argv=None):
     with torch.device(device):
         model = Qwen3MoeForCausalLM(config)
     if args.recipe != "bf16":
-        # Routers are small, and their scores decide which experts run.
-        keep = ["lm_head", "mlp.gate."]
+        # The routers of transformers are not linear layers, so they stay in high precision.
         convert_to_float8_training(
-            model, recipe=args.recipe, experts=args.experts, filter_fqns=keep
+            model, recipe=args.recipe, experts=args.experts, filter_fqns=["lm_head"]
         )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:

@@ -29,6 +29,7 @@ __all__ = [
     "own_store",
     "quantize_operand",
     "refuse",
+    "run_in_fp8",
     "run_in_high_precision",
     "state_of",
     "store_of",
@@ -83,6 +84,11 @@ def handles_of(module: nn.Module) -> dict[str, ParamHandle]:
 def gemms_of(module: nn.Module) -> str | None:
     """Return which GEMMs of a module of experts are in FP8. None for other modules."""
     return getattr(module, "_gemms", None)
+
+
+def run_in_fp8(module: nn.Module) -> None:
+    """Choose FP8 GEMMs for a converted module of experts."""
+    module._fp8_gemms = True
 
 
 def run_in_high_precision(module: nn.Module) -> None:

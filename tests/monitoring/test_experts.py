@@ -16,6 +16,7 @@ from fp8rs.monitoring.plot import plot
 from fp8rs.monitoring.records import read
 from fp8rs.nn import GroupedLinear, observe
 from fp8rs.quantize.recipes import resolve_recipe
+from internals import run_in_fp8
 from oracle import statistics
 from oracle.linear import blocks_of
 
@@ -69,7 +70,7 @@ def test_statistics_of_all_experts_equal_the_oracle(recipe, gated, monkeypatch):
     # Several matrices in a chunk, and a chunk within a matrix.
     monkeypatch.setattr(observe, "CHUNK", 96 * 100)
     model = build("cpu", recipe, 5, hidden=64, gated=gated)
-    model.experts._gemms = "fp8"
+    run_in_fp8(model.experts)
     wide(model.experts.gate_up)
     fp8_gemms = recipe in ("current", "delayed", "rowwise")
     logged = fp8rs.monitor(model, every=1).step()
@@ -143,7 +144,7 @@ def test_a_model_with_experts_only_is_monitored_and_plotted(tmp_path):
 
 def test_other_steps_do_not_read_the_weights(monkeypatch):
     model = build("cpu", "current", 4)
-    model.experts._gemms = "fp8"
+    run_in_fp8(model.experts)
     monitor = fp8rs.monitor(model, every=3)
     calls = []
     add_batch = observe.add_batch
@@ -152,3 +153,10 @@ def test_other_steps_do_not_read_the_weights(monkeypatch):
         monitor.step()
     assert len(calls) == 2 * 2, "two weights, before steps 3 and 6"
     assert "fp8rs.monitoring.experts" in sys.modules
+
+
+def test_gemms_of_experts_are_not_switched_to_high_precision():
+    model = build("cpu", "current", 4)
+    assert fp8rs.high_precision(model, "*") == ["head"]
+    with pytest.raises(ValueError, match=r"'experts\.\*' matches only weights of experts, such as"):
+        fp8rs.high_precision(model, "experts.*")

@@ -94,8 +94,10 @@ def _host(model: Any, loading: Any) -> Any:
 
     with _without_fsdp(model):
         conversions = get_model_conversion_mapping(model, add_legacy=False)
-    # transformers also ignores these for models that were not loaded from files.
-    conversions = [c for c in conversions if not isinstance(c, loading.PrefixChange)]
+    # transformers also ignores these for models that were not loaded from files. Early releases of
+    # version 5 do not have the class.
+    prefix = getattr(loading, "PrefixChange", ())
+    conversions = [c for c in conversions if not isinstance(c, prefix)]
     return SimpleNamespace(
         _weight_conversions=conversions, config=model.config, get_parameter=model.get_parameter
     )
@@ -122,12 +124,14 @@ def _without_fsdp(model: nn.Module) -> Iterator[None]:
 def _parts(host: Any, loading: Any, name: str, shape: tuple[int, ...]) -> list[Part] | None:
     """Return the tensors that files store a parameter as. None if they are not ranges of rows.
 
-    transformers converts a tensor that has the index of each row as its only column.
+    transformers converts a tensor that has the index of each row in the first column, and -1 in the
+    second one. Early releases of version 5 remove dimensions of one element.
     """
     if len(shape) < 2:
         rows = torch.zeros(shape)
     else:
-        rows = torch.arange(prod(shape[:-1])).view(*shape[:-1], 1)
+        index = torch.arange(prod(shape[:-1])).view(*shape[:-1], 1)
+        rows = torch.cat([index, torch.full_like(index, -1)], -1)
     found: dict[str, Tensor] = loading.revert_weight_conversion(host, {name: rows})
     if len(found) == 1:
         ((stored, same),) = found.items()
@@ -137,9 +141,9 @@ def _parts(host: Any, loading: Any, name: str, shape: tuple[int, ...]) -> list[P
         return None
     height, parts = prod(shape[1:-1]), []
     for stored, part in found.items():
-        if part.dim() != 2 or part.shape[1] != 1 or not part.shape[0]:
+        if part.dim() != 2 or part.shape[1] != 2 or not part.shape[0] or (part[:, 1] + 1).any():
             return None
-        first = int(part[0])
+        first = int(part[0, 0])
         if not torch.equal(part[:, 0], torch.arange(first, first + len(part))):
             return None
         start = first % height

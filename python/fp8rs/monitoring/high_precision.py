@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8rs.nn.debug import GEMMS, set_debug
 
-from .layers import layers_of
+from .layers import batched_weights, layers_of
 
 
 def high_precision(
@@ -50,6 +50,12 @@ def high_precision(
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         names = [name for name in layers if fnmatchcase(name, pattern)]
         if not names:
+            if experts := [name for name in batched_weights(model) if fnmatchcase(name, pattern)]:
+                raise ValueError(
+                    f"patterns: {pattern!r} matches only weights of experts, such as "
+                    f"{experts[0]!r}, whose GEMMs cannot be switched. Pass names of linear layers, "
+                    "or convert with experts='gather' or 'off'"
+                )
             raise ValueError(
                 f"patterns: {pattern!r} matches no FP8 layer. The first of {len(layers)} is "
                 f"{next(iter(layers))!r}"
