@@ -353,12 +353,14 @@ def test_bad_arguments_are_named(device, change, exception, message):
         grouped_linear(**arguments, bias=bias)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["current", "block"])
 @pytest.mark.parametrize("ends", [[4, 9], [5, 4], [-1, 8]])
-def test_bad_offsets_are_errors_on_the_cpu(ends):
+def test_bad_offsets_are_errors_on_the_cpu(ends, recipe, compiled):
+    run = torch.compile(grouped_linear, backend="aot_eager") if compiled else grouped_linear
+    arguments = torch.zeros(8, 64), torch.zeros(2, 48, 64), torch.tensor(ends, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"offs\[.\] is .* must not decrease"):
-        grouped_linear(
-            torch.zeros(8, 64), torch.zeros(2, 48, 64), torch.tensor(ends, dtype=torch.int32)
-        )
+        run(*arguments, recipe=recipe)
 
 
 def test_the_module_computes_the_function(device):

@@ -62,7 +62,7 @@ def grouped_linear(
             exceeds the number of rows.
         TypeError: a dtype is not supported.
         RuntimeError: on CUDA, ``offs`` of this call or an earlier one decreased or exceeded the
-            number of rows. See :func:`check_offsets`.
+            number of rows. See `check_offsets`.
     """
     weight, transposed = as_stored(weight)
     check(x, weight, offs, bias, transposed)

@@ -192,10 +192,17 @@ DEVICE void load_rows(const GroupArgs &a, i64 row, int valid, i64 col, u32 (&d)[
 
 // --- activations (format/activation.rs) ----------------------------------------------------
 
+/// Limits a value to [-87, 88]. NaN stays NaN.
+DEVICE float clamp_exponent(float x) {
+  float d;
+  asm("min.NaN.f32 %0, %1, 0f42B00000;" : "=f"(d) : "f"(x));
+  asm("max.NaN.f32 %0, %1, 0fC2AE0000;" : "=f"(d) : "f"(d));
+  return d;
+}
+
 DEVICE float exponential(float x) {
   const float ROUND = 12582912.0f;
-  float clamped = x > 88.0f ? 88.0f : x;
-  clamped = clamped < -87.0f ? -87.0f : clamped;
+  float clamped = clamp_exponent(x);
   float rounded = __fadd_rn(__fmul_rn(clamped, __uint_as_float(0x3fb8aa3b)), ROUND);
   float k = __fadd_rn(rounded, -ROUND);
   float r = __fadd_rn(clamped, -__fmul_rn(k, 0.693359375f));
@@ -211,7 +218,7 @@ DEVICE float exponential(float x) {
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
 }
 
-DEVICE float sigmoid(float x) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, exponential(-x))); }
+DEVICE float sigmoid(float x) { return __frcp_rn(__fadd_rn(1.0f, exponential(-x))); }
 
 /// The activation of a value and its derivative.
 struct Activated {
