@@ -88,7 +88,7 @@ def gemms_of(module: nn.Module) -> str | None:
 
 def run_in_fp8(module: nn.Module) -> None:
     """Choose FP8 GEMMs for a converted module of experts."""
-    module._fp8_gemms = True
+    module._gemms = "fp8"
 
 
 def run_in_high_precision(module: nn.Module) -> None:
