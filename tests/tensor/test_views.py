@@ -452,6 +452,13 @@ def test_dcp_loads_pieces_of_columns(device, format, planes):
     same_bytes(t, before)
 
 
+def test_results_of_a_transposed_matrix_have_its_strides(device):
+    """As for a plain tensor, on which kernels such as GEMMs are chosen by strides."""
+    x = data(device, *SHAPE)
+    t = make("tensor", "rowwise", device)
+    assert (t.t() + 1).stride() == (x.t() + 1).stride()
+
+
 def test_a_reshape_that_copies_gives_a_plain_tensor(device):
     """A write to it does not reach the tensor, as for plain tensors."""
     t = make("128x128", "both", device)

@@ -62,7 +62,9 @@ def on_values(
 
     def dequantize(t: QuantizedTensor) -> Tensor:
         if id(t) not in plain:
-            plain[id(t)] = t.dequantize()
+            # Kernels are chosen by strides, so a transposed matrix stays one.
+            turned = t.dim() > 1 and t.stride(-2) == 1 and t.stride(-1) != 1
+            plain[id(t)] = t.mT.dequantize().mT if turned else t.dequantize()
         return plain[id(t)]
 
     given, named = tree_map_only(QuantizedTensor, dequantize, (args, kwargs))
