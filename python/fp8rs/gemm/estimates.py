@@ -97,9 +97,9 @@ QUANTIZE_WEIGHT = Cost(9, inf, 340)
 ROW_SCALES = Cost(0, inf, 150)
 
 #: FP8 is chosen if it is estimated to be at least this many times as fast, and to save at least
-#: these microseconds per weight. Estimates are within 12% of measured times, and shorter steps may
-#: wait for the host. Steps of a model like Qwen3 on two H100s took 180 ms with FP8 GEMMs and 171
-#: ms without with 512 rows per expert (642 us), and 255 and 271 ms with 1,024 rows (927 us).
+#: these microseconds per weight. Estimates are within 12% of measured times, and smaller savings
+#: did not shorten whole steps. Those of a model like Qwen3 on two H100s took 180 ms with FP8 GEMMs
+#: and 171 ms without for 512 rows per expert (642 us), and 255 and 271 ms for 1,024 rows (927 us).
 LEAST_SPEEDUP = 1.1
 LEAST_SAVING = 750
 
