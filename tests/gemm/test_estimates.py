@@ -12,7 +12,9 @@ from fp8rs.gemm.estimates import (
     FP8,
     HIGH_PRECISION,
     HIGH_PRECISION_WGRAD,
+    LEAST_SAVING,
     LEAST_SPEEDUP,
+    MOST_WGRAD_ROWS,
     GroupedWeight,
     choose,
     grouped_us,
@@ -23,16 +25,16 @@ FIGURES = Path(__file__).parents[2] / "docs/figures"
 LINEAR = json.loads((FIGURES / "linear_shapes.json").read_text())
 GROUPED = json.loads((FIGURES / "grouped_shapes.json").read_text())
 
-#: The rows of each measured weight: of each GEMM, and of the quantization of each operand.
+#: The measured GEMMs of each weight.
 CASES = {}
-for row in GROUPED["gemms"] + GROUPED["quantize"]:
+for row in GROUPED["gemms"]:
     case = row["model"], row["rows"], row["routing"], row["weight"]
-    CASES.setdefault(case, {})[row.get("gemm") or row["operand"]] = row
+    CASES.setdefault(case, {})[row["gemm"]] = row
 
-
-def transposition(rows):
-    """The measured time of the transposition of a weight's codes."""
-    return rows["dgrad"]["quantize"] - rows["dy"]["rowwise"]
+#: The measured kernels. The name in the file is for rows of in_features of gate_up.
+KERNELS = {}
+for row in GROUPED["kernels"]:
+    KERNELS.setdefault(row["name"], []).append(row)
 
 
 def measurements():
@@ -57,20 +59,26 @@ def measurements():
                 for gemm in gemms
             ]
             yield pytest.param(cost, found, id=f"grouped-{gemms[0]}-{fp8}")
-    found = [(*w, transposition(r)) for w, r in zip(weights, balanced, strict=True)]
-    yield pytest.param(estimates.TRANSPOSE, found, id="transpose")
-    for columnwise, cost in estimates.QUANTIZE.items():
-        found = [
-            (1, 0, r["rows"] * r["cols"], r["both" if columnwise else "rowwise"])
-            for r in GROUPED["quantize"]
-        ]
-        yield pytest.param(cost, found, id=f"quantize-{columnwise}")
+    for name, cost in (
+        ("rows", estimates.QUANTIZE[False]),
+        ("rows and columns", estimates.QUANTIZE[True]),
+    ):
+        found = [(1, 0, r["rows"] * r["cols"], r["time"]) for r in KERNELS[name]]
+        yield pytest.param(cost, found, id=name)
+    sizes = {
+        r["model"]: r["experts"] * r["n"] * r["k"]
+        for r in GROUPED["gemms"]
+        if r["weight"] == "gate_up"
+    }
+    kernels = KERNELS["transposition of gate_up codes"]
+    found = [(1, 0, sizes[r["model"]], r["time"]) for r in kernels]
+    yield pytest.param(estimates.TRANSPOSE, found, id="transposition")
 
 
 @pytest.mark.parametrize("cost, measured", list(measurements()))
 def test_costs_are_least_squares_fits(cost, measured):
-    """The relative errors are minimal. Infinite rates are not fitted."""
-    used = [1.0, 1e-6 * (cost.tflops < inf), 1e-3 * (cost.gelements < inf)]
+    """The relative errors are minimal. Infinite rates and overheads of 0 are not fitted."""
+    used = [cost.overhead > 0, 1e-6 * (cost.tflops < inf), 1e-3 * (cost.gelements < inf)]
     terms = torch.tensor(
         [[a * unit / us for a, unit in zip(given, used, strict=True)] for *given, us in measured],
         dtype=torch.float64,
@@ -80,9 +88,7 @@ def test_costs_are_least_squares_fits(cost, measured):
     fitted = torch.linalg.lstsq(terms, one).solution
     least = (terms @ fitted - one).square().sum().item()
     found = sum((cost.us(*given) / us - 1) ** 2 for *given, us in measured)
-    overhead, *times = fitted.flatten().tolist()
-    rates = [f"{1 / time:.0f}" if time else "inf" for time in times]
-    assert found == pytest.approx(least, rel=0.01), f"overhead {overhead:.3f}, rates {rates}"
+    assert found == pytest.approx(least, rel=0.01), f"{fitted}, or inverse: {1 / fitted}"
 
 
 @pytest.mark.parametrize("name", ["current", "rowwise", "mxfp8", "block"])
@@ -102,7 +108,7 @@ CHOICES = (HIGH_PRECISION, HIGH_PRECISION_WGRAD, FP8)
 
 
 def grouped(case):
-    """The rows and the weight of a case, and the measured microseconds of each choice."""
+    """The rows and the weight of a case, and the times of each choice with measured GEMMs."""
     rows = CASES[case]
     row = rows["forward"]
     weight = GroupedWeight(row["experts"], row["n"], row["k"])
@@ -111,11 +117,13 @@ def grouped(case):
         kinds = [("fp8" if fp8 else "bf16") for fp8 in (choice.rows, choice.rows, choice.wgrad)]
         gemms = zip(("forward", "dgrad", "wgrad"), kinds, strict=True)
         us = sum(rows[gemm][kind] for gemm, kind in gemms)
+        elements = weight.experts * weight.n * weight.k
         if choice.rows:
-            direction = "both" if choice.wgrad else "rowwise"
-            us += transposition(rows) + rows["x"][direction] + rows["dy"][direction]
+            us += estimates.TRANSPOSE.us(1, 0, elements)
+            quantized = row["rows"] * (weight.n + weight.k)
+            us += estimates.QUANTIZE[choice.wgrad].us(2, 0, quantized)
         else:
-            us += 2 * estimates.DEQUANTIZE.us(1, 0, weight.experts * weight.n * weight.k)
+            us += 2 * estimates.DEQUANTIZE.us(1, 0, elements)
         measured[choice] = us
     return row["rows"], weight, measured
 
@@ -134,8 +142,9 @@ def test_the_choice_is_measured_as_fast_as_high_precision(case):
     rows, weight, measured = grouped(case)
     chosen = measured[choose(rows, weight)]
     assert chosen <= measured[HIGH_PRECISION]
-    # A gain that is estimated below the least one is forgone.
-    assert chosen <= 1.2 * min(measured.values())
+    # Small gains are forgone.
+    least = min(measured.values())
+    assert chosen <= max(1.15 * least, least + 1.2 * LEAST_SAVING)
 
 
 #: Experts, hidden size and width of the experts.
@@ -153,19 +162,23 @@ def choices(rows_per_expert, model, **options):
 
 
 @pytest.mark.parametrize("model", [MIXTRAL, DEEPSEEK])
-@pytest.mark.parametrize("rows", [512, 2048, 65536])
+@pytest.mark.parametrize("rows", [512, 2048, MOST_WGRAD_ROWS])
 def test_large_experts_run_in_fp8(model, rows):
     assert choices(rows, model) == ([FP8, FP8], True)
 
 
-def test_wgrad_of_few_rows_stays_in_high_precision():
-    assert choices(128, MIXTRAL)[0] == [HIGH_PRECISION_WGRAD] * 2
+@pytest.mark.parametrize("rows", [128, MOST_WGRAD_ROWS + 1])
+def test_wgrad_of_few_or_many_rows_stays_in_high_precision(rows):
+    """FP8 gains little for few rows, and Hopper's sums lose accuracy with many."""
+    found, fused = choices(rows, MIXTRAL)
+    assert found == [HIGH_PRECISION_WGRAD] * 2
+    assert fused == (rows == 128)
 
 
 def test_small_experts_run_in_fp8_if_fused_and_with_many_rows():
-    """Two H100s took longer with FP8 GEMMs and 512 rows per expert."""
-    for rows in (128, 512, 2048, 65536):
-        assert choices(rows, QWEN3) == ([HIGH_PRECISION] * 2, rows >= 2048)
+    """Two H100s took longer with FP8 GEMMs and 512 rows per expert, and less time with 1,024."""
+    for rows in (128, 512, 1024, 8192):
+        assert choices(rows, QWEN3)[1] == (rows >= 1024)
 
 
 def test_weights_that_are_not_gathered_gain_less():
@@ -189,10 +202,13 @@ def test_the_choice_does_not_depend_on_the_layout(n, k):
         assert choose(8 * rows, weight) == choose(8 * rows, turned)
 
 
-@pytest.mark.parametrize("rows", [16, 128, 1024, 65536])
+@pytest.mark.parametrize("rows", [16, 128, 1024, MOST_WGRAD_ROWS])
 @pytest.mark.parametrize("n, k", [(64, 96), (1536, 2048), (28672, 4096)])
 def test_no_other_choice_is_much_faster(rows, n, k):
     given = 8 * rows, GroupedWeight(8, n, k)
     chosen, plain = choose(*given), grouped_us(HIGH_PRECISION, *given)
     least = min(grouped_us(c, *given) for c in CHOICES)
-    assert grouped_us(chosen, *given) == (least if least * LEAST_SPEEDUP < plain else plain)
+    if chosen == HIGH_PRECISION:
+        assert least > min(plain / LEAST_SPEEDUP, plain - LEAST_SAVING)
+    else:
+        assert grouped_us(chosen, *given) == least

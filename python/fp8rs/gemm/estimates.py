@@ -79,26 +79,33 @@ GROUPED_GEMMS = {
 }
 
 #: The quantization of rows, by whether columnwise codes are written too.
-QUANTIZE = {False: Cost(35, inf, 529), True: Cost(47.9, inf, 375)}
-
-#: The transposition of a weight's codes. Parts are experts.
-TRANSPOSE = Cost(3.17, inf, 1415)
+QUANTIZE = {False: Cost(14.4, inf, 608), True: Cost(40.8, inf, 488)}
 
 #: The quantization of tokens in both directions with their copy to rows, less the copy in bf16.
-QUANTIZE_TOKENS = Cost(0, inf, 600)
+QUANTIZE_TOKENS = Cost(0, inf, 1250)
 
-#: Costs that follow from the bytes that are read and written, at 3 TB/s. A weight is quantized in
-#: the forward and in the backward, with launches for each expert. `ROW_SCALES` multiplies the row
-#: scales of a weight into a gradient.
-DEQUANTIZE = Cost(0, inf, 1000)
+#: The transposition of a weight's codes.
+TRANSPOSE = Cost(0, inf, 1341)
+
+#: The dequantization of a weight. 24 of them took 7.46 ms in steps of a model like Qwen3.
+DEQUANTIZE = Cost(0, inf, 972)
+
+#: Costs that follow from the bytes that are read and written, at 3 TB/s. A weight that is not
+#: gathered is quantized in the forward and in the backward, with launches for each expert.
+#: `ROW_SCALES` multiplies the row scales of a weight into a gradient.
 QUANTIZE_WEIGHT = Cost(9, inf, 340)
 ROW_SCALES = Cost(0, inf, 150)
 
-#: FP8 is chosen if it is estimated to be at least this many times as fast. Estimates are within 12%
-#: of measured times, and FP8 has more launches, which steps with few tokens wait for. Two H100s
-#: took 177 ms for steps of a model like Qwen3 with 512 rows per expert, and 184 ms with FP8 GEMMs,
-#: whose estimate is 1.06 times as fast.
+#: FP8 is chosen if it is estimated to be at least this many times as fast, and to save at least
+#: these microseconds per weight. Estimates are within 12% of measured times, and smaller savings
+#: did not shorten whole steps. Those of a model like Qwen3 on two H100s took 180 ms with FP8 GEMMs
+#: and 171 ms without for 512 rows per expert (642 us), and 255 and 271 ms for 1,024 rows (927 us).
 LEAST_SPEEDUP = 1.1
+LEAST_SAVING = 750
+
+#: With more rows per expert, wgrad is not in FP8. Its sums have about 14 bits on Hopper, so that
+#: terms with a mean lose accuracy as their number grows.
+MOST_WGRAD_ROWS = 16384
 
 #: Rows per expert that are assumed if a compiler does not know the number of rows.
 TYPICAL_ROWS = 1024
@@ -147,16 +154,19 @@ class GroupedWeight(NamedTuple):
 
 
 def choose(rows: int, weight: GroupedWeight) -> GroupedChoice:
-    """Return the fastest GEMMs of a weight. FP8 must reach `LEAST_SPEEDUP`.
+    """Return the fastest GEMMs of a weight.
+
+    FP8 must reach `LEAST_SPEEDUP` and `LEAST_SAVING`, and has at most `MOST_WGRAD_ROWS` in wgrad.
 
     Args:
         rows: rows of the input, of all experts.
         weight: the weight.
     """
-    best, least = HIGH_PRECISION, grouped_us(HIGH_PRECISION, rows, weight) / LEAST_SPEEDUP
+    plain = grouped_us(HIGH_PRECISION, rows, weight)
+    best, least = HIGH_PRECISION, _most_us(plain, 1)
     for choice in (HIGH_PRECISION_WGRAD, FP8):
         us = grouped_us(choice, rows, weight)
-        if us < least:
+        if us < least and not (choice.wgrad and rows > MOST_WGRAD_ROWS * weight.experts):
             best, least = choice, us
     return best
 
@@ -179,7 +189,13 @@ def prefers_gated_mlp(rows: int, down: GroupedWeight) -> bool:
         fused += _gemms_us(FP8, rows, weight)
         plain += grouped_us(HIGH_PRECISION, rows, weight)
         separate += grouped_us(choose(rows, weight), rows, weight)
-    return fused < separate and fused * LEAST_SPEEDUP < plain
+    faster = fused < separate and fused < _most_us(plain, 2)
+    return faster and rows <= MOST_WGRAD_ROWS * down.experts
+
+
+def _most_us(plain: float, weights: int) -> float:
+    """Return the most microseconds that FP8 may take to be chosen."""
+    return min(plain / LEAST_SPEEDUP, plain - LEAST_SAVING * weights)
 
 
 def grouped_us(choice: GroupedChoice, rows: int, weight: GroupedWeight) -> float:
