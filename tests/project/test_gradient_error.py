@@ -79,3 +79,11 @@ def test_unrounded_weights_are_detected(trained: Trained, monkeypatch: pytest.Mo
     found = bench.gradient_error(*trained, "current", torch.bfloat16)
     least, _ = limits(trained[1].device, torch.bfloat16)
     assert found.simulated < least * found.fp8rs
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_wgrad_on_the_cpu_has_the_error_of_quantization(mean: float) -> None:
+    found = bench.wgrad_error(512, mean, "cpu", features=64)
+    assert found.device == found.quantized
+    # With means, rounding errors average out over the tokens, but the gradient does not.
+    assert 0.02 < found.quantized < 0.05 if mean == 0 else 0.001 < found.quantized < 0.02
