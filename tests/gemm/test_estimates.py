@@ -142,8 +142,9 @@ def test_the_choice_is_measured_as_fast_as_high_precision(case):
     rows, weight, measured = grouped(case)
     chosen = measured[choose(rows, weight)]
     assert chosen <= measured[HIGH_PRECISION]
-    # Small gains are forgone.
-    least = min(measured.values())
+    # Small gains are forgone, and wgrad of many rows is not in FP8.
+    many = rows > MOST_WGRAD_ROWS * weight.experts
+    least = min(us for choice, us in measured.items() if not (choice.wgrad and many))
     assert chosen <= max(1.15 * least, least + 1.2 * LEAST_SAVING)
 
 

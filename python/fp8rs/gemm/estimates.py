@@ -105,7 +105,7 @@ LEAST_SAVING = 750
 
 #: With more rows per expert, wgrad is not in FP8. Its sums have about 14 bits on Hopper, so that
 #: terms with a mean lose accuracy as their number grows.
-MOST_WGRAD_ROWS = 16384
+MOST_WGRAD_ROWS = 8192
 
 #: Rows per expert that are assumed if a compiler does not know the number of rows.
 TYPICAL_ROWS = 1024
