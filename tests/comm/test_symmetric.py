@@ -57,7 +57,7 @@ def test_memory_is_zeroed_before_other_ranks_can_signal():
     group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
     calls.memory.get_signal_pad_size.return_value = 2048
     with (
-        mock.patch.object(symmetric, "symmetric_memory", lambda: calls.memory),
+        mock.patch.object(symmetric, "symmetric_memory", return_value=calls.memory),
         mock.patch.object(torch.cuda, "synchronize", calls.synchronize),
     ):
         symmetric.PeerMemory(group, torch.device("cuda", 0), 64, SOON)
