@@ -49,7 +49,7 @@ def test_gradients_of_two_ranks_equal_those_of_fsdp2(rig):
 def test_bf16_gradients_are_sent_as_half_the_bytes(rig):
     """The other collectives, of weights and their scales, send as much as before."""
     fsdp2, model = (shard(make(EVEN, device=rig.device), rig, mp_policy=BF16) for _ in range(2))
-    set_fsdp_comm(model, all_gather="torch")
+    set_fsdp_comm(model, all_gather="torch", reduce_scatter="bf16")
     sent = []
     for one in (fsdp2, model):
         with Collectives() as seen:
