@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8rs
+from cases import pad_tokens
 from fp8rs.gemm import estimates
 from fp8rs.nn.functional import grouped_linear
 from language_models import mixture
@@ -264,9 +265,10 @@ def test_experts_of_other_ranks_contribute_nothing(device, kind, recipe):
     "recipe, mode", [("current", "fp8"), ("rowwise", "fp8"), ("current", "auto")]
 )
 def test_a_compiled_block_does_not_recompile_for_another_number_of_tokens(
-    device, kind, recipe, mode
+    device, kind, recipe, mode, monkeypatch
 ):
     torch._dynamo.reset()
+    pad_tokens(monkeypatch, "cuda")
     block = block_of(kind, device, mode, recipe)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=True)

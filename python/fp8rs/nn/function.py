@@ -153,10 +153,10 @@ def _whole_blocks(x: Tensor, spec: QuantSpec) -> Tensor:
     if multiple == 1 or (isinstance(tokens, int) and tokens % multiple == 0):
         return x
     missing = -tokens % multiple
-    whole = x.new_empty((tokens + missing, x.shape[-1]))
+    # Zeros everywhere, because a graph would depend on whether the part behind is empty.
+    whole = x.new_zeros((tokens + missing, x.shape[-1]))
     # Slices would get symbolic sizes of their own if the number of tokens depends on data.
     whole.narrow(0, 0, tokens).copy_(x.reshape(tokens, x.shape[-1]))
-    whole.narrow(0, tokens, missing).zero_()
     return whole
 
 
