@@ -194,7 +194,7 @@ class Float8ParamHandle(ParamHandle):
             self.update_history(store.any_plane.scale)
 
     def mark_written(self) -> None:
-        """Note a write of codes with scales that all ranks have."""
+        """Note a write. Scales are taken to be common. Others set ``unsynced`` afterwards."""
         super().mark_written()
         self.unsynced, self.pending = False, None
 

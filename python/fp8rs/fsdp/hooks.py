@@ -31,7 +31,7 @@ class AllGatherMetadata:
         spec: how the parameter is sharded.
         layout: how the gathered bytes are laid out.
         scale: the scales on the handle.
-        inputs: the tensors to gather, kept only for one rank. FSDP2 passes on the first alone.
+        inputs: with one rank, all tensors to gather, because FSDP2 passes on the first alone.
         ready: the work that wrote ``scale`` and ``inputs``.
     """
 

@@ -41,7 +41,7 @@ class AllGatherLayout:
 
     Attributes:
         both: whether the columnwise plane is gathered, because the rowwise one does not give it.
-        height: number of rows of the blocks that a shard boundary can split; 1 if it splits none.
+        height: number of rows of a block. A shard boundary can split blocks if it is above 1.
     """
 
     def __init__(self, format: BlockFormat, fp8_dtype: torch.dtype) -> None:

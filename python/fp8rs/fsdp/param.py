@@ -152,7 +152,8 @@ class ParamHandle:
     def is_stale(self, forward_id: int, in_backward: bool) -> bool:
         """Whether the scale was computed for an earlier forward or before a write.
 
-        Inside a backward, writes do not count: one rank may have written its shard alone.
+        Inside a backward, writes do not count. If one rank alone wrote its shard, the others would
+        not take part in the all-reduce of the new scale.
         """
         if self._forward_id < forward_id:
             return True
@@ -261,7 +262,7 @@ class LocalShard:
 
     @property
     def planes(self) -> Planes:
-        """The planes of an FP8 shard, also of an empty one."""
+        """The planes of an FP8 shard. Those of an empty shard are empty."""
         local = cast(QuantizedTensor, self.data)
         if local.numel() or local._store.batched:
             return local.planes
@@ -270,7 +271,7 @@ class LocalShard:
 
     @property
     def row(self) -> Plane:
-        """The rowwise plane of an FP8 shard, also of an empty one."""
+        """The rowwise plane of an FP8 shard. That of an empty shard is empty."""
         row = self.planes[0]
         assert row is not None
         return row

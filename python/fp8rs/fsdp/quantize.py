@@ -98,7 +98,7 @@ class ShardQuantizer:
     def copy_scales(self, shards: Sequence[LocalShard]) -> None:
         """Copy scales of FP8 shards to the handles, unless they are gathered with the codes.
 
-        A gathered weight keeps them after a write to the shard.
+        A gathered weight stays valid with the copies if its shard is written later.
         """
         raise NotImplementedError
 
@@ -176,9 +176,9 @@ class TensorwiseShardQuantizer(ShardQuantizer):
 class DelayedShardQuantizer(TensorwiseShardQuantizer):
     """Per-tensor scales from the histories of delayed scaling. Batched weights have current ones.
 
-    The cast of a forward records the amaxes and finds non-finite values. The scale of such a shard
-    becomes NaN on this rank alone, without a collective. Its loss becomes NaN, and so do the
-    gradients of all ranks.
+    The cast of a forward records the amaxes and finds non-finite values. A shard with such values
+    gets the scale NaN on this rank only, without a collective. The rank's loss becomes NaN, and so
+    do the gradients of all ranks.
     """
 
     def __init__(self, spec: QuantSpec, histories: DelayedScalingState) -> None:

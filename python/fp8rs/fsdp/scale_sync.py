@@ -9,8 +9,8 @@ scales at points that all of them reach:
 - after an optimizer step. `fp8rs.optim` reduces the amaxes of all weights within the step;
 - when a layer's state dict is taken or loaded, and after its ``reset_parameters``.
 
-Whether a rank takes part never depends on what it has written. At each of these points all ranks
-run an all-reduce, or none of them does, because no scale is shared. One rank may therefore write
+At these points, whether a rank takes part does not depend on what it has written. All ranks run an
+all-reduce, or none of them does, because no scale is shared. One rank may therefore write
 alone. All ranks must call ``state_dict()``.
 
 An all-gather outside of the root's forward is an exception. It synchronizes if this rank wrote
@@ -80,7 +80,7 @@ def handle_of(shard: LocalShard) -> Float8ParamHandle:
 # --- the common scale -----------------------------------------------------------------------------
 
 _LARGEST_BITS = 0x7FFFFFFF
-"""Scales are reduced with MAX, as int32 bits. This minus the bits gives the smallest scale."""
+"""Scales are reduced with MAX, as int32 bits. The maximum of this minus the bits is the minimum."""
 
 
 def _contribution(scale: Tensor, wanted: Tensor) -> Tensor:

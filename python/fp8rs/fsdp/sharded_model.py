@@ -364,7 +364,7 @@ class ShardedModel:
             self._checked = True
 
     def _compare(self, mesh: Any) -> None:
-        """Compare the conversions of a mesh's ranks, once per mesh."""
+        """Raise ValueError if the conversions of a mesh's ranks differ. Runs once per mesh."""
         if mesh not in self._compared:
             compare_conversions(self.state, mesh)
             self._compared.add(mesh)
