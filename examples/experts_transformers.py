@@ -25,24 +25,15 @@ def main(argv=None):
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=96,
-    )
+    sizes = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
     with torch.device(device):
-        model = Qwen3MoeForCausalLM(config)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
     if args.recipe != "bf16":
         # The routers of transformers are not linear layers, so they stay in high precision.
-        convert_to_float8_training(
-            model, recipe=args.recipe, experts=args.experts, filter_fqns=["lm_head"]
-        )
+        options = {"recipe": args.recipe, "experts": args.experts}
+        convert_to_float8_training(model, filter_fqns=["lm_head"], **options)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
@@ -57,8 +48,7 @@ def main(argv=None):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach().float() / dist.get_world_size()
-        dist.all_reduce(mean)
+        dist.all_reduce(mean := loss.detach().float() / dist.get_world_size())
         losses.append(mean.item())
     if dist.get_rank() == 0:
         print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")

@@ -164,4 +164,4 @@ def test_the_shim_refuses_a_changed_accelerate(accelerator_class, monkeypatch):
 
 def test_the_examples_are_short():
     for path in Path(HERE.parents[1], "examples").glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 60, path.name
+        assert len(path.read_text().splitlines()) <= 100, path.name

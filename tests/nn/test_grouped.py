@@ -381,3 +381,16 @@ def test_the_module_computes_the_function(device):
     assert "num_groups=4, in_features=64, out_features=48, bias=True, recipe=rowwise" in repr(layer)
     bare = fp8rs.nn.GroupedLinear(2, 16, 32, bias=False)
     assert list(dict(bare.named_parameters())) == ["weight"]
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ((4, 40, 64), "in_features is 40; it must be a multiple of 16"),
+        ((4, 64, 40), "out_features is 40; it must be a multiple of 16"),
+        ((1024, 16, 16), "num_groups is 1024; it must be less than 1024"),
+    ],
+)
+def test_a_layer_of_an_unsupported_size_cannot_be_built(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        fp8rs.nn.GroupedLinear(*sizes)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe, resolve_recipe
 
 from .function import prepare_compilers
@@ -33,6 +34,9 @@ class GroupedLinear(nn.Module):
     Attributes:
         weight: (num_groups, out_features, in_features).
         bias: (num_groups, out_features), or None.
+
+    Raises:
+        ValueError: a size is not supported.
     """
 
     bias: nn.Parameter | None
@@ -52,6 +56,11 @@ class GroupedLinear(nn.Module):
         recipe: Recipe | RecipeName = "current",
     ) -> None:
         super().__init__()
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            if value % ALIGNMENT:
+                raise ValueError(f"{name} is {value}; it must be a multiple of {ALIGNMENT}")
+        if num_groups >= MAX_GROUPS:
+            raise ValueError(f"num_groups is {num_groups}; it must be less than {MAX_GROUPS}")
         self.num_groups, self.in_features = num_groups, in_features
         self.out_features = out_features
         self._recipe = resolve_recipe(recipe)
