@@ -549,7 +549,7 @@ def tables(report: dict[str, Any]) -> str:
         for error in failed:
             if error["variant"] not in found:
                 *_, last = trace = error["error"].strip().splitlines()
-                # What ended a process at its time limit is before the stacks of its threads.
+                # After a time-out, the stacks of threads follow the error.
                 reason = next((line for line in trace if line.startswith("Timeout")), last)
                 lines.append(f"| {error['variant']} | {reason[:200]} |{' |' * 9}")
         lines += ["", *_goals(model, tokens, routing, found, ms, report["options"])]

@@ -19,7 +19,7 @@ from fp8rs.gemm.estimates import (
     choose,
     prefers_gated_mlp,
 )
-from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS
+from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS, reads_format
 from fp8rs.nn.experts import Float8Experts, GroupedExperts, batched_parameters, experts_forward
 from fp8rs.nn.fp8_params import Float8Params, add_fp8_params
 from fp8rs.nn.grouped import Gemms
@@ -165,8 +165,7 @@ def select_experts(
 
 def has_fp8_gemms(recipe: Recipe) -> bool:
     """Whether grouped FP8 GEMMs read weights in a recipe's format."""
-    format = recipe.block_format("weight")
-    return (format.per_tensor or format.per_row) and not format.microscaled
+    return reads_format(recipe.block_format("weight"))
 
 
 def is_known(module: nn.Module) -> bool:

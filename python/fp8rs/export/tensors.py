@@ -111,7 +111,7 @@ def kept_layers(model: nn.Module) -> Kept:
         for key, parameter in module._parameters.items():
             if parameter is None or parameter.dim() < 2 or is_fp8(module, key):
                 continue
-            # Routers of transformers are not linear layers, but those of servers are.
+            # Routers are not linear layers in transformers, but in servers they are.
             if parameter.dim() > 2 or (key == "weight" and not isinstance(module, nn.Embedding)):
                 full = f"{name}.{key}".lstrip(".")
                 found[name] = None

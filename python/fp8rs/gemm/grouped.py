@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8rs._core import zero_tail
 from fp8rs.gemm.devices import capability
+from fp8rs.tensor.formats import BlockFormat
 
 #: The compute capability whose GPUs have grouped FP8 GEMMs in torch.
 SUPPORTED = (9, 0)
@@ -19,6 +20,11 @@ SUPPORTED = (9, 0)
 MAX_GROUPS = 1024
 #: Sizes of matrices are multiples of this number.
 ALIGNMENT = 16
+
+
+def reads_format(format: BlockFormat) -> bool:
+    """Whether grouped FP8 GEMMs read weights in a format: one scale per expert or per row."""
+    return (format.per_tensor or format.per_row) and not format.microscaled
 
 
 def has_grouped_gemm(device: torch.device) -> bool:

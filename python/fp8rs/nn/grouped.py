@@ -30,6 +30,7 @@ from fp8rs.gemm.grouped import (
     grouped_mm_plain,
     grouped_wgrad,
     has_grouped_gemm,
+    reads_format,
 )
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -215,8 +216,7 @@ class _How(NamedTuple):
 def _has_fp8_gemms(spec: GroupedSpec, weight: Tensor) -> bool:
     """Whether FP8 GEMMs read codes in the format of a weight, on its device."""
     of = weight if isinstance(weight, QuantizedTensor) else spec.weight
-    format, dtype = of.format, of.fp8_dtype
-    known = (format.per_tensor or format.per_row) and not format.microscaled and dtype == _E4M3
+    known = reads_format(of.format) and of.fp8_dtype == _E4M3
     return known and has_grouped_gemm(weight.device)
 
 
