@@ -151,9 +151,12 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     update_histories(list(map(handle_of, shards)), scales, before)
     parts = []
     for shard, scale, old, amax in zip(shards, scales, before, amaxes.split(counts), strict=True):
-        row = shard.row
-        if (values := handle_of(shard).pending) is not None:
-            handle_of(shard).start_history(scale, amax)
+        handle, row = handle_of(shard), shard.row
+        values = handle.pending
+        # A write to an empty shard has no values to keep. The other shards may have new ones.
+        if values is not None or (handle.unsynced and not shard.data.numel()):
+            handle.start_history(scale, amax)
+        if values is not None:
             scale = scale.to(values.device).view(row.scale.shape)
             made = _quantize(values, scale, row.data.dtype, True, False, None, row.batched)[0]
             row.data.view(torch.uint8).copy_(made.view(torch.uint8))
