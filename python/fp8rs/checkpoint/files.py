@@ -6,6 +6,7 @@ import importlib
 import io
 import os
 import pickle
+import pickletools
 import shutil
 import zipfile
 from contextlib import suppress
@@ -277,6 +278,11 @@ def parse_metadata(data: bytes) -> Metadata:
     Raises:
         Exception: of any type, if the bytes are damaged or name other types.
     """
+    # The unpickler allocates its memo up to the largest index, which can take 64 GB. Each entry of
+    # a memo has an opcode, so no index reaches the length of the pickle.
+    for opcode, index, _ in pickletools.genops(data):
+        if opcode.name.endswith("PUT") and (index or 0) >= len(data):
+            raise pickle.UnpicklingError(f"memo index {index} in a pickle of {len(data)} bytes")
     metadata = _Unpickler(io.BytesIO(data)).load()
     if not isinstance(metadata, Metadata):
         raise ValueError("it is not a checkpoint's metadata")
