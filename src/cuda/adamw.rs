@@ -7,7 +7,7 @@ use super::views::{aligned, ordinal};
 use super::workspace::{self, PER_CHUNK};
 use crate::error::Error;
 use crate::format::e8m0::Rounding;
-use crate::layout::{DType, Device, View, ViewMut};
+use crate::layout::{Block, DType, Device, View, ViewMut};
 use crate::spec::{AdamWCall, AdamWTensor, BlockScale, ScaleRule, Stream, Target};
 
 /// Entries of a launch. The parameters of a kernel are limited to 32 KB.
@@ -116,19 +116,25 @@ fn four_at_once(tensor: &AdamWTensor, target: &Target) -> bool {
         && views.into_iter().chain(master).all(|(ptr, dtype)| aligned(ptr, 4 * dtype.size()))
 }
 
-fn shape(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Shape {
-    let (rows, cols) = tensor.param.shape();
+/// Returns how a matrix with a scale for each block is launched.
+fn block_shape(block: Block, (rows, cols): (usize, usize), vectors: bool) -> Result<Shape, Error> {
     let blocks = |of: usize| rows.div_ceil(of) as u64 * cols.div_ceil(of) as u64;
+    Ok(match (block.rows, block.cols, vectors) {
+        (1, Block::ALL, true) if cols <= 4096 => (&ROW_4096, 512, rows as u64),
+        (1, Block::ALL, true) if cols <= 16384 => (&ROW_16384, 1024, rows as u64),
+        (1, Block::ALL, _) => (&ROW_TWICE, 512, rows as u64),
+        (32, 32, true) => (&SQUARE_32, 512, blocks(32).div_ceil(4)),
+        (32, 32, false) => (&SQUARE_32_TWICE, 512, blocks(32)),
+        (128, 128, true) => (&SQUARE_128, 1024, blocks(128)),
+        (128, 128, false) => (&SQUARE_128_TWICE, 512, blocks(128)),
+        _ => return Err(block.unsupported("(1, all), (32, 32) or (128, 128)")),
+    })
+}
+
+fn shape(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Result<Shape, Error> {
+    let (rows, cols) = tensor.param.shape();
     if let Target::Blocks(block, _) = target {
-        return match (block.rows, vectors) {
-            (1, true) if cols <= 4096 => (&ROW_4096, 512, rows as u64),
-            (1, true) if cols <= 16384 => (&ROW_16384, 1024, rows as u64),
-            (1, _) => (&ROW_TWICE, 512, rows as u64),
-            (32, true) => (&SQUARE_32, 512, blocks(32).div_ceil(4)),
-            (32, false) => (&SQUARE_32_TWICE, 512, blocks(32)),
-            (_, true) => (&SQUARE_128, 1024, blocks(128)),
-            (_, false) => (&SQUARE_128_TWICE, 512, blocks(128)),
-        };
+        return block_shape(*block, (rows, cols), vectors);
     }
     let kernel = match tensor.param.dtype() {
         DType::F32 => &PLAIN_F32,
@@ -138,7 +144,7 @@ fn shape(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Shape {
     };
     // A tensor without elements still needs a block if there is an amax or a scale to write.
     let least = u64::from(tensor.amax.is_some() || tensor.new_scale.is_some());
-    (kernel, 256, ((rows * cols).div_ceil(PER_BLOCK) as u64).max(least))
+    Ok((kernel, 256, ((rows * cols).div_ceil(PER_BLOCK) as u64).max(least)))
 }
 
 fn entry(tensor: &AdamWTensor, vectors: bool) -> AdamWEntry {
@@ -226,7 +232,7 @@ pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
     let mut entries: Vec<(Shape, AdamWEntry)> = Vec::with_capacity(tensors.len());
     for tensor in &tensors {
         let vectors = four_at_once(tensor, &shared.target);
-        let shape = shape(tensor, &shared.target, vectors);
+        let shape = shape(tensor, &shared.target, vectors)?;
         if shape.2 > 0 {
             entries.push((shape, entry(tensor, vectors)));
         }
@@ -251,4 +257,23 @@ pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Block, block_shape};
+
+    #[test]
+    fn blocks_without_a_kernel_of_their_size_are_refused() {
+        for vectors in [true, false] {
+            for (rows, cols) in
+                [(1, 128), (32, 128), (64, 64), (128, 32), (256, 256), (Block::ALL, Block::ALL)]
+            {
+                assert!(block_shape(Block { rows, cols }, (256, 256), vectors).is_err(), "({rows}, {cols})");
+            }
+            for (rows, cols) in [(1, Block::ALL), (32, 32), (128, 128)] {
+                assert!(block_shape(Block { rows, cols }, (256, 256), vectors).is_ok(), "({rows}, {cols})");
+            }
+        }
+    }
 }

@@ -1,5 +1,7 @@
 //! Shapes of blocks and of their scales.
 
+use crate::error::Error;
+
 /// The shape of a block, whose elements share a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Block {
@@ -51,6 +53,16 @@ impl Block {
     #[must_use]
     pub const fn is_square(self) -> bool {
         self.rows == self.cols
+    }
+
+    /// Returns the error of an operation that does not support this block shape.
+    pub(crate) fn unsupported(self, expected: &'static str) -> Error {
+        let name = |n| if n == Self::ALL { "all".to_owned() } else { format!("{n}") };
+        Error::Value {
+            arg: "block".into(),
+            got: format!("({}, {})", name(self.rows), name(self.cols)),
+            expected: expected.into(),
+        }
     }
 
     /// Returns the block shape for the transposed matrix.

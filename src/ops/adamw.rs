@@ -66,9 +66,7 @@ fn check_numbers(shared: &AdamW) -> Result<(), Error> {
             BlockScale::E8m0(_) => (&[(32, 32)], "(32, 32) with float8_e8m0fnu scales"),
         };
         if !works.contains(&(block.rows, block.cols)) {
-            let name = |n| if n == Block::ALL { "all".to_owned() } else { format!("{n}") };
-            let got = format!("({}, {})", name(block.rows), name(block.cols));
-            return Err(Error::Value { arg: "block".into(), got, expected: expected.into() });
+            return Err(block.unsupported(expected));
         }
     }
     Ok(())

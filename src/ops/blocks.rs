@@ -27,7 +27,7 @@ pub fn block_amax(
 ) -> Result<(), Error> {
     for extent in [block.rows, block.cols] {
         if ![1, 32, 128, Block::ALL].contains(&extent) {
-            return Err(bad_block(block, "made of 1, 32, 128 or all"));
+            return Err(block.unsupported("made of 1, 32, 128 or all"));
         }
     }
     let mut call = Call::default();
@@ -170,7 +170,7 @@ pub fn rebase(
     stream: Stream,
 ) -> Result<(), Error> {
     if block.cols != MX || !(block.rows == 1 || block.rows == MX) {
-        return Err(bad_block(block, "(1, 32) or (32, 32)"));
+        return Err(block.unsupported("(1, 32) or (32, 32)"));
     }
     let mut call = Call::default();
     call.input("codes", &codes, Kind::Fp8)?;
@@ -208,7 +208,7 @@ fn check_spec(spec: BlockSpec) -> Result<(), Error> {
             }
             let works = [Block::ROW, Block { rows: 1, cols: 128 }, Block { rows: 128, cols: 128 }];
             if !works.contains(&block) {
-                return Err(bad_block(block, "(1, all), (1, 128) or (128, 128) with float32 scales"));
+                return Err(block.unsupported("(1, all), (1, 128) or (128, 128) with float32 scales"));
             }
             if packed {
                 return Err(Error::Value {
@@ -220,7 +220,7 @@ fn check_spec(spec: BlockSpec) -> Result<(), Error> {
         }
         BlockScale::E8m0(_) => {
             if block.cols != MX || !(block.rows == 1 || block.rows == MX) {
-                return Err(bad_block(block, "(1, 32) or (32, 32) with float8_e8m0fnu scales"));
+                return Err(block.unsupported("(1, 32) or (32, 32) with float8_e8m0fnu scales"));
             }
             if packed && row_offset % MX != 0 {
                 return Err(Error::Value {
@@ -239,15 +239,6 @@ fn check_block_rows(block_rows: usize) -> Result<(), Error> {
         return Ok(());
     }
     Err(Error::Value { arg: "block_rows".into(), got: block_rows.to_string(), expected: "1 or 32".into() })
-}
-
-fn bad_block(block: Block, expected: &'static str) -> Error {
-    let name = |n| if n == Block::ALL { "all".to_owned() } else { format!("{n}") };
-    Error::Value {
-        arg: "block".into(),
-        got: format!("({}, {})", name(block.rows), name(block.cols)),
-        expected: expected.into(),
-    }
 }
 
 /// Returns an error unless `got` is a contiguous vector of the packed size.

@@ -66,7 +66,7 @@ pub(super) fn kernels() -> Vec<&'static crate::cuda::modules::Kernel> {
 /// Returns whether they do.
 pub(super) fn mx_rowwise(job: &Job, rounding: Rounding) -> Result<bool, Error> {
     let (Some(row), None, None) = (job.row, job.col, job.square_amax) else { return Ok(false) };
-    if row.amax.is_some() || job.spec.block.is_square() {
+    if row.amax.is_some() || job.spec.block != (Block { rows: 1, cols: 32 }) {
         return Ok(false);
     }
     let Job { x, spec, .. } = job;

@@ -82,13 +82,21 @@ fn words(scales: &Matrix) -> bool {
 
 /// Quantizes with blocks of 32 or 128.
 pub(super) fn quantize(job: &Job) -> Result<(), Error> {
-    let kernels = match job.spec.scale {
-        BlockScale::E8m0(_) if job.spec.block.is_square() => &MX_SQUARE,
-        BlockScale::E8m0(_) => &MX_LINES,
-        BlockScale::F32(_) if job.spec.block.is_square() => &BLOCK_SQUARE,
-        BlockScale::F32(_) => &BLOCK_LINES,
-    };
-    run(job, kernels, false)
+    run(job, kernels_for(job.spec.block, job.spec.scale)?, false)
+}
+
+fn kernels_for(block: Block, scale: BlockScale) -> Result<&'static ByTypes, Error> {
+    Ok(match (scale, block.rows, block.cols) {
+        (BlockScale::E8m0(_), 32, 32) => &MX_SQUARE,
+        (BlockScale::E8m0(_), 1, 32) => &MX_LINES,
+        (BlockScale::F32(_), 128, 128) => &BLOCK_SQUARE,
+        (BlockScale::F32(_), 1, 128) => &BLOCK_LINES,
+        _ => {
+            return Err(block.unsupported(
+                "(1, 128) or (128, 128) with float32 scales, or (1, 32) or (32, 32) with float8_e8m0fnu scales",
+            ));
+        }
+    })
 }
 
 /// Quantizes with one scale per row and per column. The scales come from the planes' given maxima. With
@@ -172,4 +180,22 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
     let grid = blocks_of((x.rows + rows_before).div_ceil(TILE) * tiles_across, threads);
     let kernel = &kernels[input_index(x.dtype)][format_index(job.format)];
     launch(job.device, job.stream, kernel, grid, &args)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Block, BlockScale, Rounding, ScaleRule, kernels_for};
+
+    #[test]
+    fn blocks_without_a_kernel_of_their_size_are_refused() {
+        let scales = [BlockScale::F32(ScaleRule::default()), BlockScale::E8m0(Rounding::Ceil)];
+        for (scale, size) in scales.into_iter().zip([128, 32]) {
+            for (rows, cols) in [(1, 16), (1, 64), (64, 64), (256, 256), (size, 1), (1, 160 - size)] {
+                assert!(kernels_for(Block { rows, cols }, scale).is_err(), "({rows}, {cols})");
+            }
+            for rows in [1, size] {
+                assert!(kernels_for(Block { rows, cols: size }, scale).is_ok(), "({rows}, {size})");
+            }
+        }
+    }
 }
