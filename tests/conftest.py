@@ -39,13 +39,22 @@ def pytest_addoption(parser):
     )
 
 
-# Run last, after -k and -m have selected tests, so that the cover is built from what remains.
-@pytest.hookimpl(trylast=True)
+#: Folders of tests that reach a device through operators and torch alone. Pairs of their other
+#: parameters run on the CPU. A GPU runs each value, which pairs it with CUDA. In other folders, GPU
+#: cases cover all pairs, because parameters choose kernels and streams together.
+THROUGH_OPERATORS = ("tensor", "fp8_weights", "checkpoint", "export", "convert", "monitoring")
+
+
+# Before -k and -m select tests, collect the functions that also run on the CPU. Afterwards, build
+# the cover from what remains.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    on_cpu = {_function(item) for item in items if not _is_gpu(item) and not _is_long(item)}
+    yield
     if not config.getoption("full"):
         collected = len(items)
         short = [item for item in items if not _is_long(item)]
-        kept = set(map(id, _cover(short, config.getoption("strength"))))
+        kept = set(map(id, _cover(short, config.getoption("strength"), on_cpu)))
         left_out = [item for item in items if id(item) not in kept]
         items[:] = [item for item in items if id(item) in kept]
         if left_out:
@@ -54,7 +63,7 @@ def pytest_collection_modifyitems(config, items):
     # This counts through NVML and creates no CUDA context, which would not survive a fork.
     if torch.cuda.device_count() == 0:
         for item in items:
-            if item.get_closest_marker("gpu"):
+            if _is_gpu(item):
                 item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
@@ -69,33 +78,51 @@ def pytest_collection_finish():
 
 
 def _is_long(item):
-    on_cpu = not item.get_closest_marker("gpu")
+    on_cpu = not _is_gpu(item)
     return bool(
         item.get_closest_marker("long") or (on_cpu and item.get_closest_marker("long_on_cpu"))
     )
+
+
+def _is_gpu(item):
+    return item.get_closest_marker("gpu") is not None
+
+
+def _folder(file):
+    """Return the name of the folder that contains a test file."""
+    return file.rpartition("/")[0].rpartition("/")[2]
 
 
 #: The number of tests that run and the number that were collected.
 COVER = pytest.StashKey[tuple[int, int]]()
 
 
-def _cover(items, strength):
+def _function(item):
+    return item.parent.nodeid, getattr(item, "originalname", item.name)
+
+
+def _cover(items, strength, on_cpu):
     """Yield the test cases that cover all combinations of ``strength`` parameters of each function.
 
     A test with no more parameters than that keeps all cases, and so does a test marked
-    ``whole_product``. Cases for a GPU are covered separately, because they are skipped without one.
+    ``whole_product``. Cases for a GPU are covered separately, because they are skipped without one,
+    and so are cases that need more GPUs than there are. `THROUGH_OPERATORS` applies to functions
+    that also run on the CPU (``on_cpu``).
     """
+    gpus = torch.cuda.device_count()
     functions = defaultdict(list)
     for item in items:
         if not hasattr(item, "callspec") or item.get_closest_marker("whole_product"):
             yield item
         else:
-            gpu = item.get_closest_marker("gpu") is not None
-            functions[item.parent.nodeid, item.originalname, gpu].append(item)
-    for cases in functions.values():
+            needed = item.callspec.params.get("world_size", 1) if _is_gpu(item) else 0
+            functions[_function(item), needed > 0, needed > gpus].append(item)
+    for (function, gpu, _), cases in functions.items():
+        file, _ = function
+        own = 1 if gpu and function in on_cpu and _folder(file) in THROUGH_OPERATORS else strength
         # Restore the order of parametrization: pytest groups cases that share a fixture.
         cases.sort(key=lambda item: sorted(item.callspec.indices.items()))
-        for index in covering(_places([_choices(item) for item in cases]), strength):
+        for index in covering(_places([_choices(item) for item in cases]), own):
             yield cases[index]
 
 
@@ -135,7 +162,7 @@ def pytest_sessionfinish(session):
         session.config.workeroutput["cover"] = session.config.stash.get(COVER, None)
 
 
-def _is_gpu(report):
+def _is_gpu_report(report):
     # The report of a file that is skipped as a whole has no keywords.
     return "gpu" in getattr(report, "keywords", ())
 
@@ -149,10 +176,10 @@ def pytest_terminal_summary(terminalreporter, config):
             f"tests: {ran} of {collected}, a cover of {what} of parameters (all: --full)"
         )
     skipped = terminalreporter.stats.get("skipped", [])
-    other = Counter(_reason(report) for report in skipped if not _is_gpu(report))
+    other = Counter(_reason(report) for report in skipped if not _is_gpu_report(report))
     for reason, count in sorted(other.items()):
         terminalreporter.line(f"skipped: {count}: {reason}")
-    count = sum(map(_is_gpu, skipped))
+    count = sum(map(_is_gpu_report, skipped))
     terminalreporter.line(f"gpu tests skipped: {count}")
 
 

@@ -53,11 +53,28 @@ def test_warns(module, category):
     warnings.warn_explicit("beware", category, "a.py", 1, module=module)
 """
 
+#: Tests in one of conftest's folders `THROUGH_OPERATORS`.
+OPERATORS = """
+import pytest
+
+@pytest.mark.parametrize("block", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_operators(block, size, device): pass
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("flag", [False, True])
+def test_kernels(block, size, flag): pass
+"""
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cases")
     (folder / "test_cases.py").write_text(CASES)
+    (folder / "tensor").mkdir()
+    (folder / "tensor" / "test_operators.py").write_text(OPERATORS)
 
     def run(*options):
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "conftest"]
@@ -76,16 +93,28 @@ def run(tmp_path_factory):
     return run
 
 
-def test_long_tests_run_with_full_only(run, usual):
-    assert "test_takes_minutes" not in usual
-    assert run("-q", "--full", "--collect-only").count("::test_takes_minutes[") == 2
+def test_long_tests_and_the_full_product_run_with_full_only(run, usual):
+    full = run("-q", "--full", "--collect-only")
+    for name, count in {"takes_minutes": 0, "three": 9}.items():
+        assert usual.count(f"::test_{name}[") == count
+    for name, count in {"takes_minutes": 2, "three": 18}.items():
+        assert full.count(f"::test_{name}[") == count
 
 
-def test_long_on_cpu_tests_are_short_on_a_gpu(run, usual):
+def test_long_on_cpu_tests_are_short_on_a_gpu(gpu, usual):
     assert "test_takes_a_moment" not in usual
-    out = run("-q", "--collect-only", "-m", "long_on_cpu")
-    assert "::test_takes_a_moment_on_a_gpu[cuda]" in out
-    assert "[cpu]" not in out
+    assert "::test_takes_a_moment_on_a_gpu[cuda]" in gpu
+
+
+def test_gpu_cases_contain_values_if_tests_through_operators_run_pairs_on_the_cpu(gpu, usual):
+    assert usual.count("::test_operators[") == 9
+    for name, count in {"operators": 3, "kernels": 9, "fixture": 9}.items():
+        assert gpu.count(f"::test_{name}[") == count
+
+
+@pytest.fixture(scope="module")
+def gpu(run):
+    return run("-q", "--collect-only", "-m", "gpu")
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +126,15 @@ def test_the_cover_contains_pairs_by_default(usual):
     # 3 blocks of two names x 3 sizes need 9 of 18 cases. The others keep every case.
     for name, count in {"three": 9, "two": 9, "all": 18, "fixture": 9}.items():
         assert usual.count(f"::test_{name}[") == count
-    assert "tests: 59 of 71, a cover of each pair of parameters (all: --full)" in usual
+    assert "tests: 68 of 80, a cover of each pair of parameters (all: --full)" in usual
 
 
-def test_the_cover_contains_values_with_strength_1(run):
-    out = run("-v", "--strength", "1")
+def test_the_cover_contains_values_with_strength_1_and_xdist_workers_pass_on_their_counts(run):
+    out = run("-v", "--strength", "1", "-n", "1")
+    passed = {line for line in out.splitlines() if "PASSED" in line}
     for name, count in {"three": 3, "two": 3, "all": 18, "fixture": 3}.items():
-        assert out.count(f"::test_{name}[") == count
-    assert "a cover of each value of parameters (all: --full)" in out
+        assert sum(f"::test_{name}[" in line for line in passed) == count
+    assert "tests: 36 of 80, a cover of each value of parameters (all: --full)" in out
 
 
 def test_skips_are_counted_by_reason_and_not_listed(usual):
@@ -117,16 +147,6 @@ def test_deprecations_fail_in_our_code(usual):
     failed = [line for line in usual.splitlines() if line.startswith("FAILED")]
     assert len(failed) == 10
     assert not any("transformers" in line and "UserWarning" not in line for line in failed)
-
-
-def test_the_full_product_runs_with_full(run):
-    assert run("-q", "--full", "--collect-only").count("::test_three[") == 18
-
-
-def test_xdist_workers_pass_on_their_counts(run):
-    out = run("-n", "1", "-k", "three")
-    assert "9 passed" in out
-    assert "tests: 9 of 18" in out
 
 
 @pytest.mark.parametrize("ours", ["python/fp8rs/nn/linear.py", "tests/test_cases.py"])
