@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from fp8rs.comm import FSDPComm, set_fsdp_comm
 
-    from .float8_shard import Float8Shard, register_handle
+    from .float8_shard import Float8Shard
     from .master_weight import MasterWeight
     from .sharded_model import precompute_float8_dynamic_scale_for_fsdp
 
@@ -35,7 +35,6 @@ __all__ = [
     "Float8Shard",
     "MasterWeight",
     "precompute_float8_dynamic_scale_for_fsdp",
-    "register_handle",
     "set_fsdp_comm",
     "set_links",
 ]
@@ -45,7 +44,6 @@ _LAZY = {
     "Float8Shard": "fp8rs.fsdp.float8_shard",
     "MasterWeight": "fp8rs.fsdp.master_weight",
     "precompute_float8_dynamic_scale_for_fsdp": "fp8rs.fsdp.sharded_model",
-    "register_handle": "fp8rs.fsdp.float8_shard",
     "set_fsdp_comm": "fp8rs.comm",
 }
 

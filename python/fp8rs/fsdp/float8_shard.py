@@ -43,11 +43,6 @@ class Float8Shard(QuantizedTensor):
         """Whether this object is the local tensor of the parameter, and not a view or a copy."""
         return self._handle.in_place and self is self._handle.parameter_part
 
-    @property
-    def shard(self) -> Tensor:
-        """The shard as all-gathers read it."""
-        return self
-
 
 def wrap_shard(local: QuantizedTensor, handle: Float8ParamHandle) -> Float8Shard:
     """Return a shard over the planes of ``local``. The handle observes its writes."""
@@ -105,12 +100,11 @@ class Float8ParamHandle(ParamHandle):
 
     @property
     def element_offsets(self) -> tuple[int, ...]:
-        """The indices of this rank's first elements, one per matrix: see `ShardSpec`."""
+        """The indices of this rank's first elements: see `ShardSpec`."""
+        if self.local is not None:
+            return self.spec.element_offsets
         parameter: Any = self.parameter if self.in_place else None
-        if self.local is None and not is_distributed(parameter):
-            return (0,)
-        spec = shard_spec(parameter) if self.local is None else self.spec
-        return spec.matrix_offsets or (spec.element_offset,)
+        return shard_spec(parameter).element_offsets if is_distributed(parameter) else (0,)
 
     def reshard(self) -> None:
         """Make modules hold their shards again if FSDP2 has this weight gathered."""
@@ -322,19 +316,6 @@ def handle_for(module: nn.Module, name: str) -> ParamHandle:
     handle = parameter._store.observer
     if not isinstance(handle, Float8ParamHandle) or handle._module() is not module:
         handle = parameter._store.observer = Float8ParamHandle(module, name)
-    return handle
-
-
-def register_handle(module: nn.Module, name: str) -> Float8ParamHandle:
-    """Return the handle of a module's quantized parameter, which observes its writes from now on.
-
-    Args:
-        module: a converted module.
-        name: the name of a parameter that is not sharded.
-    """
-    handle = handle_for(module, name)
-    assert isinstance(handle, Float8ParamHandle)
-    module.__dict__.setdefault("_fp8_params", {})[name] = handle
     return handle
 
 

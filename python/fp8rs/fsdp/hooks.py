@@ -48,7 +48,7 @@ def pre_all_gather(self: Any, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], All
     """Return the shard as flat uint8 tensors, equally long on all ranks, and metadata."""
     handle: ParamHandle = self._handle
     found: tuple[tuple[Tensor, ...], AllGatherMetadata]
-    found = handle.state.shard().all_gather_inputs(handle, self.shard)
+    found = handle.state.shard().all_gather_inputs(handle, self)
     return found
 
 
@@ -79,14 +79,11 @@ def post_all_gather(
         )
     # A training forward may write tensors that an inference forward has created.
     with torch.inference_mode(False), torch.no_grad():
-        if store is None:
-            inner = layout.inner_tensors(spec, outputs[0].device)
-        else:
-            inner = layout.inner_of((store.rowwise, store.columnwise))
-        planes = layout.unpack(outputs, inner, spec, metadata.scale)
+        columnwise = None if store is None else store.columnwise
+        planes = layout.unpack(outputs, spec, metadata.scale, columnwise)
         if store is None:
             weight = wrap(Store(*planes, gathered=True), torch.Size(spec.whole), param_dtype)
-            return weight, tuple(inner)
+            return weight, layout.inner_tensors(planes)
         store.rowwise, store.columnwise = planes
         return None
 

@@ -114,37 +114,25 @@ class AllGatherLayout:
 
     # --- unsharded weights -----------------------------------------------------------------------
 
-    def inner_tensors(self, spec: ShardSpec, device: torch.device) -> list[Tensor]:
-        """Allocate the tensors that an unsharded weight needs besides the gathered ones."""
-        if not self.both or spec.batched:
-            return []
-        rows, cols = spec.whole
-        blocks = cols, -(-rows // self.height) * self.format.scale_dtype.itemsize
-        return [
-            torch.empty(shape, dtype=torch.uint8, device=device) for shape in ((cols, rows), blocks)
-        ]
-
-    def inner_of(self, planes: Planes) -> list[Tensor]:
-        """Return the tensors of `inner_tensors` that planes of an unsharded weight use."""
+    def inner_tensors(self, planes: Planes) -> tuple[Tensor, ...]:
+        """Return the tensors of an unsharded weight that are not gathered ones."""
         col = planes[1]
-        if not self.both or col is None or col.batched:
-            return []
-        return [t.view(torch.uint8) for t in (col.data, col.scale)]
+        return () if col is None or col.batched else (col.data, col.scale)
 
     def unpack(
         self,
         outputs: Sequence[Tensor],
-        inner: Sequence[Tensor],
         spec: ShardSpec,
         scale: Tensor | None,
+        columnwise: Plane | None = None,
     ) -> Planes:
         """Return the planes of the unsharded weight, over the gathered tensors.
 
         Args:
             outputs: the gathered tensors, each with the ranks' tensors one after the other.
-            inner: the tensors of `inner_tensors`, with memory.
-            spec: the shard's.
+            spec: how the weight is sharded.
             scale: the scales of the whole weight, if every rank has them.
+            columnwise: the columnwise plane of the last unshard. It is written again.
         """
         format = self.format
         codes = self.codes(outputs[0], torch.Size(spec.whole))
@@ -167,19 +155,23 @@ class AllGatherLayout:
         if not self.both:
             return row, None
 
-        with preserve_version_counter(inner[0]):
+        if columnwise is None:
+            codes = torch.empty((cols, rows), dtype=self.fp8_dtype, device=codes.device)
+            blocks = codes.new_empty(format.scale_shape(cols, rows), dtype=format.scale_dtype)
+            columnwise = Plane(codes, blocks, format)
+        codes = columnwise.data.view(torch.uint8)
+        with preserve_version_counter(codes):
             shards = outputs[2].view(ranks, cols, padded)
-            for i, part in enumerate(inner[0].split(padded, 1)):
+            for i, part in enumerate(codes.split(padded, 1)):
                 part.copy_(shards[i, :, : part.shape[1]])
         # Gathered as (rank, column, block). Blocks come first to be selected.
         scale = outputs[3].view(format.scale_dtype).view(ranks, cols, -1)
         blocks = scale.view(torch.uint8).transpose(1, 2).reshape(-1, cols)
         order = scale_order(rows, padded, ranks, self.height)
         blocks = pick(blocks, -(-rows // self.height), order)
-        with preserve_version_counter(inner[1]):
-            inner[1].copy_(blocks.t())
-        scale = inner[1].view(format.scale_dtype)
-        return row, Plane(inner[0].view(self.fp8_dtype), scale, format)
+        with preserve_version_counter(columnwise.scale):
+            columnwise.scale.view(torch.uint8).copy_(blocks.t())
+        return row, columnwise
 
     def _scales(self, output: Tensor, spec: ShardSpec, rows: int, cols: int) -> Tensor:
         """Return the gathered scales of a batch of (rows, cols) matrices."""

@@ -7,7 +7,7 @@ all-reduce per process group for all shards together. `cast` quantizes shards wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -28,6 +28,9 @@ _multi_amax = torch.ops.fp8rs.multi_amax.default
 _multi_quantize = torch.ops.fp8rs.multi_quantize.default
 _multi_quantize_delayed = torch.ops.fp8rs.multi_quantize_delayed.default
 _quantize_blocks = torch.ops.fp8rs.quantize_blocks.default
+
+#: Returns which rows of blocks of each matrix are reduced.
+RowsOf = Callable[[ShardSpec], Sequence[int]]
 
 
 class ShardQuantizer:
@@ -51,9 +54,9 @@ class ShardQuantizer:
         """
         spec = handle.spec
         self.check(handle, spec)
-        if data is None:
-            data = handle.local.shard
-        return LocalShard(handle, data, spec, spec.mesh_device(data.device))
+        local = handle.local if data is None else data
+        data = getattr(local, "high_precision", local)
+        return LocalShard(handle, data, spec, spec.mesh_device(local.device))
 
     def check(self, handle: ParamHandle, spec: ShardSpec) -> None:
         """Raise ValueError if the format does not support a sharding."""
@@ -102,12 +105,18 @@ class ShardQuantizer:
         """
         raise NotImplementedError
 
-    def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
-        """Quantize shards with the scales on their handles. Return the tensors to gather for each.
+    def all_gather_inputs(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
+        """Return the tensors to gather for each shard. Master weights are quantized.
 
         Args:
             shards: shards whose ``data`` is on the mesh's device.
         """
+        masters = [s for s in shards if not s.is_fp8]
+        cast = iter(self.cast(masters) if masters else ())
+        return [self.layout.pack(s.planes, s.spec) if s.is_fp8 else next(cast) for s in shards]
+
+    def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
+        """Quantize master weights with the scales on their handles, and pack them."""
         raise NotImplementedError
 
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
@@ -280,8 +289,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         self.split_block = [self.height, 1] if self.layout.both else list(spec.format.block)
 
     def check(self, handle: ParamHandle, spec: ShardSpec) -> None:
-        by_rows = spec.batched and spec.dim == 1 and not self.layout.both
-        if spec.dim != 0 and not by_rows:
+        if spec.dim != 0 and not (spec.batched and spec.dim == 1 and not self.layout.both):
             raise ValueError(
                 f"shard_placement_fn puts {handle.fqn} on Shard({spec.dim}), but "
                 f"weights in format {self.spec.format.name!r} are gathered by rows: use Shard(0)"
@@ -291,20 +299,17 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         return shard.spec.shard_groups
 
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
-        by_rows = [s for s in shards if self.layout.gathers_codes_alone(s.spec)]
-        others = [s for s in shards if s not in by_rows]
-        for shard, amaxes in zip(others, self._amaxes(others), strict=True):
-            shard.handle.amaxes = amaxes
-        own = [self._grid(s) for s in by_rows]
-        for shard, grid, amaxes in zip(by_rows, own, self.whole_grids(by_rows, own), strict=True):
-            first = shard.spec.row_offset // self.height
-            shard.handle.amaxes = amaxes.narrow(1, first, grid.shape[1]).contiguous()
-            shard.handle.scale = self._scales_of(amaxes)
+        amaxes = self._amaxes(shards, self.reduced_rows)
+        for shard in shards:
+            shard.handle.amaxes, reduced = amaxes.get(shard, (None, None))
+            if reduced is not None and self.layout.gathers_codes_alone(shard.spec):
+                shard.handle.scale = self._scales_of(reduced)
 
     def copy_scales(self, shards: Sequence[LocalShard]) -> None:
-        by_rows = [s for s in shards if self.layout.gathers_codes_alone(s.spec)]
-        grids = [s.row.scale.to(torch.float32) for s in by_rows]
-        for shard, scales in zip(by_rows, self.whole_grids(by_rows, grids), strict=True):
+        shards = [s for s in shards if self.layout.gathers_codes_alone(s.spec)]
+        grids = [s.row.scale.to(torch.float32) for s in shards]
+        reduced = self.reduce_rows(shards, grids, self.reduced_rows)
+        for shard, scales in zip(shards, reduced, strict=True):
             shard.handle.scale = scales.to(self.layout.format.scale_dtype)
 
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
@@ -312,7 +317,8 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         return [self.layout.pack(p, s.spec) for p, s in zip(planes, shards, strict=True)]
 
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
-        return [self._quantize(s, a) for s, a in zip(shards, self._amaxes(shards), strict=True)]
+        amaxes = self._amaxes(shards, self.split_rows)
+        return [self._quantize(s, amaxes.get(s, (None,))[0]) for s in shards]
 
     def _quantize(self, shard: LocalShard, amaxes: Tensor | None) -> Planes:
         """Quantize a shard, with reduced amaxes of its blocks if shard boundaries split some."""
@@ -320,25 +326,8 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         if amaxes is not None:
             amaxes = amaxes.to(shard.data.device)
             reduced = {"amax_columnwise": amaxes.t().contiguous()} if both else {"amax": amaxes}
-        lead = shard.spec.row_offset % self.height
+        lead = self.offset(shard)
         return quantize_planes(self.spec, shard.data, True, both, lead=lead, block_amaxes=reduced)
-
-    # --- batched weights on Shard(1) -------------------------------------------------------------
-
-    def whole_grids(self, shards: Sequence[LocalShard], grids: Sequence[Tensor]) -> list[Tensor]:
-        """Return the maximum over all ranks of each block of batched weights.
-
-        Args:
-            shards: shards on Shard(1).
-            grids: for each, fp32 values (E, rows of blocks, columns of blocks) of its own blocks.
-        """
-        wholes: list[Tensor] = []
-        for shard, own in zip(shards, grids, strict=True):
-            shape = self.spec.format.scale_shape(*shard.spec.matrix, shard.spec.whole[:1])
-            whole = torch.zeros(shape, device=shard.device)
-            whole.narrow(1, shard.spec.row_offset // self.height, own.shape[1]).copy_(own)
-            wholes.append(whole)
-        return self._reduce_each(shards, wholes)
 
     def _scales_of(self, amaxes: Tensor) -> Tensor:
         """Return the scales of blocks with these amaxes, as the operators compute them."""
@@ -352,59 +341,85 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         )[1]
         return scale.view(amaxes.shape)
 
-    # --- split blocks ----------------------------------------------------------------------------
+    # --- blocks of several ranks -----------------------------------------------------------------
 
-    def _amaxes(self, shards: Sequence[LocalShard]) -> list[Tensor | None]:
-        """Return the amaxes of each shard's blocks, reduced for split blocks; None without any."""
-        split = [s for s in shards if self.split_rows(s.spec)]
-        found: dict[LocalShard, Tensor] = {}
-        grids = [self._grid(s) for s in split]
-        for shard, grid, rows in zip(split, grids, self.reduce_split(split, grids), strict=True):
-            found[shard] = grid.to(shard.device)
-            for place, i in self.places(shard, grid):
-                found[shard].select(-2, place).copy_(rows.select(-2, i))
-        return [found.get(s) for s in shards]
+    def reduced_rows(self, spec: ShardSpec) -> tuple[int, ...]:
+        """Return the rows of blocks of each matrix whose amaxes are reduced for an all-gather.
 
-    def _grid(self, shard: LocalShard) -> Tensor:
-        """Return the amaxes of a shard's blocks, fp32 (..., rows, columns of blocks)."""
-        offset = shard.spec.row_offset % self.height
-        grid: Tensor = _block_amax(shard.data, self.split_block, offset, shard.spec.batched)
-        return grid
+        If codes are gathered without scales, these are all rows.
+        """
+        if self.layout.gathers_codes_alone(spec):
+            return tuple(range(self.layout.format.scale_shape(*spec.matrix)[0]))
+        return self.split_rows(spec)
 
-    def places(self, shard: LocalShard, grid: Tensor) -> list[tuple[int, int]]:
-        """Return the split rows of blocks in a shard's grid, each with its index in `split_rows`.
+    def _amaxes(
+        self, shards: Sequence[LocalShard], rows_of: RowsOf
+    ) -> dict[LocalShard, tuple[Tensor, Tensor]]:
+        """Return the amaxes of the blocks of shards that have rows of blocks to reduce.
+
+        Returns:
+            For each of these shards the amaxes of its own blocks, and those of the reduced rows.
+        """
+        shards = [s for s in shards if rows_of(s.spec)]
+        grids = [
+            _block_amax(s.data, self.split_block, self.offset(s), s.spec.batched) for s in shards
+        ]
+        reduced = self.reduce_rows(shards, grids, rows_of)
+        found = {}
+        for shard, grid, rows in zip(shards, grids, reduced, strict=True):
+            own = grid.to(shard.device)
+            places, indices = self.places(shard, own, rows_of)
+            copy_rows(rows, indices, own, places)
+            found[shard] = own, rows
+        return found
+
+    def offset(self, shard: LocalShard) -> int:
+        """Return how many rows of the shard's first row of blocks are on the ranks before it."""
+        return shard.spec.row_offset % self.height
+
+    def places(
+        self, shard: LocalShard, grid: Tensor, rows_of: RowsOf
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return which rows of a shard's grid are among the rows to reduce, and their indices.
 
         Args:
             shard: the shard.
             grid: (..., rows, columns of blocks) that the shard touches.
+            rows_of: the rows to reduce.
         """
         first, count = shard.spec.row_offset // self.height, grid.shape[-2]
-        rows = enumerate(self.split_rows(shard.spec))
-        return [(row - first, i) for i, row in rows if 0 <= row - first < count]
+        rows = enumerate(rows_of(shard.spec))
+        found = {row - first: i for i, row in rows if 0 <= row - first < count}
+        return tuple(found), tuple(found.values())
 
-    def reduce_split(self, shards: Sequence[LocalShard], grids: Sequence[Tensor]) -> list[Tensor]:
-        """Reduce values of split blocks over the ranks.
+    def reduce_rows(
+        self, shards: Sequence[LocalShard], grids: Sequence[Tensor], rows_of: RowsOf
+    ) -> list[Tensor]:
+        """Reduce values of blocks over the ranks.
 
         Args:
-            shards: shards with split blocks.
+            shards: the shards.
             grids: for each, a value per block that it touches: fp32 (..., rows, columns of blocks).
+            rows_of: the rows of blocks to reduce.
 
         Returns:
-            For each shard the values of its `split_rows`, on the mesh's device.
+            For each shard the values of these rows, on the mesh's device.
         """
+        if not shards:
+            return []
         parts: list[Tensor] = []
         for shard, grid in zip(shards, grids, strict=True):
-            rows = len(self.split_rows(shard.spec))
+            rows = len(rows_of(shard.spec))
             part = grid.new_zeros((*grid.shape[:-2], rows, grid.shape[-1]))
-            for place, i in self.places(shard, grid):
-                part.select(-2, i).copy_(grid.select(-2, place))
+            places, indices = self.places(shard, grid, rows_of)
+            copy_rows(grid, places, part, indices)
             parts.append(part.to(shard.device))
-        return self._reduce_each(shards, parts)
-
-    def _reduce_each(self, shards: Sequence[LocalShard], parts: Sequence[Tensor]) -> list[Tensor]:
-        """Reduce tensors of maxima, one of each shard."""
-        if not parts:
-            return []
         sizes = [part.numel() for part in parts]
-        reduced = self.reduce(shards, torch.cat([part.reshape(-1) for part in parts]), sizes)
+        reduced = self.reduce(shards, torch.cat([part.view(-1) for part in parts]), sizes)
         return [r.view_as(p) for p, r in zip(parts, reduced.split(sizes), strict=True)]
+
+
+def copy_rows(src: Tensor, src_rows: tuple[int, ...], dst: Tensor, rows: tuple[int, ...]) -> None:
+    """Copy rows (dimension -2) of one tensor to rows of another."""
+    chosen = src.index_select(-2, index_tensor(src_rows, src.device))
+    dst.index_copy_(-2, index_tensor(rows, dst.device), chosen)

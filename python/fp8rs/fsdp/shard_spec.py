@@ -96,30 +96,22 @@ class ShardSpec:
         return torch.device(self.device_type, accelerator.current_device())
 
     @property
-    def element_offset(self) -> int:
+    def element_offsets(self) -> tuple[int, ...]:
         """The index of the shard's first element, unique among the elements of the parameter.
 
-        Elements are counted in order. If other dimensions than the first are sharded, all elements
-        of one part are counted before the next part, so that the elements of a shard are
-        consecutive.
+        A shard with rows of all matrices of a batch has one index per matrix, counted in order.
+        Elements of other shards are counted so that they are consecutive: if other dimensions than
+        the first are sharded, all elements of one part are counted before the next part.
         """
+        if self.batched and self.dim == 1 and self.whole[1:] == self.shape[1:]:
+            numel, first = prod(self.shape[1:]), self.offset * prod(self.shape[2:])
+            return tuple((self.origin[0] + i) * numel + first for i in range(self.whole[0]))
         start, size, offset = list(self.origin), list(self.whole), 0
         start[self.dim] += self.offset
         size[self.dim] = min(self.padded, self.whole[self.dim] - self.offset)
         for dim, begin in enumerate(start):
             offset += prod(self.shape[:dim]) * begin * prod(size[dim + 1 :])
-        return offset
-
-    @property
-    def matrix_offsets(self) -> tuple[int, ...]:
-        """The index of the shard's first element of each matrix, if it has rows of all matrices.
-
-        Empty for other shards. Elements are counted in order.
-        """
-        if not self.batched or self.dim != 1 or self.whole[1:] != self.shape[1:]:
-            return ()
-        numel, first = prod(self.shape[1:]), self.offset * prod(self.shape[2:])
-        return tuple((self.origin[0] + i) * numel + first for i in range(self.whole[0]))
+        return (offset,)
 
 
 def shard_spec(parameter: DTensor) -> ShardSpec:

@@ -40,6 +40,24 @@ def needs_wrapping(module: nn.Module, name: str, parameter: Any) -> bool:
     return other is not module and (other is None or other._parameters.get(name) is not parameter)
 
 
+def tied_modules(root: Any, module: nn.Module, name: str, parameter: Any) -> list[str]:
+    """Return the names of modules of a model that are not converted and have a parameter as theirs.
+
+    Args:
+        root: the model, or None if it is not known.
+        module: the converted module.
+        name: the parameter's name in the module.
+        parameter: the parameter that FSDP2 puts on the module.
+    """
+    own = {id(parameter), id(module._parameters.get(name))}  # tied modules are set one by one
+    return [
+        other or type(part).__name__
+        for other, part in (() if root is None else root.named_modules())
+        if not hasattr(part, "_fp8_params")
+        and any(id(p) in own for p in part._parameters.values() if p is not None)
+    ]
+
+
 def wrap_sharded_param(module: nn.Module, name: str, parameter: Any) -> ParamHandle:
     """Give a sharded parameter a local tensor with all-gather hooks, over the same memory.
 

@@ -24,7 +24,7 @@ from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
 from .model_state import ModelState, refuse_codes
 
 #: Attributes of quantized tensors, master weights and DTensors.
-_INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {"_data", "_handle", "_local_tensor", "_spec"}
+_INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {"high_precision", "_handle", "_local_tensor", "_spec"}
 
 
 class Float8Params(nn.Module):
