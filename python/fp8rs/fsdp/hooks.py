@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import own_part
-from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import wrap
 from fp8rs.tensor.store import Store
 
@@ -71,12 +70,6 @@ def post_all_gather(
     outputs = (*all_gather_outputs, *metadata.inputs[len(all_gather_outputs) :])
     layout, spec = metadata.layout, metadata.spec
     store: Store | None = None if out is None else own_part(out)._store
-    if store is None and param_dtype not in INPUT_DTYPES:
-        raise TypeError(
-            f"{metadata.handle.fqn} is to be gathered as {param_dtype}, by "
-            "MixedPrecisionPolicy(param_dtype=...) or its own dtype; FP8 layers compute in "
-            "float32, bfloat16 or float16"
-        )
     # A training forward may write tensors that an inference forward has created.
     with torch.inference_mode(False), torch.no_grad():
         columnwise = None if store is None else store.columnwise

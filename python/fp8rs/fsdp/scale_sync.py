@@ -38,18 +38,13 @@ from torch import Tensor
 
 from fp8rs._core import multi_rescale
 from fp8rs._torch import is_traced
+from fp8rs.scaling.histories import differs, largest_code
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
-from .float8_shard import (
-    Float8ParamHandle,
-    differs,
-    largest_code,
-    scales_of,
-    update_histories,
-)
+from .float8_shard import Float8ParamHandle, scales_of, update_histories
 from .param import LocalShard
 from .quantize import BlockwiseShardQuantizer, ShardQuantizer
 
