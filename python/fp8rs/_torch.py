@@ -425,7 +425,7 @@ def fsspec_file_system(url: str) -> Any:
     return cast(Any, _storage_setup(None, url, reader=True)).fs
 
 
-def spec(parameter: Any) -> Any:
+def dtensor_spec(parameter: Any) -> Any:
     """Return a DTensor's spec. It is the same object as long as the sharding is unchanged."""
     return parameter._spec
 

@@ -9,7 +9,7 @@ precision and quantized for each all-gather, or an FP8 weight, which is gathered
 - ``master_weight``: the local tensor of a master weight;
 - ``float8_shard``: the local tensor and the handle of an FP8 weight;
 - ``hooks``: FSDP2's all-gather hooks;
-- ``quantize``: amaxes, their all-reduce, and casts of shards;
+- ``shard_quantizer``: amaxes, their all-reduce, and casts of shards;
 - ``layout``: planes to all-gather buffers and back, and blocks that shard boundaries split;
 - ``shard_spec``: which part of a parameter this rank holds;
 - ``scale_sync``: synchronizes the scales that FP8 shards share;

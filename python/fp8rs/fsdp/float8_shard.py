@@ -21,7 +21,7 @@ from fp8rs.tensor.store import Store
 
 from . import hooks
 from .param import LocalShard, ParamHandle
-from .shard_spec import ShardSpec, local_part, shard_spec
+from .shard_spec import ShardSpec, local_part
 
 
 class Float8Shard(QuantizedTensor):
@@ -42,9 +42,8 @@ class Float8Shard(QuantizedTensor):
         return self._handle.in_place and self is self._handle.parameter_part
 
 
-def wrap_shard(local: QuantizedTensor, handle: Float8ParamHandle) -> Float8Shard:
-    """Return a shard over the planes of ``local``. The handle observes its writes."""
-    local._store.observer = handle
+def wrap_shard(local: QuantizedTensor) -> Float8Shard:
+    """Return a shard over the planes of ``local``, with the handle that observes its writes."""
     shard: Any = local.view_of(local.geometry)
     shard.__class__ = Float8Shard
     found: Float8Shard = shard
@@ -86,24 +85,24 @@ class Float8ParamHandle(ParamHandle):
     def sharded_model(self) -> Any:
         """The `fp8rs.fsdp.sharded_model.ShardedModel`. None unless the module holds a shard."""
         state = self.state_if_any
-        return None if state is None or self.local is None else state.shard()
+        return None if state is None or self.local is None else state.ensure_sharded_model()
 
     @property
     def shares_scales(self) -> bool:
         """Whether several ranks have elements of one scale of the weight."""
-        if self.local is not None:
-            spec: ShardSpec | None = self.spec
-        else:  # while the weight is gathered, as it was before
-            spec = None if self._spec is None else self._spec[1]
-        return spec is not None and self.state.shard().quantizer.shares_scales(spec)
+        if self.local is None and self._shard_spec is None:
+            return False
+        return bool(self.state.ensure_sharded_model().quantizer.shares_scales(self.shard_spec))
 
     @property
     def element_offsets(self) -> tuple[int, ...]:
         """The indices of this rank's first elements: see `ShardSpec`."""
         if self.local is not None:
-            return self.spec.element_offsets
+            return self.shard_spec.element_offsets
         parameter: Any = self.parameter if self.in_place else None
-        return shard_spec(parameter).element_offsets if is_distributed(parameter) else (0,)
+        if not is_distributed(parameter):
+            return (0,)
+        return ShardSpec.from_dtensor(parameter).element_offsets
 
     def reshard(self) -> None:
         """Make modules hold their shards again if FSDP2 has this weight gathered."""
@@ -214,17 +213,22 @@ class Float8ParamHandle(ParamHandle):
             self.init_value = values.detach().to("cpu", copy=True) if kept else None  # type: ignore[union-attr]
 
 
-def handle_for(module: nn.Module, name: str) -> ParamHandle:
-    """Return the handle of a module's parameter, which is not sharded.
+def handle_for(module: nn.Module, name: str, parameter: Any = None) -> ParamHandle:
+    """Return the handle of a module's parameter. The handle of an FP8 weight observes its writes.
 
-    The handle of an FP8 weight observes its writes from now on.
+    Args:
+        module: the module.
+        name: the name of the parameter.
+        parameter: the tensor that is about to become the parameter. By default, the one that is.
     """
-    parameter = own_part(module._parameters.get(name))
-    if not isinstance(parameter, QuantizedTensor):
-        return ParamHandle(module, name)
-    handle = parameter._store.observer
+    local = own_part(module._parameters.get(name) if parameter is None else parameter)
+    known: Any = module.__dict__.get("_fp8_params", {}).get(name)
+    if not isinstance(local, QuantizedTensor):
+        own = type(known) is ParamHandle and known._module() is module
+        return known if own else ParamHandle(module, name)
+    handle = local._store.observer
     if not isinstance(handle, Float8ParamHandle) or handle._module() is not module:
-        handle = parameter._store.observer = Float8ParamHandle(module, name)
+        handle = local._store.observer = Float8ParamHandle(module, name)
     return handle
 
 

@@ -46,7 +46,7 @@ from fp8rs.tensor.spec import QuantSpec
 
 from .float8_shard import Float8ParamHandle, scales_of, update_histories
 from .param import LocalShard
-from .quantize import BlockwiseShardQuantizer, ShardQuantizer
+from .shard_quantizer import BlockwiseShardQuantizer, ShardQuantizer
 
 _block_amax = torch.ops.fp8rs.block_amax.default
 _multi_amax = torch.ops.fp8rs.multi_amax.default
@@ -89,12 +89,14 @@ def _contribution(scale: Tensor, wanted: Tensor) -> Tensor:
     return torch.stack([wanted, scale, reversed_scale])
 
 
-def _wanted(spec: QuantSpec, handle: Float8ParamHandle, scale: Tensor, amax: Tensor) -> Tensor:
+def _wanted(
+    quant_spec: QuantSpec, handle: Float8ParamHandle, scale: Tensor, amax: Tensor
+) -> Tensor:
     """Return the scales that a written shard's values need, fp32 of the shape of ``amax``.
 
     The scales of pending values are computed from these already. Codes start from their scales.
     """
-    needed = scale if handle.pending is not None else spec.keep_scale(scale, amax)
+    needed = scale if handle.pending is not None else quant_spec.keep_scale(scale, amax)
     return torch.where(amax == 0, 0.0, needed)
 
 
@@ -134,7 +136,7 @@ def _rescale(parts: Sequence[tuple[Tensor, Tensor, Tensor]], width: int | None) 
 
 def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
     stored = torch.cat([scales_of(s).to(s.device) for s in shards])
-    contributions = _tensor_contributions(quantizer.spec, shards, stored)
+    contributions = _tensor_contributions(quantizer.quant_spec, shards, stored)
     # (4, matrices) as four runs of one value per matrix.
     reduced = quantizer.reduce([*shards] * 4, contributions.view(-1))
     *maxima, amaxes = reduced.view(4, -1).unbind()
@@ -158,16 +160,18 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     torch._foreach_copy_(list(map(scales_of, shards)), list(scales))
 
 
-def _tensor_contributions(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor) -> Tensor:
+def _tensor_contributions(
+    quant_spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor
+) -> Tensor:
     """Return contributions to the common scales and amaxes of the values, (4, matrices).
 
     Args:
-        spec: how the weights are quantized.
+        quant_spec: how the weights are quantized.
         shards: the shards.
         stored: the scales of their matrices, fp32. Kernels are launched only for shards that were
             written, because all ranks synchronize in each forward.
     """
-    wanted, amaxes = stored.clone(), stored * largest_code(spec)
+    wanted, amaxes = stored.clone(), stored * largest_code(quant_spec)
     empty: list[int] = []
     ends = accumulate(shard.matrices for shard in shards)
     for shard, end in zip(shards, ends, strict=True):
@@ -178,13 +182,13 @@ def _tensor_contributions(spec: QuantSpec, shards: Sequence[LocalShard], stored:
         elif handle.unsynced:
             scale = stored[at]
             if handle.pending is not None:
-                amax = amaxes[at] = _multi_amax([handle.pending], shard.spec.batched)
+                amax = amaxes[at] = _multi_amax([handle.pending], shard.shard_spec.batched)
             else:
                 row = shard.row
                 magnitudes = row.data.view(torch.uint8).reshape(len(places), -1) & 0x7F
                 largest = magnitudes.amax(1).view(row.data.dtype)
                 amax = largest.to(scale.device, torch.float32) * scale
-            wanted[at] = _wanted(spec, handle, scale, amax.to(scale.device))
+            wanted[at] = _wanted(quant_spec, handle, scale, amax.to(scale.device))
     found = torch.cat([_contribution(stored, wanted), amaxes.view(1, -1)])
     if empty:  # the scales of empty shards do not count
         found[:, index_tensor(tuple(empty), found.device)] = 0
@@ -205,7 +209,7 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
             return
         plane, height = _split_plane(quantizer, shard), quantizer.height
         data, scales = plane.matrix, plane.scale
-        if quantizer.layout.both:
+        if quantizer.layout.columnwise:
             data, scales = data.t(), scales.t()
         for place, row in zip(
             *quantizer.places(shard, grids[i], quantizer.split_rows), strict=True
@@ -227,7 +231,7 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
 def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane:
     """Return the plane whose blocks shard boundaries split."""
     row, col = shard.planes
-    plane = col if quantizer.layout.both else row
+    plane = col if quantizer.layout.columnwise else row
     assert plane is not None
     return plane
 
@@ -238,19 +242,23 @@ def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     if pending is not None:
         return pending.view(cast(QuantizedTensor, shard.data)._store.matrix)
     values = _split_plane(quantizer, shard).dequantize(torch.float32)
-    return values.t() if quantizer.layout.both else values
+    return values.t() if quantizer.layout.columnwise else values
 
 
 def _block_contributions(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return contributions for each block of a shard, (3, ..., rows, columns of blocks)."""
     scales, handle = _split_plane(quantizer, shard).scale.to(torch.float32), handle_of(shard)
-    if quantizer.layout.both:
+    if quantizer.layout.columnwise:
         scales = scales.t().contiguous()
     if not handle.unsynced:
         return _contribution(scales, scales)
-    block, offset, batched = quantizer.split_block, quantizer.offset(shard), shard.spec.batched
+    block, offset, batched = (
+        quantizer.split_block,
+        quantizer.offset(shard),
+        shard.shard_spec.batched,
+    )
     amax = _block_amax(_values(quantizer, shard), block, offset, batched)
-    return _contribution(scales, _wanted(quantizer.spec, handle, scales, amax))
+    return _contribution(scales, _wanted(quantizer.quant_spec, handle, scales, amax))
 
 
 def _round_blocks(

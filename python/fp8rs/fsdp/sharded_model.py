@@ -27,6 +27,7 @@ from fp8rs._torch import fsdp_groups, in_backward, local_tensor, sharded_paramet
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import quant_spec
 from fp8rs.scaling.reductions import reduce_packed_
+from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .checks import check_settings, compare_conversions
@@ -35,18 +36,17 @@ from .hooks import AllGatherMetadata
 from .param import (
     LocalShard,
     ParamHandle,
-    StreamDependency,
     local_of,
-    mark_writes,
+    record_write_events,
     wait_for_writes,
 )
-from .quantize import (
+from .scale_sync import sync_shards
+from .shard_quantizer import (
     BlockwiseShardQuantizer,
     DelayedShardQuantizer,
     ShardQuantizer,
     TensorwiseShardQuantizer,
 )
-from .scale_sync import sync_shards
 from .wrap import needs_wrapping, tied_modules, wrap_sharded_param
 
 #: The result of a pre-all-gather hook.
@@ -83,7 +83,7 @@ class ShardedModel:
         #: Shards of the all-gather that is being prepared: FSDP2 calls the hook of each parameter.
         self._prepared: dict[ParamHandle, _Inputs] = {}
         self._compared: set[Any] = set()
-        self._checked = self._synced_in_step = False
+        self._checked = self._synced_by_optimizer = False
 
     @property
     def state(self) -> ModelState:
@@ -109,7 +109,7 @@ class ShardedModel:
             return
         if module._parameters.get(name) is parameter:
             self._checked = False  # moved or cast
-            handles[name].mark_stale()
+            handles[name].invalidate_scale()
         if not needs_wrapping(module, name, parameter):
             return
         state, index = self.state, handles[name].index
@@ -170,24 +170,31 @@ class ShardedModel:
             data: its shard, or the copy that FSDP2 made of an offloaded one.
         """
         if handle not in self._prepared:
-            self._prepare(handle, data)
+            group = self._group(handle)
+            self._refresh_scales(group)
+            self._prepared = self._cast(group, data)
         return self._prepared.pop(handle)
 
     def end_all_gather(self) -> None:
         """Forget shards that were cast for the last all-gather and were not part of it."""
         self._prepared.clear()
 
-    def _prepare(self, handle: ParamHandle, data: Tensor) -> None:
-        """Cast the shards of an all-gather, starting with the one whose hook FSDP2 calls first."""
-        group, backward = self._group(handle), in_backward()
-        forward_id = self.state.tracker.forward_id
+    def _refresh_scales(self, group: Sequence[ParamHandle]) -> None:
+        """If a scale of a group is stale, compute all stale scales of its process group.
+
+        Raises:
+            RuntimeError: an FP8 weight that is gathered for a backward was written.
+        """
+        forward_id, backward = self.state.tracker.forward_id, in_backward()
         if any(h.is_stale(forward_id, backward) for h in group):
-            parameter: Any = handle.parameter
+            parameter: Any = group[0].parameter
             self._compare(parameter.device_mesh)
             self._check_settings()
-            groups = handle.spec.shard_groups
+            groups = group[0].shard_spec.shard_groups
             stale = (h for h in self.handles() if h.is_stale(forward_id, backward))
-            self._update_scales([h for h in stale if h.spec.shard_groups == groups], forward_id)
+            self._update_scales(
+                [h for h in stale if h.shard_spec.shard_groups == groups], forward_id
+            )
         for h in group:
             if h.written and isinstance(h, Float8ParamHandle):  # inside a backward
                 raise RuntimeError(
@@ -196,27 +203,42 @@ class ShardedModel:
                     "backward, was written since its forward. Write weights after the backward, or "
                     "keep master weights"
                 )
-        shard = self.quantizer.shard(handle, data)
-        if handle.local.device != shard.data.device:  # offloaded: only this copy is there
-            group = [handle]
-        shards = [shard, *map(self.quantizer.shard, group[1:])]
+
+    def _cast(self, group: Sequence[ParamHandle], data: Tensor) -> dict[ParamHandle, _Inputs]:
+        """Quantize the shards of a group on the current stream.
+
+        Args:
+            group: the parameters. FSDP2 calls the hook of the first one first.
+            data: the first one's shard, or the copy that FSDP2 made of an offloaded one.
+        """
+        shard = self.quantizer.local_shard(group[0], data)
+        if group[0].local.device != shard.data.device:  # offloaded: only this copy is there
+            group = group[:1]
+        shards = [shard, *map(self.quantizer.local_shard, group[1:])]
         with torch.inference_mode(False), torch.no_grad():
             wait_for_writes(group)
             for ready in dict.fromkeys(h.ready for h in group):
                 assert ready is not None
                 ready.wait()
             inputs = self.quantizer.all_gather_inputs(shards)
-            kept = [t if s.spec.ranks == 1 else () for s, t in zip(shards, inputs, strict=True)]
+            kept = [
+                t if s.shard_spec.num_shards == 1 else ()
+                for s, t in zip(shards, inputs, strict=True)
+            ]
             scales = (h.scale for h in group if h.scale is not None)
             ready = StreamDependency(shard.device, chain(scales, *kept))
         layout = self.quantizer.layout
-        for s, tensors, own in zip(shards, inputs, kept, strict=True):
-            metadata = AllGatherMetadata(s.handle, s.spec, layout, s.handle.scale, own, ready)
-            self._prepared[s.handle] = tensors, metadata
+        return {
+            s.handle: (
+                t,
+                AllGatherMetadata(s.handle, s.shard_spec, layout, s.handle.scale, own, ready),
+            )
+            for s, t, own in zip(shards, inputs, kept, strict=True)
+        }
 
     def _update_scales(self, handles: Sequence[ParamHandle], forward_id: int) -> None:
         """Compute the scales of parameters from their shards: one amax launch, one all-reduce."""
-        shards = [self.quantizer.shard(h) for h in handles]
+        shards = [self.quantizer.local_shard(h) for h in handles]
         fp8_shards = [s for s in shards if s.is_fp8]
         masters = [s for s in shards if not s.is_fp8]
         with torch.inference_mode(False), torch.no_grad():
@@ -253,8 +275,8 @@ class ShardedModel:
         fp8 = [h for h in handles if isinstance(h, Float8ParamHandle) and not h.local.is_meta]
         with torch.inference_mode(False), torch.no_grad():
             wait_for_writes(fp8)
-            self._sync(list(map(self.quantizer.shard, fp8)))
-        self._synced_in_step = in_step
+            self._sync(list(map(self.quantizer.local_shard, fp8)))
+        self._synced_by_optimizer = in_step
 
     def sync_module(self, module: Any) -> None:
         """Synchronize the scales of a converted module's FP8 weights."""
@@ -262,7 +284,7 @@ class ShardedModel:
 
     def write_values(self, handles: Sequence[Float8ParamHandle], values: Sequence[Tensor]) -> None:
         """Quantize values into whole FP8 shards, with common scales: one all-reduce."""
-        shards = list(map(self.quantizer.shard, handles, values))
+        shards = list(map(self.quantizer.local_shard, handles, values))
         with torch.inference_mode(False), torch.no_grad():
             for handle, planes in zip(handles, self.quantizer.planes(shards), strict=True):
                 write_planes(handle.local, planes)
@@ -270,7 +292,7 @@ class ShardedModel:
 
     def reduce_amaxes_(self, handles: Sequence[Float8ParamHandle], amaxes: Tensor) -> None:
         """Reduce the amaxes (n,) of shards, fp32, over the ranks of each weight, in place."""
-        specs = [handle.spec for handle in handles]
+        specs = [handle.shard_spec for handle in handles]
         # A process group may have no backend for the device of offloaded weights.
         values = amaxes.to(specs[0].mesh_device(amaxes.device))
         reduce_packed_(values, ((range(i, i + 1), s.groups) for i, s in enumerate(specs)))
@@ -279,7 +301,7 @@ class ShardedModel:
 
     def _sync(self, shards: Sequence[LocalShard]) -> None:
         """Synchronize the scales of FP8 shards."""
-        shared = [s for s in shards if self.quantizer.shares_scales(s.spec)]
+        shared = [s for s in shards if self.quantizer.shares_scales(s.shard_spec)]
         parameters: list[Any] = [s.handle.parameter for s in shared]
         for mesh in dict.fromkeys(parameter.device_mesh for parameter in parameters):
             self._compare(mesh)
@@ -294,7 +316,7 @@ class ShardedModel:
         At the first one, the ranks of each mesh that shards the root compare their conversions.
         """
         # All-gathers of this forward wait for writes before it, not for its own computation.
-        mark_writes(self._all_handles())
+        record_write_events(self._all_handles())
         if not self._checked:
             for mesh in {p.device_mesh: None for p in sharded_parameters(root)}:
                 self._compare(mesh)
@@ -308,10 +330,10 @@ class ShardedModel:
         """
         for handle in self._all_handles():
             if not isinstance(handle, Float8ParamHandle):
-                handle.mark_stale()
-        if not self._synced_in_step:
+                handle.invalidate_scale()
+        if not self._synced_by_optimizer:
             self.sync_scales([h for h in self.handles() if h.parameter.requires_grad])
-        self._synced_in_step = False
+        self._synced_by_optimizer = False
 
     def _check_settings(self) -> None:
         """Raise if FSDP2's settings do not allow FP8 all-gathers. Runs again after a move."""

@@ -73,7 +73,7 @@ class Float8Params(nn.Module):
         super().__setattr__(name, value)
 
     def _wrap_shard(self, name: str, parameter: Any) -> None:
-        sharded_model = self._fp8_state.shard()
+        sharded_model = self._fp8_state.ensure_sharded_model()
         if sharded_model is not None:
             sharded_model.wrap(self, name, parameter)
 

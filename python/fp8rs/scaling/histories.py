@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fp8rs._torch import is_distributed, local_tensor
 from fp8rs.quantize.recipes import DelayedScaling
+from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.spec import QuantSpec
 
@@ -67,6 +68,19 @@ class Pack:
     def latest(self) -> Tensor:
         """Return the amaxes (3, layers) since the last roll."""
         return self.amax[:, :3, 0].t()
+
+    def weight_amaxes(self, layers: Sequence[int]) -> tuple[Tensor, Any]:
+        """Return the recorded amaxes of all weights, and an index of the weights of some layers.
+
+        The index is a slice if the layers are consecutive, else a tensor. Compiled graphs save
+        amaxes for the backward, so writes must not change their versions.
+        """
+        place_of = {index: place for place, index in enumerate(self.indices)}
+        amaxes, places = self.amax.data[:, 0, 0], [place_of[index] for index in layers]
+        first, end = places[0], places[0] + len(places)
+        if places == list(range(first, end)):
+            return amaxes, slice(first, end)
+        return amaxes, index_tensor(tuple(places), amaxes.device)
 
     def roll(
         self, latest: Tensor, specs: Sequence[QuantSpec], algo: str, seen: Tensor | None
