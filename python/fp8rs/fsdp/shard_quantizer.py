@@ -423,5 +423,6 @@ class BlockwiseShardQuantizer(ShardQuantizer):
 
 def copy_rows(src: Tensor, src_rows: tuple[int, ...], dst: Tensor, rows: tuple[int, ...]) -> None:
     """Copy rows (dimension -2) of one tensor to rows of another."""
-    chosen = src.index_select(-2, index_tensor(src_rows, src.device))
-    dst.index_copy_(-2, index_tensor(rows, dst.device), chosen)
+    if rows:  # most shards of a weight touch no reduced row
+        chosen = src.index_select(-2, index_tensor(src_rows, src.device))
+        dst.index_copy_(-2, index_tensor(rows, dst.device), chosen)
