@@ -338,6 +338,15 @@ def is_distributed(tensor: Any) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
+def reshard(model: Any) -> None:
+    """Make the modules of a model hold their shards."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def own_part(tensor: Any) -> Any:
     """Return the local tensor of a DTensor, or another tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
@@ -416,7 +425,7 @@ def fsspec_file_system(url: str) -> Any:
     return cast(Any, _storage_setup(None, url, reader=True)).fs
 
 
-def spec(parameter: Any) -> Any:
+def dtensor_spec(parameter: Any) -> Any:
     """Return a DTensor's spec. It is the same object as long as the sharding is unchanged."""
     return parameter._spec
 

@@ -25,7 +25,7 @@ from distributed.models import (
     shardings,
     watch_weights,
 )
-from fp8rs.fsdp.shard_spec import shard_spec
+from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
 from internals import fsdp_param_groups, local_of, store_of
@@ -93,8 +93,8 @@ def test_shards_are_gathered_as_they_are_stored(rig, hidden, recipe, reshard):
 
 def shard_planes(layer, whole):
     """Return (codes, scales) of this rank's shard for each plane of a whole weight."""
-    placement = shard_spec(layer.weight)
-    rows = slice(placement.offset, placement.offset + local(layer).shape[0])
+    placement = ShardSpec.from_dtensor(layer.weight)
+    rows = slice(placement.shard_offset, placement.shard_offset + local(layer).shape[0])
     found = []
     for plane, dim in zip(whole, (0, 1), strict=True):
         if plane is None:
@@ -196,7 +196,7 @@ def test_all_ranks_gather_what_was_written(rig, hidden, recipe, how):
         for name, layer in linears(model).items():
             assert_shard_of(layer, values[name])
     for name, layer in linears(model).items():
-        start = shard_spec(layer.weight).offset
+        start = ShardSpec.from_dtensor(layer.weight).shard_offset
         shown = local(layer).dequantize()
         assert same_bytes(shown, whole[name][start : start + len(shown)])
 
@@ -209,10 +209,10 @@ def test_empty_shards_have_the_scale_of_a_checkpoint_that_is_read_in_place(rig, 
     values = new_values(model, rig)
     empty = 0
     for name, layer in linears(model).items():
-        placement, shown = shard_spec(layer.weight), local(layer)
+        placement, shown = ShardSpec.from_dtensor(layer.weight), local(layer)
         empty += shown.numel() == 0
         if shown.numel():
-            part = values[name].narrow(0, placement.offset, len(shown))
+            part = values[name].narrow(0, placement.shard_offset, len(shown))
             shown.narrow(0, 0, len(shown)).detach().copy_(part)
     assert empty == 2 * (rig.rank == 3)
     model.load_state_dict(model.state_dict())

@@ -51,7 +51,7 @@ from distributed.sharded_pairs import (
     shards,
 )
 from fp8rs.fsdp import MasterWeight
-from fp8rs.fsdp.shard_spec import shard_spec
+from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.optim import AdamW
 from internals import local_of, store_of
 from saving import reloaded
@@ -407,7 +407,7 @@ def test_views_of_a_shard_are_views(rig, recipe):
     watch_weights(model, lambda name, weight: seen.update({name: weight.dequantize()}))
     model(batch(rig))  # which brings the ranks' scales together
     model.reshard()
-    start = shard_spec(linears(model)[name].weight).offset
+    start = ShardSpec.from_dtensor(linears(model)[name].weight).shard_offset
     gathered = seen[name][start : start + len(local)]
     assert gathered.isfinite().all() and gathered.any()
     assert same_bytes(gathered, local.dequantize())

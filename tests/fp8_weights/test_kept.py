@@ -13,7 +13,7 @@ import fp8rs
 from distributed import ranks
 from distributed.models import HIDDEN, RECIPES, batch, linears, make, recipes, shard, shardings
 from fp8rs.convert.fp8_weights import dequantize_weight
-from fp8rs.fsdp.shard_spec import shard_spec
+from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.optim import AdamW
 from internals import gathered_bytes, local_of, store_of
 
@@ -179,7 +179,7 @@ def test_optimizer_states_are_gathered(rig, hidden):
         state = found["state"]["blocks.0.up.weight"]
         assert state["master"].shape == model.blocks[0].up.weight.shape
         assert state["exp_avg"].dtype == torch.bfloat16
-    assert shard_spec(model.blocks[0].up.weight).ranks == 2
+    assert ShardSpec.from_dtensor(model.blocks[0].up.weight).num_shards == 2
 
 
 @recipes

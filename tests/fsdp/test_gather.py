@@ -184,10 +184,10 @@ def test_high_precision_gather_quantizes_what_arrives(rig):
 
 @ranks(2)
 @pytest.mark.parametrize("fp8_weights", [False, True])
-def test_a_policys_dtype_that_no_layer_computes_in_is_named(rig, fp8_weights):
+def test_layers_refuse_a_policys_dtype_that_they_do_not_compute_in(rig, fp8_weights):
     model = make(EVEN, device=rig.device, fp8_weights=fp8_weights)
     shard(model, rig, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
-    with pytest.raises(TypeError, match=r"weight is to be gathered as .*float64, by MixedPrecis"):
+    with pytest.raises(TypeError, match=r"input must be .*, not torch.float64"):
         model(batch(rig))
 
 

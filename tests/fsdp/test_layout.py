@@ -26,25 +26,26 @@ def placement(ranks, rank, shape, dim=0, whole=None, origin=(0, 0)):
 
 def length(p):
     """Return the length of a shard along the sharded dimension."""
-    return max(min(p.padded, p.whole[p.dim] - p.offset), 0)
+    return max(min(p.padded_length, p.unsharded_shape[p.shard_dim] - p.shard_offset), 0)
 
 
 def elements(p):
     """The numbers of a shard's elements."""
-    size = list(p.whole)
-    size[p.dim] = length(p)
-    return range(p.element_offset, p.element_offset + size[0] * size[1])
+    size = list(p.unsharded_shape)
+    size[p.shard_dim] = length(p)
+    (first,) = p.element_offsets
+    return range(first, first + size[0] * size[1])
 
 
 @examples
 @given(rows, cols, counts, st.integers(0, 1))
 def test_shards_are_a_whole_weight_in_order(rows, cols, ranks, dim):
     shards = [placement(ranks, rank, (rows, cols), dim) for rank in range(ranks)]
-    assert shards[0].offset == 0
-    assert all(a.offset + length(a) == b.offset for a, b in pairwise(shards))
-    assert shards[-1].offset + length(shards[-1]) == (rows, cols)[dim]
-    assert all(length(p) <= p.padded for p in shards)
-    assert length(shards[0]) == shards[0].padded, "the first is the longest"
+    assert shards[0].shard_offset == 0
+    assert all(a.shard_offset + length(a) == b.shard_offset for a, b in pairwise(shards))
+    assert shards[-1].shard_offset + length(shards[-1]) == (rows, cols)[dim]
+    assert all(length(p) <= p.padded_length for p in shards)
+    assert length(shards[0]) == shards[0].padded_length, "the first is the longest"
 
 
 @examples
@@ -66,7 +67,7 @@ def test_no_two_elements_have_one_number(rows, cols, parts, ranks, tensor_dim, d
 
 def cut(plane, p, height, dim):
     """Return a shard's rows or columns of a whole weight's plane, with their scales."""
-    start, end = p.offset, p.offset + length(p)
+    start, end = p.shard_offset, p.shard_offset + length(p)
     data = plane.data.view(torch.uint8).narrow(dim, start, end - start).view(plane.data.dtype)
     if plane.format.per_tensor:
         return Plane(data, plane.scale, plane.format)
@@ -90,20 +91,19 @@ def test_what_is_gathered_is_read_as_the_whole_weights_planes(rows, cols, ranks,
     format = FORMATS[name]
     layout = AllGatherLayout(format, fp8_dtype)
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * cols)).exp()
-    row, col = quantize_planes(QuantSpec(format, fp8_dtype), x, True, layout.both)
+    row, col = quantize_planes(QuantSpec(format, fp8_dtype), x, True, layout.columnwise)
     sent = []
     for rank in range(ranks):
         p = placement(ranks, rank, (rows, cols))
         own = cut(row, p, format.block[0], 0)
-        other = cut(col, p, layout.height, 1) if layout.both else None
+        other = cut(col, p, layout.height, 1) if layout.columnwise else None
         sent.append(layout.pack((own, other), p))
         assert [t.numel() for t in sent[-1]] == [t.numel() for t in sent[0]]
         assert sum(t.nbytes for t in sent[-1]) == layout.nbytes(p)
     outputs = [torch.cat(parts) for parts in zip(*sent, strict=True)]
     scale = row.scale if format.per_tensor else None
-    inner = layout.inner_tensors(p, x.device)
-    found = layout.unpack(outputs, inner, p, scale)
-    assert layout.both == (found[1] is not None)
+    found = layout.unpack(outputs, p, scale)
+    assert layout.columnwise == (found[1] is not None)
     for whole, gathered in zip((row, col), found, strict=True):
         if gathered is not None:
             assert same(gathered.data, whole.data)

@@ -256,7 +256,9 @@ def test_a_pickled_model_still_gathers_fp8(save, recipe):
             assert torch.equal(new.weight, old.weight)
     state = state_of(again.head)
     assert state.root is again
-    assert state.shard() is not state_of(model.head).shard() is not None
+    assert (
+        state.ensure_sharded_model() is not state_of(model.head).ensure_sharded_model() is not None
+    )
     assert torch.equal(again(batch(Whole)), model(batch(Whole)))
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from distributed import ranks
 from distributed.models import RECIPES, WIDTH, linears, make, on_all_ranks, same_bytes, shard
 from fp8rs.fsdp import MasterWeight
-from fp8rs.fsdp.shard_spec import shard_spec
+from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.optim import AdamW
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -142,10 +142,12 @@ def check_shards(model, weights, shards):
     for layer in linears(model).values():
         assert isinstance(layer.weight, DTensor)
         assert isinstance(local_of(layer.weight), kind)
-        placement = shard_spec(layer.weight)
-        rows = placement.whole[0]
-        last = rows - min((placement.ranks - 1) * placement.padded, rows)
-        sizes.append("empty" if not last else "even" if last == placement.padded else "uneven")
+        placement = ShardSpec.from_dtensor(layer.weight)
+        rows = placement.unsharded_shape[0]
+        last = rows - min((placement.num_shards - 1) * placement.padded_length, rows)
+        sizes.append(
+            "empty" if not last else "even" if last == placement.padded_length else "uneven"
+        )
     assert shards in sizes
     assert not {"even": {"uneven", "empty"}, "uneven": {"empty"}}.get(shards, set()) & set(sizes)
 

@@ -29,7 +29,7 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
-from fp8rs.fsdp.param import ParamHandle, mark_writes, wait_for_writes
+from fp8rs.fsdp.param import ParamHandle, record_write_events, wait_for_writes
 
 # Recipes whose weights' bytes follow from the weights alone; delayed ones while they have no scale.
 recipes = pytest.mark.parametrize("recipe", ["current", "delayed", *BLOCKS])
@@ -400,7 +400,7 @@ def test_a_gather_waits_for_what_was_written_before_the_forward(marked):
     written.fill_(1)
     weight.mark_written()
     if marked:
-        mark_writes([weight])
+        record_write_events([weight])
     torch.cuda._sleep(2_000_000_000)  # a second, and more
     with torch.cuda.stream(side):
         wait_for_writes([weight])

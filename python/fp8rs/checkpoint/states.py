@@ -177,10 +177,9 @@ def load_parts(value: Tensor, parts: dict[str, Tensor]) -> None:
             own.copy_(given)
         note_write(own)
     handle: Any = weight._store.observer
-    layer = handle.module
-    reset_scales(layer)
-    handle.mark_loaded()
-    handle.update_history(weight._store.any_plane.scale)
+    reset_scales(handle.module)
+    # A rank may have quantized loaded values, so scales are synchronized. Common ones stay.
+    handle.observe_write(weight, None, exact=False)
 
 
 def _load_histories(layer: Any, histories: list[Any]) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +18,7 @@ from fp8rs.convert.experts import (
     convert_experts,
     select_experts,
 )
-from fp8rs.convert.fp8_weights import check_weight, quantize_weight, register_handle
+from fp8rs.convert.fp8_weights import check_weight, quantize_weight
 from fp8rs.convert.select import LARGE_3D, SHARDED, ModuleFilter, large_3d, select
 from fp8rs.convert.torchao import from_float8_linear_config
 from fp8rs.nn.fp8_params import float8_class
@@ -181,7 +181,7 @@ def _convert(
         from fp8rs.optim.warnings import watch  # imported only by models that need it
 
         for (_, layer), amax in zip(layers, amaxes, strict=True):
-            register_handle(layer, "weight").start_history_from(amax)
+            cast(Any, layer)._fp8_params["weight"].start_history_from(amax)
         state.subscribe_to_steps()
         watch()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,6 @@ from fp8rs.quantize.recipes import Recipe, quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
 from fp8rs.tensor.spec import quantize_planes
 from fp8rs.tensor.store import Store
-
-if TYPE_CHECKING:
-    from fp8rs.fsdp.float8_shard import Float8ParamHandle
 
 
 def check_weight(
@@ -78,6 +75,8 @@ def quantize_weight(module: nn.Module, name: str, recipe: Recipe, keep_init: boo
     Raises:
         RuntimeError: a graph or a weak reference holds the parameter's tensor.
     """
+    from fp8rs.fsdp.float8_shard import handle_for
+
     weight: Any = module.get_parameter(name)
     values = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.detach()
     amax = values.abs().amax() if values.numel() else values.new_zeros(())
@@ -87,16 +86,9 @@ def quantize_weight(module: nn.Module, name: str, recipe: Recipe, keep_init: boo
     init_value = values.to("cpu", copy=True) if keep_init and not values.is_meta else None
     del values
     become(weight, quantized)
-    handle = register_handle(module, name)
+    handle: Any = handle_for(module, name)
     handle.keep_init, handle.init_value = keep_init, init_value
     return amax
-
-
-def register_handle(module: nn.Module, name: str) -> Float8ParamHandle:
-    """Return the handle of a module's quantized parameter: see `fp8rs.fsdp.register_handle`."""
-    from fp8rs.fsdp import register_handle
-
-    return register_handle(module, name)
 
 
 def new_weight(values: Tensor, recipe: Recipe) -> QuantizedTensor:

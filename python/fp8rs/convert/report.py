@@ -17,7 +17,7 @@ from fp8rs.convert.memory import STATES, Memory, States, memory_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
 from fp8rs.convert.sizes import groups_of, layouts_of
-from fp8rs.fsdp.shard_spec import shard_spec
+from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.nn.experts import Float8Experts
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
@@ -190,7 +190,7 @@ def _states(optimizer: str | float) -> States:
 def _ranks(world_size: int | None, model: nn.Module) -> int:
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            found = shard_spec(parameter).ranks
+            found = ShardSpec.from_dtensor(parameter).num_shards
             if world_size not in (None, found):
                 raise ValueError(
                     f"world_size is {world_size}, but the model is sharded over {found} ranks"

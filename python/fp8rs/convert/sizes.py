@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8rs._torch import fsdp_groups, fsdp_place, own_part, reduces_in_stored_dtype
 from fp8rs.fsdp.layout import AllGatherLayout
-from fp8rs.fsdp.shard_spec import ShardSpec, shard_spec
+from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.quantize.recipes import Recipe, quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -55,8 +55,11 @@ class ShardedParameter:
             return self.plain_bytes
         scales = 0
         if self.layout.gathers_codes_alone(self.spec):
-            format, batch = self.layout.format, self.spec.whole[:1] if self.spec.batched else ()
-            count = prod(format.scale_shape(*self.spec.matrix, batch))
+            format, batch = (
+                self.layout.format,
+                self.spec.unsharded_shape[:1] if self.spec.batched else (),
+            )
+            count = prod(format.scale_shape(*self.spec.matrix_shape, batch))
             scales = count * format.scale_dtype.itemsize
         return self.layout.nbytes(self.spec) + scales
 
@@ -69,7 +72,7 @@ class ShardedParameter:
     def gathered_bytes(self) -> int:
         """Bytes of the unsharded parameter, as it is gathered."""
         if self.layout is not None:
-            return self.spec.ranks * self.layout.nbytes(self.spec)
+            return self.spec.num_shards * self.layout.nbytes(self.spec)
         return self._padded * self.gathered_dtype.itemsize
 
     @property
@@ -90,7 +93,7 @@ class ShardedParameter:
 
     @property
     def _padded(self) -> int:
-        return self.spec.ranks * self.spec.padded_numel
+        return self.spec.num_shards * self.spec.padded_numel
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +113,7 @@ class Group:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of an all-gather's output, padding included. 0 with one rank."""
-        if not any(p.spec.ranks > 1 for p in self.parameters):
+        if not any(p.spec.num_shards > 1 for p in self.parameters):
             return 0
         return self.whole_bytes
 
@@ -121,7 +124,7 @@ class Group:
 
     def scattered_bytes(self, reduce_dtype: torch.dtype | None) -> int:
         """Return the bytes of a reduce-scatter's input, padding included. 0 with one rank."""
-        if not any(p.spec.ranks > 1 for p in self.parameters):
+        if not any(p.spec.num_shards > 1 for p in self.parameters):
             return 0
         return self.reduced_bytes(reduce_dtype)
 
@@ -168,7 +171,7 @@ def groups_of(
 
     def sharded(module: nn.Module, name: str, parameter: nn.Parameter) -> ShardedParameter:
         if isinstance(parameter, DTensor):
-            spec = shard_spec(parameter)
+            spec = ShardSpec.from_dtensor(parameter)
         else:
             shape = tuple(parameter.shape) or (1,)
             start = (0,) * len(shape)

@@ -14,7 +14,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import dtensor_like, is_distributed, local_shape_and_offset, own_part, plain_name
+from fp8rs._torch import (
+    dtensor_like,
+    is_distributed,
+    local_shape_and_offset,
+    own_part,
+    plain_name,
+    reshard,
+)
 from fp8rs.checkpoint.parts import SCALE, parts_of
 from fp8rs.checkpoint.states import load_parts
 from fp8rs.nn.fp8_params import reset_scales
@@ -24,7 +31,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from .files import on_all_ranks
 from .names import Part, stored_parts
 from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Slice, StoredTensors
-from .tensors import check_expert_parallel, is_fp8, persistent_buffers, reshard
+from .tensors import check_expert_parallel, is_fp8, persistent_buffers
 
 #: The number of names of one kind that an error lists.
 LISTED = 10

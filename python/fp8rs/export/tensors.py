@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import dtensor_like, own_part, plain_name
+from fp8rs._torch import dtensor_like, own_part, plain_name, reshard
 from fp8rs.nn.spec import spec_for
 from fp8rs.tensor.formats import INPUT_DTYPES, split
 from fp8rs.tensor.planes import Plane, as_bytes
@@ -158,15 +158,6 @@ def check_layers(model: nn.Module, serving: ServingFormat) -> None:
             )
 
 
-def reshard(model: nn.Module) -> None:
-    """Make modules hold their shards. A weight that a forward left unsharded may be outdated."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            cast(Any, module).reshard()
-
-
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers of a module that are in its state dict, by name."""
     for key, buffer in module._buffers.items():
@@ -201,7 +192,7 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     yielded: set[int] = set()
     stored_as = stored_parts(model)
-    reshard(model)
+    reshard(model)  # a weight that a forward left unsharded may be outdated
     for unit, modules in units(model):
         yield from _unit_tensors(cast(Any, unit), modules, serving, dtype, yielded, stored_as)
 

@@ -9,7 +9,7 @@ precision and quantized for each all-gather, or an FP8 weight, which is gathered
 - ``master_weight``: the local tensor of a master weight;
 - ``float8_shard``: the local tensor and the handle of an FP8 weight;
 - ``hooks``: FSDP2's all-gather hooks;
-- ``quantize``: amaxes, their all-reduce, and casts of shards;
+- ``shard_quantizer``: amaxes, their all-reduce, and casts of shards;
 - ``layout``: planes to all-gather buffers and back, and blocks that shard boundaries split;
 - ``shard_spec``: which part of a parameter this rank holds;
 - ``scale_sync``: synchronizes the scales that FP8 shards share;
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from fp8rs.comm import FSDPComm, set_fsdp_comm
 
-    from .float8_shard import Float8Shard, register_handle
+    from .float8_shard import Float8Shard
     from .master_weight import MasterWeight
     from .sharded_model import precompute_float8_dynamic_scale_for_fsdp
 
@@ -35,7 +35,6 @@ __all__ = [
     "Float8Shard",
     "MasterWeight",
     "precompute_float8_dynamic_scale_for_fsdp",
-    "register_handle",
     "set_fsdp_comm",
     "set_links",
 ]
@@ -45,7 +44,6 @@ _LAZY = {
     "Float8Shard": "fp8rs.fsdp.float8_shard",
     "MasterWeight": "fp8rs.fsdp.master_weight",
     "precompute_float8_dynamic_scale_for_fsdp": "fp8rs.fsdp.sharded_model",
-    "register_handle": "fp8rs.fsdp.float8_shard",
     "set_fsdp_comm": "fp8rs.comm",
 }
 

@@ -5,12 +5,11 @@ mesh, before the first forward of the converted root or before the first all-gat
 
 The comparison uses the store of the process group instead of a collective. A rank that converted no
 layer does not take part, and a collective could neither name that rank nor avoid being paired with
-another one. Ranks first exchange digests, and exchange texts only if the digests differ.
+another one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import warnings
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import fp8rs
 from fp8rs._torch import fsdp_groups, fsdp_place, own_store
 from fp8rs.nn.model_state import ModelState
+from fp8rs.quantize.recipes import describe
 from fp8rs.tensor.quantized import QuantizedTensor, is_fp8
 
 from .param import local_of
@@ -43,11 +43,9 @@ def compare_conversions(state: ModelState, mesh: Any) -> None:
         compare(store, conversion(state, mesh), mesh.mesh.flatten().tolist())
 
 
-def conversion(state: ModelState, mesh: Any) -> dict[str, Any]:
-    """Describe the converted layers that are sharded over a mesh."""
-    recipe: Any = state.recipe
-    fields = {f.name: repr(getattr(recipe, f.name)) for f in dataclasses.fields(recipe)}
-    layers = {}
+def conversion(state: ModelState, mesh: Any) -> dict[str, str]:
+    """Describe the version, the recipe and the converted weights that are sharded over a mesh."""
+    described = {"fp8rs": fp8rs.__version__, "recipe": describe(state.recipe)}
     for name, layer in zip(state.names, state.layers(), strict=False):
         params: Any = () if layer is None else layer._fp8_params
         for param in params:
@@ -59,16 +57,14 @@ def conversion(state: ModelState, mesh: Any) -> dict[str, Any]:
                     kind = "gathered in high precision"
                 elif isinstance(local, QuantizedTensor):
                     kind = "FP8"
-                fields_of_param = {"recipe": type(recipe).__name__, **fields, "weight": kind}
-                layers[f"{name}.{param}".removesuffix(".weight")] = fields_of_param
-    return {"version": fp8rs.__version__, "layers": layers}
+                described[f"{param} of {name}"] = kind
+    return described
 
 
-def compare(store: Any, said: dict[str, Any], ranks: Sequence[int]) -> None:
+def compare(store: Any, said: dict[str, str], ranks: Sequence[int]) -> None:
     """Raise if the descriptions of two ranks differ. All ``ranks`` call this function.
 
-    The first rank reads all digests, and the other ranks read its result. Each rank sends a
-    constant number of messages.
+    The first rank reads all descriptions. The other ranks read its result.
 
     Args:
         store: a connection of this call's own to the store of all ranks.
@@ -79,100 +75,66 @@ def compare(store: Any, said: dict[str, Any], ranks: Sequence[int]) -> None:
         ValueError: two descriptions differ.
         TimeoutError: a rank did not take part before the store's time-out.
     """
-    me, first = dist.get_rank(), ranks[0]
-    text = json.dumps(said)
-    digest = hashlib.sha256(text.encode()).digest()
+    me = dist.get_rank()
     among = f"fp8rs {hashlib.sha256(repr(ranks).encode()).hexdigest()}"
     # The counter is in the store, because it must continue after a process group is created again.
-    number = store.add(f"{among} {me}", 1)
-    key = f"{among} {number}"
-    digests = {rank: f"{key} rank {rank}" for rank in ranks}
-    store.set(digests[me], digest)
-    try:
-        if me == first:
-            _wait(store, list(digests.values()), digests)
-            others = [rank for rank in ranks if store.get(digests[rank]) != digest]
-            store.set(f"{key} found", str(others[0] if others else first))
-        _wait(store, [f"{key} found"], digests)
-    except dist.DistStoreError as error:
-        missing = _missing(store, digests) or [first]
-        raise TimeoutError(
-            f"fp8rs waited {store.timeout} for all ranks of a mesh to compare their conversion "
-            f"before the first all-gather: {name_ranks(missing)} not joined. {_CHECK}"
-        ) from error
-    other = int(store.get(f"{key} found"))
-    if other == first:
-        return
-    if me in (first, other):
-        store.set(f"{key} text {me}", text)
-    mine, theirs = (json.loads(store.get(f"{key} text {rank}")) for rank in (first, other))
-    what, is_first, is_other = difference(mine, theirs)
-    raise ValueError(
-        f"{what} is {is_first} on rank {first} and {is_other} on rank {other}: they would misread "
-        "each other's bytes. Convert with the same arguments, and the same fp8rs, on all ranks "
-        "that a model is sharded over"
-    )
+    key = f"{among} {store.add(f'{among} {me}', 1)}"
+    texts = {rank: f"{key} rank {rank}" for rank in ranks}
+    store.set(texts[me], json.dumps(said))
+    if me == ranks[0]:
+        _wait(store, list(texts.values()), texts)
+        found = (difference(said, json.loads(store.get(texts[rank])), me, rank) for rank in ranks)
+        store.set(f"{key} result", next(filter(None, found), ""))
+    _wait(store, [f"{key} result"], texts)
+    if differing := store.get(f"{key} result").decode():
+        raise ValueError(
+            f"{differing}: they would misread each other's bytes. Convert with the same "
+            "arguments, and the same fp8rs, on all ranks that a model is sharded over"
+        )
 
 
-_CHECK = "Check that every rank converts the same layers and runs the model's forward"
+def difference(ours: dict[str, str], theirs: dict[str, str], me: int, rank: int) -> str:
+    """Return the first difference of two ranks' conversions as a sentence, or an empty string."""
+    for what in {**ours, **theirs}:
+        mine, other = ours.get(what, "not converted"), theirs.get(what, "not converted")
+        if mine != other:
+            return f"{what} is {mine} on rank {me} and {other} on rank {rank}"
+    # Scales are packed for the all-reduce in the order of the layers.
+    if list(ours) != list(theirs):
+        return f"the order of converted layers differs on ranks {me} and {rank}"
+    return ""
 
 
-def _wait(store: Any, keys: list[str], digests: Mapping[int, str]) -> None:
-    """Wait for keys, and warn after `WARN_AFTER` which ranks are missing.
+def _wait(store: Any, keys: list[str], texts: Mapping[int, str]) -> None:
+    """Wait for keys. After `WARN_AFTER`, the first of the waiting ranks warns which are missing.
 
     Args:
         store: where the keys are set.
         keys: the keys to wait for, up to the store's time-out.
-        digests: the key of each rank's digest.
+        texts: the key that each rank sets when it joins.
+
+    Raises:
+        TimeoutError: the time-out passed.
     """
-    left = store.timeout
-    if left > WARN_AFTER:
+    limit = store.timeout
+    timeouts = [WARN_AFTER, limit - WARN_AFTER] if limit > WARN_AFTER else [limit]
+    for timeout in timeouts:
         try:
-            store.wait(keys, WARN_AFTER)
+            store.wait(keys, timeout)
             return
-        except dist.DistStoreError:
-            _warn(store, digests, left)
-        left -= WARN_AFTER
-    store.wait(keys, left)
-
-
-def _warn(store: Any, digests: Mapping[int, str], limit: timedelta) -> None:
-    """Warn which ranks are missing, on the first of the waiting ranks."""
-    waiting = next(rank for rank, key in digests.items() if store.check([key]))
-    if waiting == dist.get_rank() and (missing := _missing(store, digests)):
-        warnings.warn(
-            f"fp8rs has waited {WARN_AFTER.total_seconds():g} s for all ranks of a mesh to compare "
-            f"their conversion before the first all-gather: {name_ranks(missing)} not joined. "
-            f"{_CHECK}. An error is raised after {limit}",
-            stacklevel=2,
-        )
-
-
-def _missing(store: Any, digests: Mapping[int, str]) -> list[int]:
-    """Return the ranks that have not sent their digest."""
-    return [rank for rank, key in digests.items() if not store.check([key])]
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return the subject of a sentence about ranks, with its verb."""
-    some = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
-    return f"rank {some} has" if len(ranks) == 1 else f"ranks {some} have"
-
-
-def difference(first: dict[str, Any], other: dict[str, Any]) -> tuple[str, str, str]:
-    """Return the first field in which two conversions differ, and its two values."""
-    if first["version"] != other["version"]:
-        return "fp8rs", first["version"], other["version"]
-    ours, theirs = first["layers"], other["layers"]
-    for name in {**ours, **theirs}:
-        mine, their = ours.get(name), theirs.get(name)
-        if mine is None or their is None:
-            is_there = ["not there" if fields is None else "there" for fields in (mine, their)]
-            return f"conversion of {name}", is_there[0], is_there[1]
-        for field in {**mine, **their}:
-            if mine.get(field) != their.get(field):
-                return f"{field} of {name}", str(mine.get(field)), str(their.get(field))
-    return "the order of converted layers", ", ".join(ours), ", ".join(theirs)
+        except dist.DistStoreError as error:
+            joined = [rank for rank, key in texts.items() if store.check([key])]
+            missing = [rank for rank in texts if rank not in joined] or list(texts)[:1]
+            last = timeout is timeouts[-1]
+            problem = (
+                f"fp8rs has waited {limit if last else timeout} to compare conversions before the "
+                f"first all-gather: ranks {missing[:8]} have not joined. Check that every rank "
+                "converts the same layers and runs the model's forward"
+            )
+            if last:
+                raise TimeoutError(problem) from error
+            if joined[0] == dist.get_rank():
+                warnings.warn(f"{problem}. An error is raised after {limit}", stacklevel=2)
 
 
 # --- settings of FSDP2 ----------------------------------------------------------------------------

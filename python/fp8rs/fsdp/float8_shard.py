@@ -7,23 +7,21 @@ alone and never starts a collective. It marks the `Float8ParamHandle` as unsynce
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import is_distributed, is_traced, own_part
-from fp8rs.tensor.formats import FP8_MAX, split
-from fp8rs.tensor.planes import Plane, zeros
+from fp8rs._torch import is_distributed, is_traced, own_part, reshard
+from fp8rs.scaling.histories import set_next_scales
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes, QuantSpec
 from fp8rs.tensor.store import Store
-from fp8rs.tensor.wrapper import PLANES
 
 from . import hooks
 from .param import LocalShard, ParamHandle
-from .shard_spec import local_part, shard_spec
+from .shard_spec import ShardSpec, local_part
 
 
 class Float8Shard(QuantizedTensor):
@@ -43,15 +41,9 @@ class Float8Shard(QuantizedTensor):
         """Whether this object is the local tensor of the parameter, and not a view or a copy."""
         return self._handle.in_place and self is self._handle.parameter_part
 
-    @property
-    def shard(self) -> Tensor:
-        """The shard as all-gathers read it."""
-        return self
 
-
-def wrap_shard(local: QuantizedTensor, handle: Float8ParamHandle) -> Float8Shard:
-    """Return a shard over the planes of ``local``. The handle observes its writes."""
-    local._store.observer = handle
+def wrap_shard(local: QuantizedTensor) -> Float8Shard:
+    """Return a shard over the planes of ``local``, with the handle that observes its writes."""
     shard: Any = local.view_of(local.geometry)
     shard.__class__ = Float8Shard
     found: Float8Shard = shard
@@ -71,7 +63,7 @@ class Float8ParamHandle(ParamHandle):
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module, name)
-        self.unsynced = self.keep_init = self._shares_scales = False
+        self.unsynced = self.keep_init = False
         self.pending: Tensor | None = None
         self._init_value: Tensor | None = None
 
@@ -80,7 +72,6 @@ class Float8ParamHandle(ParamHandle):
         new.unsynced, new.keep_init = self.unsynced, self.keep_init
         # Nothing writes to these tensors, so the copy can share them.
         new.pending, new._init_value = self.pending, self._init_value
-        new._shares_scales = self._shares_scales
         return new
 
     # --- the parameter ---------------------------------------------------------------------------
@@ -94,35 +85,32 @@ class Float8ParamHandle(ParamHandle):
     def sharded_model(self) -> Any:
         """The `fp8rs.fsdp.sharded_model.ShardedModel`. None unless the module holds a shard."""
         state = self.state_if_any
-        return None if state is None or self.local is None else state.shard()
+        return None if state is None or self.local is None else state.ensure_sharded_model()
 
     @property
     def shares_scales(self) -> bool:
         """Whether several ranks have elements of one scale of the weight."""
-        if (model := self.sharded_model) is not None:
-            self._shares_scales = model.quantizer.shares_scales(self.spec)
-        return self._shares_scales  # while the weight is gathered, as it was before
+        if self.local is None and self._shard_spec is None:
+            return False
+        return bool(self.state.ensure_sharded_model().quantizer.shares_scales(self.shard_spec))
 
     @property
     def element_offsets(self) -> tuple[int, ...]:
-        """The indices of this rank's first elements, one per matrix: see `ShardSpec`."""
+        """The indices of this rank's first elements: see `ShardSpec`."""
+        if self.local is not None:
+            return self.shard_spec.element_offsets
         parameter: Any = self.parameter if self.in_place else None
-        if self.local is None and not is_distributed(parameter):
+        if not is_distributed(parameter):
             return (0,)
-        spec = shard_spec(parameter) if self.local is None else self.spec
-        return spec.matrix_offsets or (spec.element_offset,)
+        return ShardSpec.from_dtensor(parameter).element_offsets
 
     def reshard(self) -> None:
         """Make modules hold their shards again if FSDP2 has this weight gathered."""
         part = self.parameter_part
         if not (isinstance(part, QuantizedTensor) and part._store.gathered):
             return
-        from torch.distributed.fsdp import FSDPModule
-
-        root = self.state.root
-        for module in () if root is None else root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        if (root := self.state.root) is not None:
+            reshard(root)
 
     # --- writes ----------------------------------------------------------------------------------
 
@@ -135,36 +123,6 @@ class Float8ParamHandle(ParamHandle):
             return False
         known = getattr(self.parameter_part, "_store", None)
         return known is None or known.observer is not self or known is store
-
-    def allocate(self, like: Store, shape: Iterable[int], device: Any) -> Store:
-        """Allocate planes of zeros for another shard of the weight that a store belongs to.
-
-        The scale of a matrix with one scale per tensor is copied, because all shards have the same.
-
-        Args:
-            like: the store of the weight or a shard.
-            shape: (rows, columns) or (E, N, K).
-            device: the device of the planes.
-        """
-        size = torch.Size(shape)
-        batch, (rows, cols) = split(size, like.batched)
-
-        def plane(present: Plane | None, size: tuple[int, ...]) -> Plane | None:
-            if present is None:
-                return None
-            if present.format.per_tensor and not batch:
-                scale = present.scale.to(device, copy=True)
-            else:
-                scale_shape = present.format.scale_shape(size[-2], size[-1], batch)
-                scale = zeros(present.scale, scale_shape, device)
-            return Plane(zeros(present.data, size, device), scale, present.format)
-
-        columnwise = plane(like.columnwise, (*batch, cols, rows))
-        new = like.over(plane(like.rowwise, (*batch, rows, cols)), columnwise)
-        if new.rowwise is not None:
-            new.rowwise.data = new.rowwise.data.view(size)
-        new.first_copy = _copy_first
-        return new
 
     def observe_write(self, tensor: QuantizedTensor, values: Tensor | None, exact: bool) -> None:
         """Note that an operator wrote to the weight. Runs no collective.
@@ -190,8 +148,9 @@ class Float8ParamHandle(ParamHandle):
             self.pending = values.clone()
         store = getattr(self.parameter_part, "_store", None)
         # A gathered weight has no observer.
-        if store is not None and store.observer is self:
-            self.update_history(store.any_plane.scale)
+        if store is not None and store.observer is self and not tensor.is_meta:
+            # The next write would otherwise saturate with a scale from before these values.
+            update_histories([self], [store.any_plane.scale.view(-1)])
 
     def mark_written(self) -> None:
         """Note a write. Scales are taken to be common. Others set ``unsynced`` afterwards."""
@@ -211,25 +170,7 @@ class Float8ParamHandle(ParamHandle):
         self.unsynced, self.pending = False, None
         self._note_stream()
 
-    def mark_loaded(self) -> None:
-        """Note that codes and scales were loaded in place, on all ranks.
-
-        A rank may have loaded and quantized values in high precision instead. Scales are therefore
-        synchronized. Codes with a common scale stay as they are.
-        """
-        self._keep_init(None)
-        self.mark_written()
-        self.unsynced = True
-
     # --- delayed scaling -------------------------------------------------------------------------
-
-    def update_history(self, scale: Tensor) -> None:
-        """With delayed scaling, make the next scale the one that values were written with.
-
-        The next write would otherwise saturate with a scale from before these values.
-        """
-        if self.slots is not None and not scale.is_meta:
-            update_histories([self], [scale.view(1)])
 
     def start_history_from(self, values: Tensor) -> None:
         """With delayed scaling, start the history of a whole weight with the amax of its values."""
@@ -272,69 +213,22 @@ class Float8ParamHandle(ParamHandle):
             self.init_value = values.detach().to("cpu", copy=True) if kept else None  # type: ignore[union-attr]
 
 
-def _copy_first(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
-    """Copy codes and scales of a part of another tensor to the front of an allocation.
-
-    FSDP2 calls ``new_zeros`` with the padded size, and copies this rank's part of the weight to the
-    front. Only that copy shows how long the shard is, and at which row of a block it begins.
-    Afterwards, the store of ``dst`` consists of this part alone. Zeros stay in memory behind it.
-
-    Returns:
-        False, with nothing written, if ``dst`` or ``src`` is not a part in order, or ``dst`` does
-        not begin with the allocation.
-
-    Raises:
-        ValueError: ``src`` has parts of rows, but the format needs whole rows.
-    """
-    store, source, to, part = dst._store, src._store, dst.box, src.box
-    if to is None or part is None or store.batched != source.batched:
-        return False
-    along = to.rows if to.batch is None else to.batch
-    if along.start:
-        return False
-    if not dst.numel():
-        return True  # an empty shard
-    if not store.format.per_tensor and part.cols != slice(0, source.matrix[-1]):
-        raise ValueError(
-            f"a weight in format {store.format.name!r} is sharded by rows only: "
-            "return Shard(0) from shard_placement_fn, or use a recipe with one scale per tensor"
-        )
-    for name, new in zip(PLANES, source.part(part), strict=True):
-        plane = getattr(store, name)
-        if plane is not None and new is not None:
-            dim = int(name == "columnwise" and not store.batched)
-            data = plane.data.narrow(dim, 0, along.stop)
-            data.copy_(new.data.reshape(data.shape))
-            scale = new.scale.to(data.device, copy=True)
-            setattr(store, name, Plane(data, scale, new.format, new.lead))
-    store.first_copy = None
-    return True
-
-
-def handle_for(module: nn.Module, name: str) -> ParamHandle:
-    """Return the handle of a module's parameter, which is not sharded.
-
-    The handle of an FP8 weight observes its writes from now on.
-    """
-    parameter = own_part(module._parameters.get(name))
-    if not isinstance(parameter, QuantizedTensor):
-        return ParamHandle(module, name)
-    handle = parameter._store.observer
-    if not isinstance(handle, Float8ParamHandle) or handle._module() is not module:
-        handle = parameter._store.observer = Float8ParamHandle(module, name)
-    return handle
-
-
-def register_handle(module: nn.Module, name: str) -> Float8ParamHandle:
-    """Return the handle of a module's quantized parameter, which observes its writes from now on.
+def handle_for(module: nn.Module, name: str, parameter: Any = None) -> ParamHandle:
+    """Return the handle of a module's parameter. The handle of an FP8 weight observes its writes.
 
     Args:
-        module: a converted module.
-        name: the name of a parameter that is not sharded.
+        module: the module.
+        name: the name of the parameter.
+        parameter: the tensor that is about to become the parameter. By default, the one that is.
     """
-    handle = handle_for(module, name)
-    assert isinstance(handle, Float8ParamHandle)
-    module.__dict__.setdefault("_fp8_params", {})[name] = handle
+    local = own_part(module._parameters.get(name) if parameter is None else parameter)
+    known: Any = module.__dict__.get("_fp8_params", {}).get(name)
+    if not isinstance(local, QuantizedTensor):
+        own = type(known) is ParamHandle and known._module() is module
+        return known if own else ParamHandle(module, name)
+    handle = local._store.observer
+    if not isinstance(handle, Float8ParamHandle) or handle._module() is not module:
+        handle = local._store.observer = Float8ParamHandle(module, name)
     return handle
 
 
@@ -361,16 +255,6 @@ def scales_of(shard: LocalShard) -> Tensor:
 # --- delayed scaling ------------------------------------------------------------------------------
 
 
-def largest_code(spec: QuantSpec) -> float:
-    """Return the largest value that a per-tensor scale of 1 is computed for."""
-    return float(FP8_MAX[spec.fp8_dtype] / 2**spec.margin)
-
-
-def differs(a: Tensor, b: Tensor) -> Tensor:
-    """Compare fp32 scales bit for bit, since NaN does not equal itself."""
-    return a.view(torch.int32) != b.view(torch.int32)
-
-
 def update_histories(
     handles: Sequence[Float8ParamHandle],
     scales: Sequence[Tensor],
@@ -385,16 +269,7 @@ def update_histories(
         before: scales with the same bits in both have no effect. None if all have.
     """
     found = [(pair, i) for i, handle in enumerate(handles) if (pair := handle.slots) is not None]
-    if not found:
-        return
-    with torch.no_grad():
-        slots = [pair for pair, _ in found]
-        known, amaxes = (torch.stack(part) for part in zip(*slots, strict=True))
-        new_scales = torch.cat([scales[i] for _, i in found]).to(known.device)
-        counts = new_scales.isfinite()
-        if before is not None:
-            old = torch.cat([before[i] for _, i in found]).to(known.device)
-            counts &= differs(new_scales, old)
-        largest = amaxes.maximum(new_scales * largest_code(handles[0].quant_spec))
-        new = (*torch.where(counts, new_scales, known), *torch.where(counts, largest, amaxes))
-        torch._foreach_copy_([slot for part in zip(*slots, strict=True) for slot in part], new)
+    if found:
+        slots, places = zip(*found, strict=True)
+        old = None if before is None else [before[i] for i in places]
+        set_next_scales(slots, [scales[i] for i in places], handles[0].quant_spec, old)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import own_part
-from fp8rs.tensor.formats import INPUT_DTYPES
+from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import wrap
 from fp8rs.tensor.store import Store
 
 from .layout import AllGatherLayout
-from .param import ParamHandle, StreamDependency
+from .param import ParamHandle
 from .shard_spec import ShardSpec
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class AllGatherMetadata:
 
     Attributes:
         handle: the parameter's handle.
-        spec: how the parameter is sharded.
+        shard_spec: how the parameter is sharded.
         layout: how the gathered bytes are laid out.
         scale: the scales on the handle.
         inputs: with one rank, all tensors to gather, because FSDP2 passes on the first alone.
@@ -36,7 +36,7 @@ class AllGatherMetadata:
     """
 
     handle: ParamHandle
-    spec: ShardSpec
+    shard_spec: ShardSpec
     layout: AllGatherLayout
     scale: Tensor | None
     inputs: tuple[Tensor, ...]
@@ -48,7 +48,7 @@ def pre_all_gather(self: Any, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], All
     """Return the shard as flat uint8 tensors, equally long on all ranks, and metadata."""
     handle: ParamHandle = self._handle
     found: tuple[tuple[Tensor, ...], AllGatherMetadata]
-    found = handle.state.shard().all_gather_inputs(handle, self.shard)
+    found = handle.state.ensure_sharded_model().all_gather_inputs(handle, self)
     return found
 
 
@@ -66,27 +66,20 @@ def post_all_gather(
         On the first call, the weight and its inner tensors besides the gathered ones. FSDP2 frees
         and allocates their memory.
     """
-    metadata.handle.state.shard().end_all_gather()
+    metadata.handle.state.ensure_sharded_model().end_all_gather()
     metadata.ready.wait()
     outputs = (*all_gather_outputs, *metadata.inputs[len(all_gather_outputs) :])
-    layout, spec = metadata.layout, metadata.spec
+    layout, shard_spec = metadata.layout, metadata.shard_spec
     store: Store | None = None if out is None else own_part(out)._store
-    if store is None and param_dtype not in INPUT_DTYPES:
-        raise TypeError(
-            f"{metadata.handle.fqn} is to be gathered as {param_dtype}, by "
-            "MixedPrecisionPolicy(param_dtype=...) or its own dtype; FP8 layers compute in "
-            "float32, bfloat16 or float16"
-        )
     # A training forward may write tensors that an inference forward has created.
     with torch.inference_mode(False), torch.no_grad():
+        columnwise = None if store is None else store.columnwise
+        planes = layout.unpack(outputs, shard_spec, metadata.scale, columnwise)
         if store is None:
-            inner = layout.inner_tensors(spec, outputs[0].device)
-        else:
-            inner = layout.inner_of((store.rowwise, store.columnwise))
-        planes = layout.unpack(outputs, inner, spec, metadata.scale)
-        if store is None:
-            weight = wrap(Store(*planes, gathered=True), torch.Size(spec.whole), param_dtype)
-            return weight, tuple(inner)
+            weight = wrap(
+                Store(*planes, gathered=True), torch.Size(shard_spec.unsharded_shape), param_dtype
+            )
+            return weight, layout.inner_tensors(planes)
         store.rowwise, store.columnwise = planes
         return None
 

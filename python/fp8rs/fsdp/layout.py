@@ -40,15 +40,15 @@ class AllGatherLayout:
         fp8_dtype: dtype of their codes.
 
     Attributes:
-        both: whether the columnwise plane is gathered, because the rowwise one does not give it.
+        columnwise: whether the columnwise plane is gathered too. The rowwise one does not give it.
         height: number of rows of a block. A shard boundary can split blocks if it is above 1.
     """
 
     def __init__(self, format: BlockFormat, fp8_dtype: torch.dtype) -> None:
         self.format, self.fp8_dtype = format, fp8_dtype
         rows, cols = format.block
-        self.both = not format.square and cols != -1
-        self.height = cols if self.both else max(rows, 1)
+        self.columnwise = not format.square and cols != -1
+        self.height = cols if self.columnwise else max(rows, 1)
 
     # --- shards ----------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class AllGatherLayout:
         if self.gathers_codes_alone(spec):
             return (flat(row.data.reshape(1, -1), *extents[0]),)
         made = [row.data, row.scale]
-        if self.both:
+        if self.columnwise:
             assert col is not None
             made += [col.data, col.scale]
         if spec.batched:
@@ -83,7 +83,7 @@ class AllGatherLayout:
 
     def gathers_codes_alone(self, spec: ShardSpec) -> bool:
         """Whether every rank has the scales of the whole weight."""
-        return not spec.by_matrix and (self.format.per_tensor or spec.batched)
+        return not spec.shards_batch and (self.format.per_tensor or spec.batched)
 
     def extents(self, spec: ShardSpec) -> tuple[tuple[int, int], ...]:
         """Return the rows and columns, in elements, of each matrix of a packed shard.
@@ -93,16 +93,16 @@ class AllGatherLayout:
         """
         if self.gathers_codes_alone(spec):
             return ((1, spec.padded_numel),)
-        padded, ranks = spec.padded, spec.ranks
+        padded, ranks = spec.padded_length, spec.num_shards
         if spec.batched:
-            codes = (padded, prod(spec.matrix))
-            directions = (spec.matrix, spec.matrix[::-1])[: 1 + self.both]
+            codes = (padded, prod(spec.matrix_shape))
+            directions = (spec.matrix_shape, spec.matrix_shape[::-1])[: 1 + self.columnwise]
             shapes = (self.format.scale_shape(*direction) for direction in directions)
             return tuple(e for shape in shapes for e in (codes, (padded, prod(shape))))
-        rows, cols = spec.whole
+        rows, cols = spec.unsharded_shape
         scale_rows = block_rows(rows, padded, ranks, self.format.block[0])
         row = (padded, cols), (scale_rows, self.format.scale_shape(rows, cols)[1])
-        if not self.both:
+        if not self.columnwise:
             return row
         return (*row, (cols, padded), (cols, block_rows(rows, padded, ranks, self.height)))
 
@@ -114,76 +114,68 @@ class AllGatherLayout:
 
     # --- unsharded weights -----------------------------------------------------------------------
 
-    def inner_tensors(self, spec: ShardSpec, device: torch.device) -> list[Tensor]:
-        """Allocate the tensors that an unsharded weight needs besides the gathered ones."""
-        if not self.both or spec.batched:
-            return []
-        rows, cols = spec.whole
-        blocks = cols, -(-rows // self.height) * self.format.scale_dtype.itemsize
-        return [
-            torch.empty(shape, dtype=torch.uint8, device=device) for shape in ((cols, rows), blocks)
-        ]
-
-    def inner_of(self, planes: Planes) -> list[Tensor]:
-        """Return the tensors of `inner_tensors` that planes of an unsharded weight use."""
+    def inner_tensors(self, planes: Planes) -> tuple[Tensor, ...]:
+        """Return the tensors of an unsharded weight that are not gathered ones."""
         col = planes[1]
-        if not self.both or col is None or col.batched:
-            return []
-        return [t.view(torch.uint8) for t in (col.data, col.scale)]
+        return () if col is None or col.batched else (col.data, col.scale)
 
     def unpack(
         self,
         outputs: Sequence[Tensor],
-        inner: Sequence[Tensor],
         spec: ShardSpec,
         scale: Tensor | None,
+        columnwise: Plane | None = None,
     ) -> Planes:
         """Return the planes of the unsharded weight, over the gathered tensors.
 
         Args:
             outputs: the gathered tensors, each with the ranks' tensors one after the other.
-            inner: the tensors of `inner_tensors`, with memory.
-            spec: the shard's.
+            spec: how the weight is sharded.
             scale: the scales of the whole weight, if every rank has them.
+            columnwise: the columnwise plane of the last unshard. It is written again.
         """
         format = self.format
-        codes = self.codes(outputs[0], torch.Size(spec.whole))
+        codes = self.codes(outputs[0], torch.Size(spec.unsharded_shape))
         if self.gathers_codes_alone(spec):
             assert scale is not None
             return Plane(codes, scale, format), None
         if spec.batched:
-            rows, cols = spec.matrix
+            rows, cols = spec.matrix_shape
             row = Plane(codes, self._scales(outputs[1], spec, rows, cols), format)
-            if not self.both:
+            if not self.columnwise:
                 return row, None
-            codes = self.codes(outputs[2], torch.Size((spec.whole[0], cols, rows)))
+            codes = self.codes(outputs[2], torch.Size((spec.unsharded_shape[0], cols, rows)))
             return row, Plane(codes, self._scales(outputs[3], spec, cols, rows), format)
-        rows, cols = spec.whole
-        padded, ranks = spec.padded, spec.ranks
+        rows, cols = spec.unsharded_shape
+        padded, ranks = spec.padded_length, spec.num_shards
         count, blocks_a_row = format.scale_shape(rows, cols)
         scale = outputs[1].view(format.scale_dtype).view(-1, blocks_a_row)
         scale = pick(scale, count, scale_order(rows, padded, ranks, format.block[0]))
         row = Plane(codes, scale, format)
-        if not self.both:
+        if not self.columnwise:
             return row, None
 
-        with preserve_version_counter(inner[0]):
+        if columnwise is None:
+            codes = torch.empty((cols, rows), dtype=self.fp8_dtype, device=codes.device)
+            blocks = codes.new_empty(format.scale_shape(cols, rows), dtype=format.scale_dtype)
+            columnwise = Plane(codes, blocks, format)
+        codes = columnwise.data.view(torch.uint8)
+        with preserve_version_counter(codes):
             shards = outputs[2].view(ranks, cols, padded)
-            for i, part in enumerate(inner[0].split(padded, 1)):
+            for i, part in enumerate(codes.split(padded, 1)):
                 part.copy_(shards[i, :, : part.shape[1]])
         # Gathered as (rank, column, block). Blocks come first to be selected.
         scale = outputs[3].view(format.scale_dtype).view(ranks, cols, -1)
         blocks = scale.view(torch.uint8).transpose(1, 2).reshape(-1, cols)
         order = scale_order(rows, padded, ranks, self.height)
         blocks = pick(blocks, -(-rows // self.height), order)
-        with preserve_version_counter(inner[1]):
-            inner[1].copy_(blocks.t())
-        scale = inner[1].view(format.scale_dtype)
-        return row, Plane(inner[0].view(self.fp8_dtype), scale, format)
+        with preserve_version_counter(columnwise.scale):
+            columnwise.scale.view(torch.uint8).copy_(blocks.t())
+        return row, columnwise
 
     def _scales(self, output: Tensor, spec: ShardSpec, rows: int, cols: int) -> Tensor:
         """Return the gathered scales of a batch of (rows, cols) matrices."""
-        shape = self.format.scale_shape(rows, cols, (spec.whole[0],))
+        shape = self.format.scale_shape(rows, cols, (spec.unsharded_shape[0],))
         return output.view(self.format.scale_dtype)[: prod(shape)].view(shape)
 
 

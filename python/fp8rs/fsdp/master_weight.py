@@ -36,9 +36,12 @@ class MasterWeight(Tensor):
         data: the plain tensor, float32, bfloat16 or float16. Its memory is shared.
         handle: the parameter's handle, which views of this tensor have too.
         requires_grad: whether autograd records operations on it.
+
+    Attributes:
+        high_precision: the plain tensor, detached.
     """
 
-    _data: Tensor
+    high_precision: Tensor
     _handle: ParamHandle
 
     @staticmethod
@@ -46,7 +49,7 @@ class MasterWeight(Tensor):
         cls, data: Tensor, handle: ParamHandle, *, requires_grad: bool = False
     ) -> MasterWeight:
         if isinstance(data, MasterWeight):
-            data = data._data
+            data = data.high_precision
         self: MasterWeight
         if is_traced(data):
             # A detached tensor would hide the trace's writes from its input.
@@ -54,7 +57,7 @@ class MasterWeight(Tensor):
         else:
             data = data.detach()
             self = real_subclass(cls, data, requires_grad)
-        self._data = data
+        self.high_precision = data
         self._handle = handle
         return self
 
@@ -64,16 +67,6 @@ class MasterWeight(Tensor):
     # Operators go to __torch_dispatch__ directly.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
-    @property
-    def high_precision(self) -> Tensor:
-        """The plain tensor, detached. It shares the memory."""
-        return self._data
-
-    @property
-    def shard(self) -> Tensor:
-        """The plain tensor, as all-gathers read it."""
-        return self._data
-
     # `p.data = tensor` replaces a tensor's contents without the dispatcher.
     @property
     def data(self) -> Tensor:
@@ -81,30 +74,30 @@ class MasterWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        plain = value._data if isinstance(value, MasterWeight) else value
+        plain = value.high_precision if isinstance(value, MasterWeight) else value
         Tensor.data.__set__(self, plain)  # type: ignore[attr-defined]
-        self._data = plain.detach()
+        self.high_precision = plain.detach()
         self._handle.mark_written()
 
     # torch does not support these for subclasses with a __torch_dispatch__.
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as an array, like a plain tensor's ``numpy``."""
-        return self._data.numpy(force=force)
+        return self.high_precision.numpy(force=force)
 
     def tolist(self) -> Any:
         """Return the values as nested lists, like a plain tensor's ``tolist``."""
-        return self._data.tolist()
+        return self.high_precision.tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"MasterWeight({self._data!r}, requires_grad={self.requires_grad})"
+        return f"MasterWeight({self.high_precision!r}, requires_grad={self.requires_grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeight:
         handle = deepcopy(self._handle, memo)
-        return MasterWeight(self._data.clone(), handle, requires_grad=self.requires_grad)
+        return MasterWeight(self.high_precision.clone(), handle, requires_grad=self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickles hold the plain tensor, so that they are readable without this library.
-        return self._data.__reduce_ex__(protocol)
+        return self.high_precision.__reduce_ex__(protocol)
 
     # For torch.compile, for example of an optimizer's step. Traced tensors have no memory, so they
     # cannot become real subclasses. The handle must not be part of the graph: one graph serves all
@@ -113,10 +106,10 @@ class MasterWeight(Tensor):
     @property
     def traced(self) -> bool:
         """Whether a compiler traces this tensor. Operators then return plain tensors."""
-        return is_traced(self._data)
+        return is_traced(self.high_precision)
 
     def __tensor_flatten__(self) -> tuple[list[str], ParamHandle]:
-        return ["_data"], self._handle
+        return ["high_precision"], self._handle
 
     @classmethod
     def __metadata_guard__(cls, traced: ParamHandle, handle: ParamHandle) -> bool:
@@ -126,7 +119,7 @@ class MasterWeight(Tensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], handle: ParamHandle, outer_size: Any, outer_stride: Any
     ) -> MasterWeight:
-        return MasterWeight(inner["_data"], handle)
+        return MasterWeight(inner["high_precision"], handle)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -137,7 +130,9 @@ class MasterWeight(Tensor):
             note_writes(func, args, kwargs)
         out = on_plain(func, args, kwargs)
         first = args[0] if args else None
-        if func not in STANDING_FOR or not isinstance(first, MasterWeight) or first.traced:
+        if not isinstance(first, MasterWeight) or first.traced:
+            return out
+        if not func.is_view and func not in NEW_TENSORS:
             return out
         handle = first._handle
         return tree_map_only(
@@ -171,7 +166,7 @@ def is_copied_elsewhere(to: Any, values: Any) -> bool:
     local = local_of(handle.parameter)
     if not isinstance(local, MasterWeight):
         return False
-    return not is_alias(local._data, to._data)
+    return not is_alias(local.high_precision, to.high_precision)
 
 
 def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,35 +174,19 @@ def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     masters: dict[int, MasterWeight] = {}
 
     def unwrap(master: MasterWeight) -> Tensor:
-        masters[id(master._data)] = master
-        return master._data
+        masters[id(master.high_precision)] = master
+        return master.high_precision
 
     args, kwargs = tree_map_only(MasterWeight, unwrap, (args, kwargs))
     out = func(*args, **kwargs)
     return tree_map(lambda x: masters.get(id(x), x), out)
 
 
-#: Operators whose results are MasterWeights of the same parameter. All others return plain tensors,
-#: such as zeros_like, which creates optimizer states.
-STANDING_FOR = frozenset(
+#: Operators whose results are MasterWeights of the same parameter, besides all views. `.to()`,
+#: padding, to_empty and deepcopy use them. Others return plain tensors, such as zeros_like, which
+#: creates optimizer states.
+NEW_TENSORS = frozenset(
     (
-        # Views that FSDP2, DTensor and DCP take. Writes to them are seen.
-        aten.alias.default,
-        aten.as_strided.default,
-        aten.detach.default,
-        aten.expand.default,
-        aten.narrow.default,
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.squeeze.dim,
-        aten.t.default,
-        aten.transpose.int,
-        aten.unbind.int,
-        aten.unsqueeze.default,
-        aten.view.default,
-        # New tensors: `.to()`, padding, to_empty, deepcopy.
         aten._pin_memory.default,
         aten._to_copy.default,
         aten.clone.default,

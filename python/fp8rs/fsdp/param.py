@@ -1,4 +1,4 @@
-"""The handle of one FP8 parameter, and the order of its writes and reads on CUDA streams."""
+"""The handle of one FP8 parameter: its shard, its scale, and the writes to it."""
 
 from __future__ import annotations
 
@@ -10,41 +10,17 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import is_traced, own_part, spec
+from fp8rs._torch import dtensor_spec, own_part
 from fp8rs.scaling.histories import keep_local
+from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes
 
-from .shard_spec import ShardSpec, shard_spec
+from .shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from fp8rs.nn.model_state import ModelState
-
-
-class StreamDependency:
-    """Tensors that one CUDA stream wrote and others read. A no-op for other devices."""
-
-    def __init__(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        # Under FakeTensorMode, nothing runs on a stream.
-        if device.type == "cuda" and not is_traced(torch.empty(0, device=device)):
-            self._stream = torch.cuda.current_stream(device)
-            self._event = self._stream.record_event()
-            # Views of one buffer share its storage.
-            self._tensors = list({t.untyped_storage().data_ptr(): t for t in tensors}.values())
-            self._streams = {self._stream.cuda_stream}
-
-    def wait(self) -> None:
-        """Make the current stream wait for the writes, and keep the memory alive for its reads."""
-        if self._stream is None:
-            return
-        current = torch.cuda.current_stream(self._stream.device)
-        if current.cuda_stream not in self._streams:
-            self._streams.add(current.cuda_stream)
-            current.wait_event(self._event)
-            for tensor in self._tensors:
-                tensor.record_stream(current)
 
 
 class ParamHandle:
@@ -75,7 +51,7 @@ class ParamHandle:
         self.ready: StreamDependency | None = None
         #: The forward and the number of writes that the scale was computed for.
         self._forward_id = self._writes_seen = -1
-        self._spec: tuple[Any, ShardSpec] | None = None
+        self._shard_spec: tuple[Any, ShardSpec] | None = None
 
     # --- the parameter ---------------------------------------------------------------------------
 
@@ -137,15 +113,15 @@ class ParamHandle:
         return local_of(self.parameter) if self.in_place else None
 
     @property
-    def spec(self) -> ShardSpec:
-        """How the parameter is sharded. RuntimeError while the module holds no shard."""
+    def shard_spec(self) -> ShardSpec:
+        """How the parameter is sharded, or was sharded before the module held it unsharded."""
         parameter: Any = self.parameter
-        if local_of(parameter) is None:
-            raise RuntimeError(f"{self.fqn} is gathered, but its module holds no sharded parameter")
         # Reading a mesh's groups is slow. The DTensor's specification stays the same object.
-        if self._spec is None or self._spec[0] is not spec(parameter):
-            self._spec = spec(parameter), shard_spec(parameter)
-        return self._spec[1]
+        known = None if self._shard_spec is None else self._shard_spec[0]
+        if local_of(parameter) is not None and known is not dtensor_spec(parameter):
+            self._shard_spec = dtensor_spec(parameter), ShardSpec.from_dtensor(parameter)
+        assert self._shard_spec is not None, f"{self.fqn} is not sharded"
+        return self._shard_spec[1]
 
     # --- scales and writes -----------------------------------------------------------------------
 
@@ -169,7 +145,7 @@ class ParamHandle:
         self._forward_id, self._writes_seen, self.ready = forward_id, self.writes, ready
         self.written_on = None  # `ready` waited for it
 
-    def mark_stale(self) -> None:
+    def invalidate_scale(self) -> None:
         """Note that the values changed without an operator."""
         self._writes_seen = -1
 
@@ -246,13 +222,13 @@ class LocalShard:
     Attributes:
         handle: the parameter's handle.
         data: the shard without padding, in high precision, or an FP8 weight's quantized shard.
-        spec: how the parameter is sharded.
+        shard_spec: how the parameter is sharded.
         device: the mesh's device. An offloaded shard is on another one.
     """
 
     handle: ParamHandle
     data: Tensor
-    spec: ShardSpec
+    shard_spec: ShardSpec
     device: torch.device
 
     @property
@@ -279,16 +255,16 @@ class LocalShard:
     @property
     def matrices(self) -> int:
         """The number of matrices that the shard has, or has parts of."""
-        return self.data.shape[0] if self.spec.batched else 1
+        return self.data.shape[0] if self.shard_spec.batched else 1
 
 
 def set_scales(shards: Sequence[LocalShard], scales: Tensor) -> None:
     """Give each handle the scales of its matrices, of scales (n,)."""
     parts = scales.split([shard.matrices for shard in shards])
     for shard, part in zip(shards, parts, strict=True):
-        if shard.spec.batched:
+        if shard.shard_spec.batched:
             shard.handle.scale = part
-    places = [i for i, shard in enumerate(shards) if not shard.spec.batched]
+    places = [i for i, shard in enumerate(shards) if not shard.shard_spec.batched]
     if places:
         single = scales if len(places) == len(shards) else torch.cat([parts[i] for i in places])
         for i, scale in zip(places, aligned(single), strict=True):
@@ -313,7 +289,7 @@ def wait_for_writes(handles: Sequence[ParamHandle]) -> None:
             current.wait_stream(written_on)
 
 
-def mark_writes(handles: Iterable[ParamHandle]) -> None:
+def record_write_events(handles: Iterable[ParamHandle]) -> None:
     """Record events for the writes made so far, so that nothing later is waited for with them."""
     events: dict[torch.cuda.Stream, torch.cuda.Event] = {}
     for handle in handles:

@@ -38,20 +38,15 @@ from torch import Tensor
 
 from fp8rs._core import multi_rescale
 from fp8rs._torch import is_traced
+from fp8rs.scaling.histories import differs, largest_code
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
-from .float8_shard import (
-    Float8ParamHandle,
-    differs,
-    largest_code,
-    scales_of,
-    update_histories,
-)
+from .float8_shard import Float8ParamHandle, scales_of, update_histories
 from .param import LocalShard
-from .quantize import BlockwiseShardQuantizer, ShardQuantizer
+from .shard_quantizer import BlockwiseShardQuantizer, ShardQuantizer
 
 _block_amax = torch.ops.fp8rs.block_amax.default
 _multi_amax = torch.ops.fp8rs.multi_amax.default
@@ -94,12 +89,14 @@ def _contribution(scale: Tensor, wanted: Tensor) -> Tensor:
     return torch.stack([wanted, scale, reversed_scale])
 
 
-def _wanted(spec: QuantSpec, handle: Float8ParamHandle, scale: Tensor, amax: Tensor) -> Tensor:
+def _wanted(
+    quant_spec: QuantSpec, handle: Float8ParamHandle, scale: Tensor, amax: Tensor
+) -> Tensor:
     """Return the scales that a written shard's values need, fp32 of the shape of ``amax``.
 
     The scales of pending values are computed from these already. Codes start from their scales.
     """
-    needed = scale if handle.pending is not None else spec.keep_scale(scale, amax)
+    needed = scale if handle.pending is not None else quant_spec.keep_scale(scale, amax)
     return torch.where(amax == 0, 0.0, needed)
 
 
@@ -139,11 +136,11 @@ def _rescale(parts: Sequence[tuple[Tensor, Tensor, Tensor]], width: int | None) 
 
 def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
     stored = torch.cat([scales_of(s).to(s.device) for s in shards])
-    lanes = _tensor_lanes(quantizer.spec, shards, stored)
+    contributions = _tensor_contributions(quantizer.quant_spec, shards, stored)
     # (4, matrices) as four runs of one value per matrix.
-    reduced = quantizer.reduce([*shards] * 4, lanes.view(-1))
-    *contributions, amaxes = reduced.view(4, -1).unbind()
-    common = _common(*contributions)
+    reduced = quantizer.reduce([*shards] * 4, contributions.view(-1))
+    *maxima, amaxes = reduced.view(4, -1).unbind()
+    common = _common(*maxima)
     if is_traced(common):
         return
     counts = [shard.matrices for shard in shards]
@@ -166,16 +163,18 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     torch._foreach_copy_(list(map(scales_of, shards)), list(scales))
 
 
-def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor) -> Tensor:
+def _tensor_contributions(
+    quant_spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor
+) -> Tensor:
     """Return contributions to the common scales and amaxes of the values, (4, matrices).
 
     Args:
-        spec: how the weights are quantized.
+        quant_spec: how the weights are quantized.
         shards: the shards.
         stored: the scales of their matrices, fp32. Kernels are launched only for shards that were
             written, because all ranks synchronize in each forward.
     """
-    wanted, amaxes = stored.clone(), stored * largest_code(spec)
+    wanted, amaxes = stored.clone(), stored * largest_code(quant_spec)
     empty: list[int] = []
     ends = accumulate(shard.matrices for shard in shards)
     for shard, end in zip(shards, ends, strict=True):
@@ -186,63 +185,58 @@ def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor)
         elif handle.unsynced:
             scale = stored[at]
             if handle.pending is not None:
-                amax = amaxes[at] = _multi_amax([handle.pending], shard.spec.batched)
+                amax = amaxes[at] = _multi_amax([handle.pending], shard.shard_spec.batched)
             else:
                 row = shard.row
                 magnitudes = row.data.view(torch.uint8).reshape(len(places), -1) & 0x7F
                 largest = magnitudes.amax(1).view(row.data.dtype)
                 amax = largest.to(scale.device, torch.float32) * scale
-            wanted[at] = _wanted(spec, handle, scale, amax.to(scale.device))
-    lanes = torch.cat([_contribution(stored, wanted), amaxes.view(1, -1)])
+            wanted[at] = _wanted(quant_spec, handle, scale, amax.to(scale.device))
+    found = torch.cat([_contribution(stored, wanted), amaxes.view(1, -1)])
     if empty:  # the scales of empty shards do not count
-        lanes[:, index_tensor(tuple(empty), lanes.device)] = 0
-    return lanes
+        found[:, index_tensor(tuple(empty), found.device)] = 0
+    return found
 
 
 # --- blocks that shard boundaries split -----------------------------------------------------------
 
 
 def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[LocalShard]) -> None:
-    grids = [_block_lanes(quantizer, shard) for shard in shards]
-    lanes = [grid[i] for i in range(3) for grid in grids]
-    reduced = quantizer.reduce_split([*shards] * 3, lanes)
-    parts: list[tuple[LocalShard, int, Tensor]] = []
+    grids = [_block_contributions(quantizer, shard) for shard in shards]
+    contributions = [grid[i] for i in range(3) for grid in grids]
+    reduced = quantizer.reduce_rows([*shards] * 3, contributions, quantizer.split_rows)
+    codes: list[tuple[Tensor, Tensor, Tensor]] = []
     for i, shard in enumerate(shards):
         common = _common(*reduced[i :: len(shards)])
-        places = quantizer.places(shard, grids[i])
-        parts += [(shard, place, common.select(-2, row)) for place, row in places]
-    if not parts or is_traced(parts[0][2]):
-        return
-    codes: list[tuple[Tensor, Tensor, Tensor]] = []
-    for shard, place, common in parts:
-        rows, scale = _rows(quantizer, shard, place), common.to(shard.data.device)
-        plane = _split_plane(quantizer, shard)
+        if is_traced(common):
+            return
+        plane, height = _split_plane(quantizer, shard), quantizer.height
         data, scales = plane.matrix, plane.scale
-        if quantizer.layout.both:
+        if quantizer.layout.columnwise:
             data, scales = data.t(), scales.t()
-        data, scales = data[..., rows, :], scales.select(-2, place)
-        stored = scales.to(torch.float32, copy=True)
-        if handle_of(shard).pending is None:
-            codes.append((data, stored.view(-1), scale.reshape(-1)))
-        else:
-            values = _values(quantizer, shard)[..., rows, :]
-            _round_blocks(quantizer, values, data, differs(scale, stored), scale)
-        scales.copy_(scale.to(scales.dtype))
+        for place, row in zip(
+            *quantizer.places(shard, grids[i], quantizer.split_rows), strict=True
+        ):
+            start = place * height - quantizer.offset(shard)
+            rows = slice(max(start, 0), start + height)
+            scale, stored = common.select(-2, row).to(data.device), scales.select(-2, place)
+            before = stored.to(torch.float32, copy=True)
+            if handle_of(shard).pending is None:
+                codes.append((data[..., rows, :], before.view(-1), scale.reshape(-1)))
+            else:
+                values = _values(quantizer, shard)[..., rows, :]
+                changed = differs(scale, before)
+                _round_blocks(quantizer, values, data[..., rows, :], changed, scale)
+            stored.copy_(scale.to(stored.dtype))
     _rescale(codes, quantizer.split_block[1])
 
 
 def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane:
     """Return the plane whose blocks shard boundaries split."""
     row, col = shard.planes
-    plane = col if quantizer.layout.both else row
+    plane = col if quantizer.layout.columnwise else row
     assert plane is not None
     return plane
-
-
-def _block_scales(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
-    """Return the scales of a shard's blocks, fp32 (..., rows of blocks, columns of blocks)."""
-    scales = _split_plane(quantizer, shard).scale.to(torch.float32)
-    return scales.t().contiguous() if quantizer.layout.both else scales
 
 
 def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
@@ -251,23 +245,23 @@ def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     if pending is not None:
         return pending.view(cast(QuantizedTensor, shard.data)._store.matrix)
     values = _split_plane(quantizer, shard).dequantize(torch.float32)
-    return values.t() if quantizer.layout.both else values
+    return values.t() if quantizer.layout.columnwise else values
 
 
-def _rows(quantizer: BlockwiseShardQuantizer, shard: LocalShard, place: int) -> slice:
-    """Return the shard's rows in one row of blocks, the ``place``-th that the shard touches."""
-    height, above = quantizer.height, shard.spec.row_offset % quantizer.height
-    return slice(max(place * height - above, 0), (place + 1) * height - above)
-
-
-def _block_lanes(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
+def _block_contributions(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return contributions for each block of a shard, (3, ..., rows, columns of blocks)."""
-    scales, handle = _block_scales(quantizer, shard), handle_of(shard)
+    scales, handle = _split_plane(quantizer, shard).scale.to(torch.float32), handle_of(shard)
+    if quantizer.layout.columnwise:
+        scales = scales.t().contiguous()
     if not handle.unsynced:
         return _contribution(scales, scales)
-    offset, batched = shard.spec.row_offset % quantizer.height, shard.spec.batched
-    amax = _block_amax(_values(quantizer, shard), quantizer.split_block, offset, batched)
-    return _contribution(scales, _wanted(quantizer.spec, handle, scales, amax))
+    block, offset, batched = (
+        quantizer.split_block,
+        quantizer.offset(shard),
+        shard.shard_spec.batched,
+    )
+    amax = _block_amax(_values(quantizer, shard), block, offset, batched)
+    return _contribution(scales, _wanted(quantizer.quant_spec, handle, scales, amax))
 
 
 def _round_blocks(

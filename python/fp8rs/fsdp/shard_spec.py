@@ -25,12 +25,12 @@ class ShardSpec:
         groups: process groups of all mesh dimensions that shard the parameter over more than one
             rank: FSDP2's and tensor parallelism's, without replicas.
         shard_groups: FSDP2's process group alone; empty with one rank.
-        ranks: number of FSDP2's shards.
-        rank: this rank's shard.
-        dim: the dimension that FSDP2 shards.
-        shape: the parameter's shape.
-        whole: the shape that FSDP2 gathers. With tensor parallelism, this rank's part.
-        origin: where that part begins in the parameter, for each dimension.
+        num_shards: number of FSDP2's shards.
+        shard_rank: this rank's shard.
+        shard_dim: the dimension that FSDP2 shards.
+        global_shape: the parameter's shape.
+        unsharded_shape: the shape that FSDP2 gathers. With tensor parallelism, this rank's part.
+        global_offset: where that part begins in the parameter, for each dimension.
         matrix_groups: the part of ``groups`` whose ranks share matrices. A batched weight (E, N, K)
             on Shard(0) has none, because each rank holds whole matrices.
     """
@@ -38,55 +38,55 @@ class ShardSpec:
     device_type: str
     groups: tuple[Any, ...]
     shard_groups: tuple[Any, ...]
-    ranks: int
-    rank: int
-    dim: int
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    origin: tuple[int, ...]
+    num_shards: int
+    shard_rank: int
+    shard_dim: int
+    global_shape: tuple[int, ...]
+    unsharded_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
     matrix_groups: tuple[Any, ...] = ()
 
     @property
     def batched(self) -> bool:
         """Whether the parameter is a batch of matrices."""
-        return len(self.whole) > 2
+        return len(self.unsharded_shape) > 2
 
     @property
-    def by_matrix(self) -> bool:
+    def shards_batch(self) -> bool:
         """Whether FSDP2 gives each rank whole matrices of a batch."""
-        return self.batched and self.dim == 0
+        return self.batched and self.shard_dim == 0
 
     @property
-    def matrix(self) -> tuple[int, int]:
+    def matrix_shape(self) -> tuple[int, int]:
         """Rows and columns of each gathered matrix."""
-        return split(self.whole, True)[1]
+        return split(self.unsharded_shape, True)[1]
 
     @property
-    def padded(self) -> int:
-        """Length of the longest shard along ``dim``."""
-        return -(-self.whole[self.dim] // self.ranks)
+    def padded_length(self) -> int:
+        """Length of the longest shard along ``shard_dim``."""
+        return -(-self.unsharded_shape[self.shard_dim] // self.num_shards)
 
     @property
     def padded_numel(self) -> int:
         """Number of elements of the longest shard. FSDP2 pads all shards to it."""
-        shape = list(self.whole)
-        shape[self.dim] = self.padded
+        shape = list(self.unsharded_shape)
+        shape[self.shard_dim] = self.padded_length
         return prod(shape)
 
     @property
-    def offset(self) -> int:
-        """The shard's first index along ``dim`` in the whole weight."""
-        return min(self.rank * self.padded, self.whole[self.dim])
+    def shard_offset(self) -> int:
+        """The shard's first index along ``shard_dim`` in the whole weight."""
+        return min(self.shard_rank * self.padded_length, self.unsharded_shape[self.shard_dim])
 
     @property
     def row_offset(self) -> int:
         """The shard's first row in each matrix, which decides where blocks begin."""
-        return 0 if self.by_matrix else self.offset * self.rows_per_index
+        return 0 if self.shards_batch else self.shard_offset * self.rows_per_index
 
     @property
     def rows_per_index(self) -> int:
-        """Rows of a matrix for each index along ``dim``. Columns are not counted."""
-        return prod(self.whole[self.dim + 1 : -1])
+        """Rows of a matrix for each index along ``shard_dim``. Columns are not counted."""
+        return prod(self.unsharded_shape[self.shard_dim + 1 : -1])
 
     def mesh_device(self, device: torch.device) -> torch.device:
         """Return the mesh's device for a shard that is on ``device``, possibly offloaded."""
@@ -96,63 +96,56 @@ class ShardSpec:
         return torch.device(self.device_type, accelerator.current_device())
 
     @property
-    def element_offset(self) -> int:
+    def element_offsets(self) -> tuple[int, ...]:
         """The index of the shard's first element, unique among the elements of the parameter.
 
-        Elements are counted in order. If other dimensions than the first are sharded, all elements
-        of one part are counted before the next part, so that the elements of a shard are
-        consecutive.
+        A shard with rows of all matrices of a batch has one index per matrix, counted in order.
+        Elements of other shards are counted so that they are consecutive: if other dimensions than
+        the first are sharded, all elements of one part are counted before the next part.
         """
-        start, size, offset = list(self.origin), list(self.whole), 0
-        start[self.dim] += self.offset
-        size[self.dim] = min(self.padded, self.whole[self.dim] - self.offset)
+        shape, start, size = self.global_shape, list(self.global_offset), list(self.unsharded_shape)
+        if self.batched and self.shard_dim == 1 and tuple(size[1:]) == shape[1:]:
+            numel, first = prod(shape[1:]), self.shard_offset * prod(shape[2:])
+            return tuple((start[0] + i) * numel + first for i in range(size[0]))
+        start[self.shard_dim] += self.shard_offset
+        size[self.shard_dim] = min(self.padded_length, size[self.shard_dim] - self.shard_offset)
+        offset = 0
         for dim, begin in enumerate(start):
-            offset += prod(self.shape[:dim]) * begin * prod(size[dim + 1 :])
-        return offset
+            offset += prod(shape[:dim]) * begin * prod(size[dim + 1 :])
+        return (offset,)
 
-    @property
-    def matrix_offsets(self) -> tuple[int, ...]:
-        """The index of the shard's first element of each matrix, if it has rows of all matrices.
-
-        Empty for other shards. Elements are counted in order.
-        """
-        if not self.batched or self.dim != 1 or self.whole[1:] != self.shape[1:]:
-            return ()
-        numel, first = prod(self.shape[1:]), self.offset * prod(self.shape[2:])
-        return tuple((self.origin[0] + i) * numel + first for i in range(self.whole[0]))
-
-
-def shard_spec(parameter: DTensor) -> ShardSpec:
-    """Return how FSDP2 has sharded a parameter."""
-    mesh = parameter.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "ranks outside the mesh hold no shard"
-    placements: list[Any] = list(parameter.placements)
-    sharded = [(i, p) for i, p in enumerate(placements) if not p.is_replicate()]
-    shape = tuple(parameter.shape)
-    if not sharded:
-        return ShardSpec(mesh.device_type, (), (), 1, 0, 0, shape, shape, (0,) * len(shape))
-    # FSDP2's mesh dimension comes before the dimensions of tensor parallelism.
-    fsdp, placement = sharded[0]
-    whole, origin = list(shape), [0] * len(shape)
-    for i, p in sharded[1:]:
-        chunk = -(-whole[p.dim] // mesh.size(i))
-        start = min(coordinate[i] * chunk, whole[p.dim])
-        origin[p.dim] += start
-        whole[p.dim] = min(chunk, whole[p.dim] - start)
-    groups = {i: mesh.get_group(i) for i, _ in sharded if mesh.size(i) > 1}
-    return ShardSpec(
-        mesh.device_type,
-        tuple(groups.values()),
-        tuple(group for i, group in groups.items() if i == fsdp),
-        mesh.size(fsdp),
-        coordinate[fsdp],
-        placement.dim,
-        shape,
-        tuple(whole),
-        tuple(origin),
-        tuple(group for i, group in groups.items() if len(shape) < 3 or placements[i].dim != 0),
-    )
+    @classmethod
+    def from_dtensor(cls, parameter: DTensor) -> ShardSpec:
+        """Return how FSDP2 has sharded a parameter."""
+        mesh = parameter.device_mesh
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None, "ranks outside the mesh hold no shard"
+        placements: list[Any] = list(parameter.placements)
+        sharded = [(i, p) for i, p in enumerate(placements) if not p.is_replicate()]
+        shape = tuple(parameter.shape)
+        if not sharded:
+            return cls(mesh.device_type, (), (), 1, 0, 0, shape, shape, (0,) * len(shape))
+        # FSDP2's mesh dimension comes before the dimensions of tensor parallelism.
+        fsdp, placement = sharded[0]
+        whole, origin = list(shape), [0] * len(shape)
+        for i, p in sharded[1:]:
+            chunk = -(-whole[p.dim] // mesh.size(i))
+            start = min(coordinate[i] * chunk, whole[p.dim])
+            origin[p.dim] += start
+            whole[p.dim] = min(chunk, whole[p.dim] - start)
+        groups = {i: mesh.get_group(i) for i, _ in sharded if mesh.size(i) > 1}
+        return cls(
+            mesh.device_type,
+            tuple(groups.values()),
+            tuple(group for i, group in groups.items() if i == fsdp),
+            mesh.size(fsdp),
+            coordinate[fsdp],
+            placement.dim,
+            shape,
+            tuple(whole),
+            tuple(origin),
+            tuple(group for i, group in groups.items() if len(shape) < 3 or placements[i].dim != 0),
+        )
 
 
 def local_part(values: Tensor, parameter: DTensor) -> Tensor:
@@ -162,9 +155,11 @@ def local_part(values: Tensor, parameter: DTensor) -> Tensor:
         values: values of the whole parameter, or of the part that FSDP2 gathers.
         parameter: the sharded parameter.
     """
-    spec = shard_spec(parameter)
-    if values.shape != spec.whole:
-        for dim, (start, length) in enumerate(zip(spec.origin, spec.whole, strict=True)):
+    shard_spec = ShardSpec.from_dtensor(parameter)
+    if values.shape != shard_spec.unsharded_shape:
+        for dim, (start, length) in enumerate(
+            zip(shard_spec.global_offset, shard_spec.unsharded_shape, strict=True)
+        ):
             values = values.narrow(dim, start, length)
-    length = local_tensor(parameter).shape[spec.dim]
-    return values.narrow(spec.dim, spec.offset, length).clone()
+    length = local_tensor(parameter).shape[shard_spec.shard_dim]
+    return values.narrow(shard_spec.shard_dim, shard_spec.shard_offset, length).clone()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,31 +27,27 @@ from fp8rs._torch import fsdp_groups, in_backward, local_tensor, sharded_paramet
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import quant_spec
 from fp8rs.scaling.reductions import reduce_packed_
+from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .checks import check_settings, compare_conversions
-from .float8_shard import (
-    Float8ParamHandle,
-    Float8Shard,
-    write_planes,
-)
+from .float8_shard import Float8ParamHandle, write_planes
 from .hooks import AllGatherMetadata
 from .param import (
     LocalShard,
     ParamHandle,
-    StreamDependency,
     local_of,
-    mark_writes,
+    record_write_events,
     wait_for_writes,
 )
-from .quantize import (
+from .scale_sync import sync_shards
+from .shard_quantizer import (
     BlockwiseShardQuantizer,
     DelayedShardQuantizer,
     ShardQuantizer,
     TensorwiseShardQuantizer,
 )
-from .scale_sync import sync_shards
-from .wrap import needs_wrapping, wrap_sharded_param
+from .wrap import needs_wrapping, tied_modules, wrap_sharded_param
 
 #: The result of a pre-all-gather hook.
 _Inputs = tuple[tuple[Tensor, ...], AllGatherMetadata]
@@ -81,13 +78,12 @@ class ShardedModel:
         self.quantizer = quantizer_for(state)
         #: Parameters that are gathered in high precision, because others are tied to them.
         self._high_precision: set[ParamHandle] = set()
-        self._other_modules: list[tuple[str, weakref.ref[nn.Module]]] | None = None
         #: The parameters that FSDP2 gathers together, by each of them.
         self._groups: dict[ParamHandle, list[ParamHandle]] | None = None
         #: Shards of the all-gather that is being prepared: FSDP2 calls the hook of each parameter.
         self._prepared: dict[ParamHandle, _Inputs] = {}
         self._compared: set[Any] = set()
-        self._began = self._checked = self._synced_in_step = False
+        self._checked = self._synced_by_optimizer = False
 
     @property
     def state(self) -> ModelState:
@@ -113,7 +109,7 @@ class ShardedModel:
             return
         if module._parameters.get(name) is parameter:
             self._checked = False  # moved or cast
-            handles[name].mark_stale()
+            handles[name].invalidate_scale()
         if not needs_wrapping(module, name, parameter):
             return
         state, index = self.state, handles[name].index
@@ -124,7 +120,7 @@ class ShardedModel:
         if not isinstance(local_tensor(parameter), QuantizedTensor):
             if handles[name] in self._high_precision or not state.fp8_gather:
                 return
-            if tied := self._tied_to(module, name, parameter):
+            if tied := tied_modules(state.root, module, name, parameter):
                 self._high_precision.add(handles[name])
                 warnings.warn(
                     f"the weight of {state.names[index] or 'the layer'} is gathered in high "
@@ -142,27 +138,14 @@ class ShardedModel:
             if module is not None:
                 yield from module._fp8_params.values()  # type: ignore[operator]
 
-    def handles(self) -> list[ParamHandle]:
-        """Return the handle of every parameter whose module holds the shard now, once."""
-        shards = (handle.local for handle in self._all_handles())
-        return list(dict.fromkeys(shard._handle for shard in shards if shard is not None))
+    def handles(self, of: Iterable[ParamHandle] | None = None) -> list[ParamHandle]:
+        """Return the handle of every parameter whose module holds the shard now, once.
 
-    def _tied_to(self, module: nn.Module, name: str, parameter: Any) -> list[str]:
-        """Return the names of modules that are not converted and have a parameter as theirs."""
-        if self._other_modules is None and (root := self.state.root) is not None:
-            self._other_modules = [
-                (name or type(part).__name__, weakref.ref(part))
-                for name, part in root.named_modules()
-                if part._parameters and not hasattr(part, "_fp8_params")
-            ]
-        own = {id(parameter), id(module._parameters.get(name))}  # tied modules are set one by one
-        others = ((other, part()) for other, part in self._other_modules or ())
-        return [
-            other
-            for other, part in others
-            if part is not None
-            and any(id(p) in own for p in part._parameters.values() if p is not None)
-        ]
+        Args:
+            of: handles of modules. By default, those of all layers. Tied modules share a handle.
+        """
+        locals_ = (handle.local for handle in (self._all_handles() if of is None else of))
+        return list(dict.fromkeys(local._handle for local in locals_ if local is not None))
 
     def _group(self, handle: ParamHandle) -> list[ParamHandle]:
         """Return the parameters that FSDP2 gathers with this one, beginning with this one."""
@@ -187,23 +170,31 @@ class ShardedModel:
             data: its shard, or the copy that FSDP2 made of an offloaded one.
         """
         if handle not in self._prepared:
-            self._prepare(handle, data)
+            group = self._group(handle)
+            self._refresh_scales(group)
+            self._prepared = self._cast(group, data)
         return self._prepared.pop(handle)
 
     def end_all_gather(self) -> None:
         """Forget shards that were cast for the last all-gather and were not part of it."""
         self._prepared.clear()
 
-    def _prepare(self, handle: ParamHandle, data: Tensor) -> None:
-        """Cast the shards of an all-gather, starting with the one whose hook FSDP2 calls first."""
-        group, backward = self._group(handle), in_backward()
-        forward_id = self.state.tracker.forward_id
+    def _refresh_scales(self, group: Sequence[ParamHandle]) -> None:
+        """If a scale of a group is stale, compute all stale scales of its process group.
+
+        Raises:
+            RuntimeError: an FP8 weight that is gathered for a backward was written.
+        """
+        forward_id, backward = self.state.tracker.forward_id, in_backward()
         if any(h.is_stale(forward_id, backward) for h in group):
-            parameter: Any = handle.parameter
-            self._check(parameter.device_mesh)
-            groups = handle.spec.shard_groups
+            parameter: Any = group[0].parameter
+            self._compare(parameter.device_mesh)
+            self._check_settings()
+            groups = group[0].shard_spec.shard_groups
             stale = (h for h in self.handles() if h.is_stale(forward_id, backward))
-            self._update_scales([h for h in stale if h.spec.shard_groups == groups], forward_id)
+            self._update_scales(
+                [h for h in stale if h.shard_spec.shard_groups == groups], forward_id
+            )
         for h in group:
             if h.written and isinstance(h, Float8ParamHandle):  # inside a backward
                 raise RuntimeError(
@@ -212,43 +203,42 @@ class ShardedModel:
                     "backward, was written since its forward. Write weights after the backward, or "
                     "keep master weights"
                 )
-        shard = self.quantizer.shard(handle, data)
-        if handle.local.shard.device != shard.device:  # offloaded: only this copy is there
-            group = [handle]
-        shards = [shard, *map(self.quantizer.shard, group[1:])]
-        with torch.inference_mode(False), torch.no_grad():
-            self._prepared = self._cast(shards)
 
-    def _cast(self, shards: Sequence[LocalShard]) -> dict[ParamHandle, _Inputs]:
-        """Quantize shards for an all-gather on the current stream."""
-        handles = [s.handle for s in shards]
-        wait_for_writes(handles)
-        for ready in dict.fromkeys(h.ready for h in handles):
-            assert ready is not None
-            ready.wait()
+    def _cast(self, group: Sequence[ParamHandle], data: Tensor) -> dict[ParamHandle, _Inputs]:
+        """Quantize the shards of a group on the current stream.
+
+        Args:
+            group: the parameters. FSDP2 calls the hook of the first one first.
+            data: the first one's shard, or the copy that FSDP2 made of an offloaded one.
+        """
+        shard = self.quantizer.local_shard(group[0], data)
+        if group[0].local.device != shard.data.device:  # offloaded: only this copy is there
+            group = group[:1]
+        shards = [shard, *map(self.quantizer.local_shard, group[1:])]
+        with torch.inference_mode(False), torch.no_grad():
+            wait_for_writes(group)
+            for ready in dict.fromkeys(h.ready for h in group):
+                assert ready is not None
+                ready.wait()
+            inputs = self.quantizer.all_gather_inputs(shards)
+            kept = [
+                t if s.shard_spec.num_shards == 1 else ()
+                for s, t in zip(shards, inputs, strict=True)
+            ]
+            scales = (h.scale for h in group if h.scale is not None)
+            ready = StreamDependency(shard.device, chain(scales, *kept))
         layout = self.quantizer.layout
-        found: dict[ParamHandle, tuple[Tensor, ...]] = {}
-        if masters := [s for s in shards if not s.is_fp8]:
-            inputs = self.quantizer.cast(masters)
-            found = {s.handle: tensors for s, tensors in zip(masters, inputs, strict=True)}
-        for s in shards:
-            if s.handle not in found:
-                found[s.handle] = layout.pack(s.planes, s.spec)
-        device = shards[0].device
-        kept = {s.handle: found[s.handle] if s.spec.ranks == 1 else () for s in shards}
-        scales = [h.scale for h in handles if h.scale is not None]
-        ready = StreamDependency(device, [*scales, *(t for ts in kept.values() for t in ts)])
         return {
             s.handle: (
-                found[s.handle],
-                AllGatherMetadata(s.handle, s.spec, layout, s.handle.scale, kept[s.handle], ready),
+                t,
+                AllGatherMetadata(s.handle, s.shard_spec, layout, s.handle.scale, own, ready),
             )
-            for s in shards
+            for s, t, own in zip(shards, inputs, kept, strict=True)
         }
 
     def _update_scales(self, handles: Sequence[ParamHandle], forward_id: int) -> None:
         """Compute the scales of parameters from their shards: one amax launch, one all-reduce."""
-        shards = [self.quantizer.shard(h) for h in handles]
+        shards = [self.quantizer.local_shard(h) for h in handles]
         fp8_shards = [s for s in shards if s.is_fp8]
         masters = [s for s in shards if not s.is_fp8]
         with torch.inference_mode(False), torch.no_grad():
@@ -271,33 +261,30 @@ class ShardedModel:
 
     # --- scales that FP8 shards share, on all ranks ----------------------------------------------
 
-    def sync_scales(self, handles: Sequence[Float8ParamHandle] | None = None) -> None:
-        """Synchronize the scales of these FP8 weights, or of all: one all-reduce per group."""
-        handles = self._fp8_handles() if handles is None else handles
-        with torch.inference_mode(False), torch.no_grad():
-            wait_for_writes(handles)
-            self._sync(list(map(self.quantizer.shard, handles)))
-
-    def sync_module(self, module: nn.Module) -> None:
-        """Synchronize the scales of a converted module's FP8 weights."""
-        names: Any = module._fp8_params
-        locals_ = [local_of(module._parameters.get(name)) for name in names]
-        self.sync_scales(
-            [t._handle for t in locals_ if isinstance(t, Float8Shard) and not t.is_meta]
-        )
-
-    def end_step(self, handles: Sequence[Float8ParamHandle]) -> None:
-        """Synchronize the scales of these weights, instead of all at the end of this step.
+    def sync_scales(
+        self, handles: Iterable[ParamHandle] | None = None, *, in_step: bool = False
+    ) -> None:
+        """Synchronize the scales of FP8 weights: one all-reduce per group.
 
         Args:
-            handles: weights whose scales were not reduced within the step.
+            handles: the handles of sharded parameters. By default, of all.
+            in_step: whether an optimizer calls this within a step, which has made all other scales
+                common. They are not synchronized at the end of the step.
         """
-        self.sync_scales(handles)
-        self._synced_in_step = True
+        handles = self.handles() if handles is None else handles
+        fp8 = [h for h in handles if isinstance(h, Float8ParamHandle) and not h.local.is_meta]
+        with torch.inference_mode(False), torch.no_grad():
+            wait_for_writes(fp8)
+            self._sync(list(map(self.quantizer.local_shard, fp8)))
+        self._synced_by_optimizer = in_step
+
+    def sync_module(self, module: Any) -> None:
+        """Synchronize the scales of a converted module's FP8 weights."""
+        self.sync_scales(self.handles(module._fp8_params.values()))
 
     def write_values(self, handles: Sequence[Float8ParamHandle], values: Sequence[Tensor]) -> None:
         """Quantize values into whole FP8 shards, with common scales: one all-reduce."""
-        shards = list(map(self.quantizer.shard, handles, values))
+        shards = list(map(self.quantizer.local_shard, handles, values))
         with torch.inference_mode(False), torch.no_grad():
             for handle, planes in zip(handles, self.quantizer.planes(shards), strict=True):
                 write_planes(handle.local, planes)
@@ -305,21 +292,16 @@ class ShardedModel:
 
     def reduce_amaxes_(self, handles: Sequence[Float8ParamHandle], amaxes: Tensor) -> None:
         """Reduce the amaxes (n,) of shards, fp32, over the ranks of each weight, in place."""
-        specs = [handle.spec for handle in handles]
+        specs = [handle.shard_spec for handle in handles]
         # A process group may have no backend for the device of offloaded weights.
         values = amaxes.to(specs[0].mesh_device(amaxes.device))
         reduce_packed_(values, ((range(i, i + 1), s.groups) for i, s in enumerate(specs)))
         if values is not amaxes:
             amaxes.copy_(values)
 
-    def _fp8_handles(self) -> list[Float8ParamHandle]:
-        """Return the handles of FP8 weights that have memory."""
-        fp8 = (h for h in self.handles() if isinstance(h, Float8ParamHandle))
-        return [h for h in fp8 if not h.local.is_meta]
-
     def _sync(self, shards: Sequence[LocalShard]) -> None:
         """Synchronize the scales of FP8 shards."""
-        shared = [s for s in shards if self.quantizer.shares_scales(s.spec)]
+        shared = [s for s in shards if self.quantizer.shares_scales(s.shard_spec)]
         parameters: list[Any] = [s.handle.parameter for s in shared]
         for mesh in dict.fromkeys(parameter.device_mesh for parameter in parameters):
             self._compare(mesh)
@@ -333,31 +315,28 @@ class ShardedModel:
 
         At the first one, the ranks of each mesh that shards the root compare their conversions.
         """
-        if not self._began:
+        # All-gathers of this forward wait for writes before it, not for its own computation.
+        record_write_events(self._all_handles())
+        if not self._checked:
             for mesh in {p.device_mesh: None for p in sharded_parameters(root)}:
                 self._compare(mesh)
-            self._began = True
-        # All-gathers of this forward wait for writes before it, not for its own computation.
-        mark_writes(self._all_handles())
-        if not self._checked:
-            check_settings(self.state)
+            self._check_settings()
 
     def stepped(self) -> None:
         """Notify that an optimizer with parameters of this model has stepped.
 
         A compiled step writes to shards without an operator that `MasterWeight` sees. The scales of
-        trainable FP8 weights are synchronized, unless the step has called `end_step`.
+        trainable FP8 weights are synchronized, unless the step itself has done it.
         """
         for handle in self._all_handles():
             if not isinstance(handle, Float8ParamHandle):
-                handle.mark_stale()
-        if not self._synced_in_step:
-            self.sync_scales([h for h in self._fp8_handles() if h.parameter.requires_grad])
-        self._synced_in_step = False
+                handle.invalidate_scale()
+        if not self._synced_by_optimizer:
+            self.sync_scales([h for h in self.handles() if h.parameter.requires_grad])
+        self._synced_by_optimizer = False
 
-    def _check(self, mesh: Any) -> None:
-        """Raise if FSDP2's settings or other ranks' conversions do not allow an all-gather."""
-        self._compare(mesh)
+    def _check_settings(self) -> None:
+        """Raise if FSDP2's settings do not allow FP8 all-gathers. Runs again after a move."""
         if not self._checked:
             check_settings(self.state)
             self.state.move_hooks_first()

@@ -9,7 +9,7 @@ synchronized first.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,9 +18,9 @@ from fp8rs._torch import dtensor_like, local_tensor, own_part, set_local_tensor
 from fp8rs.nn.fp8_params import copy_attributes
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .float8_shard import Float8ParamHandle, Float8Shard, wrap_shard
+from .float8_shard import Float8Shard, handle_for, wrap_shard
 from .master_weight import MasterWeight
-from .param import ParamHandle, local_of
+from .param import local_of
 from .shard_spec import local_part
 
 
@@ -40,7 +40,25 @@ def needs_wrapping(module: nn.Module, name: str, parameter: Any) -> bool:
     return other is not module and (other is None or other._parameters.get(name) is not parameter)
 
 
-def wrap_sharded_param(module: nn.Module, name: str, parameter: Any) -> ParamHandle:
+def tied_modules(root: Any, module: nn.Module, name: str, parameter: Any) -> list[str]:
+    """Return the names of modules of a model that are not converted and have a parameter as theirs.
+
+    Args:
+        root: the model, or None if it is not known.
+        module: the converted module.
+        name: the parameter's name in the module.
+        parameter: the parameter that FSDP2 puts on the module.
+    """
+    own = {id(parameter), id(module._parameters.get(name))}  # tied modules are set one by one
+    return [
+        other or type(part).__name__
+        for other, part in (() if root is None else root.named_modules())
+        if not hasattr(part, "_fp8_params")
+        and any(id(p) in own for p in part._parameters.values() if p is not None)
+    ]
+
+
+def wrap_sharded_param(module: nn.Module, name: str, parameter: Any) -> None:
     """Give a sharded parameter a local tensor with all-gather hooks, over the same memory.
 
     The DTensor remains the same object, with the attributes that users set on the parameter before.
@@ -49,37 +67,22 @@ def wrap_sharded_param(module: nn.Module, name: str, parameter: Any) -> ParamHan
         module: a converted module.
         name: the parameter's name.
         parameter: the DTensor.
-
-    Returns:
-        The parameter's handle.
     """
-    handles: dict[str, ParamHandle] = module._fp8_params  # type: ignore[assignment]
-    local = local_tensor(parameter)
+    local, handle = local_tensor(parameter), handle_for(module, name, parameter)
     if isinstance(local, QuantizedTensor):
-        handle = _handle_of_shard(module, name, parameter)
-        handles[name] = handle
-        set_local_tensor(parameter, wrap_shard(local, handle))
+        shard = wrap_shard(local)
+        if (kept := shard._handle.init_value) is not None and kept.shape != local.shape:
+            shard._handle.init_value = local_part(kept, parameter)
+        set_local_tensor(parameter, shard)
     else:
-        if type(handles[name]) is not ParamHandle:  # an FP8 weight was here before
-            handles[name] = ParamHandle(module, name)
-        set_local_tensor(parameter, MasterWeight(local, handles[name]))
-    handles[name].mark_stale()
+        set_local_tensor(parameter, MasterWeight(local, handle))
+    handle.invalidate_scale()
+    cast(Any, module)._fp8_params[name] = handle
     before = module._parameters.get(name)
     if before is not None:
         copy_attributes(before.__dict__, parameter)
     if make_plain not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(make_plain)
-    return handles[name]
-
-
-def _handle_of_shard(module: nn.Module, name: str, parameter: Any) -> Float8ParamHandle:
-    """Return the handle of an FP8 shard, with its part of the initial values that were kept."""
-    handle, whole = Float8ParamHandle(module, name), local_tensor(parameter)._store.observer
-    if isinstance(whole, Float8ParamHandle):
-        handle.keep_init = whole.keep_init
-        if whole.init_value is not None:
-            handle.init_value = local_part(whole.init_value, parameter)
-    return handle
 
 
 @torch.no_grad()

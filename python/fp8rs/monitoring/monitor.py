@@ -277,7 +277,7 @@ def _with_shard(stats: OperandStats, layer: Float8Linear) -> OperandStats:
     local = local_of(parameter)
     if not isinstance(local, MasterWeight):
         return stats
-    spec = local._handle.spec
+    shard_spec = local._handle.shard_spec
     origin = [0, 0]
-    origin[spec.dim] = spec.offset
+    origin[shard_spec.shard_dim] = shard_spec.shard_offset
     return OperandStats(stats.slots, local.high_precision, *origin)

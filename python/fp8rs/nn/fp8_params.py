@@ -24,7 +24,7 @@ from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
 from .model_state import ModelState, refuse_codes
 
 #: Attributes of quantized tensors, master weights and DTensors.
-_INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {"_data", "_handle", "_local_tensor", "_spec"}
+_INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {"high_precision", "_handle", "_local_tensor", "_spec"}
 
 
 class Float8Params(nn.Module):
@@ -73,7 +73,7 @@ class Float8Params(nn.Module):
         super().__setattr__(name, value)
 
     def _wrap_shard(self, name: str, parameter: Any) -> None:
-        sharded_model = self._fp8_state.shard()
+        sharded_model = self._fp8_state.ensure_sharded_model()
         if sharded_model is not None:
             sharded_model.wrap(self, name, parameter)
 

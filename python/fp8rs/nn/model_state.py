@@ -95,7 +95,7 @@ class ModelState:
         """Subscribe to steps of optimizers that own this model's parameters."""
         steps.subscribe(self)
 
-    def shard(self) -> Any:
+    def ensure_sharded_model(self) -> Any:
         """Return ``sharded_model``, created on first use. None for standalone layers."""
         if self.sharded_model is None and not self.standalone:
             from fp8rs.fsdp.sharded_model import ShardedModel

@@ -44,8 +44,9 @@ def mark_written(params: Sequence[Param]) -> None:
             p.handle.mark_written()
     for model, members in by_model(params):
         if model is not None:
-            kinds = [(p.handle, p.kind) for p in map(params.__getitem__, members)]
-            model.end_step([handle for handle, kind in kinds if kind is UpdateKind.KNOWN_SCALE])
+            written = map(params.__getitem__, members)
+            delayed = [p.handle for p in written if p.kind is UpdateKind.KNOWN_SCALE]
+            model.sync_scales(delayed, in_step=True)
 
 
 def stored(p: Param) -> list[Tensor]:

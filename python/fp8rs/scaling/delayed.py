@@ -21,6 +21,7 @@ from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling.histories import Pack, are_intact, keep_local, packed
 from fp8rs.scaling.reductions import check_same, mesh_groups, reduce_packed_
 from fp8rs.scaling.steps import StepTracker
+from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.spec import QuantSpec
 
 #: A model warns after this many forwards in training mode without an optimizer step.
@@ -68,8 +69,8 @@ class DelayedScalingState:
         self._forwards = self._stepped_at = 0
         self._saw_step = False
         self._packs: list[Pack] = []
-        #: The end of the last roll on each GPU.
-        self._rolled: list[torch.cuda.Event] = []
+        #: The last roll on each device.
+        self._rolled: list[StreamDependency] = []
         self.copies: list[tuple[list[int], Tensor, torch.cuda.Event | None]] = []
         #: The meshes that layers are sharded over, with the layers' indices, in order of arrival.
         self._meshes: dict[Any, dict[int, None]] = {}
@@ -174,12 +175,12 @@ class DelayedScalingState:
                 latest = values if len(pack.indices) == count else values[:, pack.indices]
                 pack.roll(latest, self._specs, self.recipe.amax_compute_algo, seen)
             self._start_copies(packs)
-            self._rolled = [_event(pack.scale) for pack in packs if pack.scale.is_cuda]
+            self._rolled = [StreamDependency(pack.scale.device, ()) for pack in packs]
 
     def wait_for_roll(self) -> None:
         """Make the current stream wait for the last roll. FSDP2 gathers on its own streams."""
-        for event in self._rolled:
-            torch.cuda.current_stream().wait_event(event)
+        for roll in self._rolled:
+            roll.wait()
 
     def scales_lost(self) -> None:
         """Notify that a layer lost its scales. Copies in flight no longer count."""

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from fp8rs._torch import is_distributed, local_tensor
 from fp8rs.quantize.recipes import DelayedScaling
+from fp8rs.scaling.reductions import index_tensor
+from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.spec import QuantSpec
 
 BUFFERS = ("fp8_scale", "fp8_amax", "fp8_amax_history")
@@ -66,6 +68,19 @@ class Pack:
     def latest(self) -> Tensor:
         """Return the amaxes (3, layers) since the last roll."""
         return self.amax[:, :3, 0].t()
+
+    def weight_amaxes(self, layers: Sequence[int]) -> tuple[Tensor, Any]:
+        """Return the recorded amaxes of all weights, and an index of the weights of some layers.
+
+        The index is a slice if the layers are consecutive, else a tensor. Compiled graphs save
+        amaxes for the backward, so writes must not change their versions.
+        """
+        place_of = {index: place for place, index in enumerate(self.indices)}
+        amaxes, places = self.amax.data[:, 0, 0], [place_of[index] for index in layers]
+        first, end = places[0], places[0] + len(places)
+        if places == list(range(first, end)):
+            return amaxes, slice(first, end)
+        return amaxes, index_tensor(tuple(places), amaxes.device)
 
     def roll(
         self, latest: Tensor, specs: Sequence[QuantSpec], algo: str, seen: Tensor | None
@@ -132,3 +147,41 @@ def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
                 buffers["fp8_amax_history"] = history[:, place]
             packs.append(Pack(indices, scale, amax, history))
     return packs
+
+
+# --- values that are written with scales of their own ---------------------------------------------
+
+
+def largest_code(spec: QuantSpec) -> float:
+    """Return the largest value that a per-tensor scale of 1 is computed for."""
+    return float(FP8_MAX[spec.fp8_dtype] / 2**spec.margin)
+
+
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    """Compare fp32 scales bit for bit, since NaN does not equal itself."""
+    return a.view(torch.int32) != b.view(torch.int32)
+
+
+@torch.no_grad()
+def set_next_scales(
+    slots: Sequence[tuple[Tensor, Tensor]],
+    scales: Sequence[Tensor],
+    spec: QuantSpec,
+    before: Sequence[Tensor] | None = None,
+) -> None:
+    """Make the next scales those that values were written with, and record amaxes that need them.
+
+    Args:
+        slots: the next scale () and the recorded amax () of each weight.
+        scales: the scale (1,) of each weight, fp32. A scale that is not finite has no effect.
+        spec: how the weights are quantized.
+        before: scales with the same bits in both have no effect. None if all have.
+    """
+    known, amaxes = (torch.stack(part) for part in zip(*slots, strict=True))
+    new_scales = torch.cat(list(scales)).to(known.device)
+    counts = new_scales.isfinite()
+    if before is not None:
+        counts &= differs(new_scales, torch.cat(list(before)).to(known.device))
+    largest = amaxes.maximum(new_scales * largest_code(spec))
+    new = (*torch.where(counts, new_scales, known), *torch.where(counts, largest, amaxes))
+    torch._foreach_copy_([slot for part in zip(*slots, strict=True) for slot in part], new)

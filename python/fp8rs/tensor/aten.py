@@ -19,6 +19,7 @@ from fp8rs._torch import is_alias, no_torch_dispatch
 from fp8rs.tensor import collectives, writes
 from fp8rs.tensor.fallback import dequantized_call, each_member, quantized_in
 from fp8rs.tensor.formats import FP8_MAX, INPUT_DTYPES, LOGICAL_DTYPES
+from fp8rs.tensor.padded import fill_shard, new_shard
 from fp8rs.tensor.planes import zeros
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
 
@@ -130,8 +131,8 @@ def _copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) 
     if store is other and dst.geometry == src.geometry:
         return True  # torch loads state dicts that were filled in place
     # FSDP2 fills an allocated shard by one copy, but makes none into an empty shard.
-    if store.first_copy is not None and (observer is None or dst.numel()) and not dst.loads_pieces:
-        return store.first_copy(dst, src)
+    if store.padded and (observer is None or dst.numel()) and not dst.loads_pieces:
+        return fill_shard(dst, src)
     copied = writes.copy_codes(store, dst.box, other, src.box, non_blocking, piece=dst.loads_pieces)
     if copied and observer is not None:
         observer.observe_write(dst, None, exact=False)
@@ -257,7 +258,7 @@ def _new_zeros(func: Any, t: QuantizedTensor, size: Any, **options: Any) -> Any:
         )
     if observer is None or dtype not in (None, t.dtype) or len(size) != t.dim():
         return _plain(func, t, size, **options)
-    store = observer.allocate(t._store, size, options.get("device") or t.device)
+    store = new_shard(t._store, size, options.get("device") or t.device)
     return t.over(store, size, t.dtype)
 
 

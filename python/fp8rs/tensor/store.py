@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -36,7 +35,7 @@ class Box(NamedTuple):
 
 
 class WriteObserver(Protocol):
-    """Observes writes to the planes of a weight, and allocates planes for its shards.
+    """Observes writes to the planes of a weight.
 
     Attributes:
         init_value: the values from before the first rounding, on the CPU, or None.
@@ -58,9 +57,6 @@ class WriteObserver(Protocol):
             exact: whether each value was rounded by itself: see `fp8rs.tensor.writes.write`.
         """
 
-    def allocate(self, like: Store, shape: Iterable[int], device: Any) -> Store:
-        """Allocate planes of zeros for another shard of the weight that ``like`` belongs to."""
-
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""
 
@@ -74,8 +70,8 @@ class Store:
         spec: how what is written is quantized; None is the planes' format without options.
         delayed: for delayed scaling, the scale to read and the amax to write.
         observer: observes writes to a parameter's planes. New tensors of the parameter have it too.
-        first_copy: for a shard that was just allocated, copies codes and scales of the first tensor
-            that is written to it.
+        padded: FSDP2 has allocated the planes of a shard with padding (`fp8rs.tensor.padded`). The
+            first tensor that is copied to it fills it.
         gathered: FSDP2 has gathered the planes' bytes, and frees and refills them.
     """
 
@@ -84,7 +80,7 @@ class Store:
     spec: QuantSpec | None = None
     delayed: Delayed | None = None
     observer: WriteObserver | None = None
-    first_copy: Callable[[Any, Any], bool] | None = None
+    padded: bool = False
     gathered: bool = False
 
     def over(self, rowwise: Plane | None, columnwise: Plane | None) -> Store:

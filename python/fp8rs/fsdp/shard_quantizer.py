@@ -7,7 +7,7 @@ all-reduce per process group for all shards together. `cast` quantizes shards wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch import Tensor
 from fp8rs._torch import in_backward
 from fp8rs.scaling.delayed import DelayedScalingState
 from fp8rs.scaling.reductions import index_tensor, reduce_packed_
+from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
 
 from .layout import AllGatherLayout, flat, split_block_rows
-from .param import LocalShard, ParamHandle, StreamDependency, set_scales
+from .param import LocalShard, ParamHandle, set_scales
 from .shard_spec import ShardSpec
 
 _block_amax = torch.ops.fp8rs.block_amax.default
@@ -29,45 +30,51 @@ _multi_quantize = torch.ops.fp8rs.multi_quantize.default
 _multi_quantize_delayed = torch.ops.fp8rs.multi_quantize_delayed.default
 _quantize_blocks = torch.ops.fp8rs.quantize_blocks.default
 
+#: Returns which rows of blocks of each matrix are reduced.
+RowsOf = Callable[[ShardSpec], Sequence[int]]
+
 
 class ShardQuantizer:
     """Base class of the quantizers. One serves all sharded weights of a model.
 
     Args:
-        spec: how weights are quantized.
+        quant_spec: how weights are quantized.
 
     Attributes:
         layout: how quantized shards are gathered.
     """
 
-    def __init__(self, spec: QuantSpec) -> None:
-        self.spec, self.layout = spec, AllGatherLayout(spec.format, spec.fp8_dtype)
+    def __init__(self, quant_spec: QuantSpec) -> None:
+        self.quant_spec = quant_spec
+        self.layout = AllGatherLayout(quant_spec.format, quant_spec.fp8_dtype)
 
-    def shard(self, handle: ParamHandle, data: Tensor | None = None) -> LocalShard:
+    def local_shard(self, handle: ParamHandle, data: Tensor | None = None) -> LocalShard:
         """Return a parameter's shard, with other values if ``data`` is given.
 
         Raises:
             ValueError: the format does not support this sharding. All ranks raise it.
         """
-        spec = handle.spec
-        self.check(handle, spec)
-        if data is None:
-            data = handle.local.shard
-        return LocalShard(handle, data, spec, spec.mesh_device(data.device))
+        shard_spec = handle.shard_spec
+        self.check(handle, shard_spec)
+        local = handle.local if data is None else data
+        data = getattr(local, "high_precision", local)
+        return LocalShard(handle, data, shard_spec, shard_spec.mesh_device(local.device))
 
-    def check(self, handle: ParamHandle, spec: ShardSpec) -> None:
+    def check(self, handle: ParamHandle, shard_spec: ShardSpec) -> None:
         """Raise ValueError if the format does not support a sharding."""
 
-    def split_rows(self, spec: ShardSpec) -> tuple[int, ...]:
+    def split_rows(self, shard_spec: ShardSpec) -> tuple[int, ...]:
         """Return the rows of blocks of each matrix that shard boundaries split."""
-        if spec.by_matrix:
+        if shard_spec.shards_batch:
             return ()
-        padded = spec.padded * spec.rows_per_index
-        return split_block_rows(spec.matrix[0], padded, spec.ranks, self.layout.height)
+        padded = shard_spec.padded_length * shard_spec.rows_per_index
+        return split_block_rows(
+            shard_spec.matrix_shape[0], padded, shard_spec.num_shards, self.layout.height
+        )
 
-    def shares_scales(self, spec: ShardSpec) -> bool:
+    def shares_scales(self, shard_spec: ShardSpec) -> bool:
         """Return whether several ranks have elements of one scale of a weight."""
-        return bool(self.split_rows(spec))
+        return bool(self.split_rows(shard_spec))
 
     def reduce(
         self, shards: Sequence[LocalShard], values: Tensor, sizes: Sequence[int] = ()
@@ -102,12 +109,20 @@ class ShardQuantizer:
         """
         raise NotImplementedError
 
-    def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
-        """Quantize shards with the scales on their handles. Return the tensors to gather for each.
+    def all_gather_inputs(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
+        """Return the tensors to gather for each shard. Master weights are quantized.
 
         Args:
             shards: shards whose ``data`` is on the mesh's device.
         """
+        masters = [s for s in shards if not s.is_fp8]
+        cast = iter(self.cast(masters) if masters else ())
+        return [
+            self.layout.pack(s.planes, s.shard_spec) if s.is_fp8 else next(cast) for s in shards
+        ]
+
+    def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
+        """Quantize master weights with the scales on their handles, and pack them."""
         raise NotImplementedError
 
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
@@ -126,25 +141,27 @@ class TensorwiseShardQuantizer(ShardQuantizer):
     """
 
     def groups(self, shard: LocalShard) -> tuple[Any, ...]:
-        return shard.spec.matrix_groups
+        return shard.shard_spec.matrix_groups
 
-    def shares_scales(self, spec: ShardSpec) -> bool:
-        return bool(spec.matrix_groups)
+    def shares_scales(self, shard_spec: ShardSpec) -> bool:
+        return bool(shard_spec.matrix_groups)
 
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
-        set_scales(shards, self.spec.scale_from_amax(self._amaxes(shards)))
+        set_scales(shards, self.quant_spec.scale_from_amax(self._amaxes(shards)))
 
     def copy_scales(self, shards: Sequence[LocalShard]) -> None:
         set_scales(shards, torch.cat([s.row.scale.view(-1).to(s.device) for s in shards]))
 
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
-        buffers = self.layout.allocate([s.spec for s in shards], shards[0].device)
+        buffers = self.layout.allocate([s.shard_spec for s in shards], shards[0].device)
         for shard, buffer in zip(shards, buffers, strict=True):
             buffer[shard.data.numel() :].zero_()  # padding is gathered too
         codes = [self.layout.codes(b, s.data.shape) for s, b in zip(shards, buffers, strict=True)]
         self._cast_into(shards, codes)
         return [
-            (b, flat(scale_of(s).view(-1, 1), s.spec.padded, 1)) if s.spec.by_matrix else (b,)
+            (b, flat(scale_of(s).view(-1, 1), s.shard_spec.padded_length, 1))
+            if s.shard_spec.shards_batch
+            else (b,)
             for b, s in zip(buffers, shards, strict=True)
         ]
 
@@ -154,15 +171,15 @@ class TensorwiseShardQuantizer(ShardQuantizer):
 
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
         amaxes = self._amaxes(shards)
-        scales = self.spec.scale_from_amax(amaxes)
+        scales = self.quant_spec.scale_from_amax(amaxes)
         counts = [shard.matrices for shard in shards]
         made: list[Planes] = []
         for shard, amax, scale in zip(
             shards, amaxes.split(counts), scales.split(counts), strict=True
         ):
             scale = scale.to(shard.data.device)
-            scale = scale if shard.spec.batched else scale.view(())
-            made.append(quantize_planes(self.spec, shard.data, True, False, scale=scale))
+            scale = scale if shard.shard_spec.batched else scale.view(())
+            made.append(quantize_planes(self.quant_spec, shard.data, True, False, scale=scale))
             shard.handle.start_history(scale, amax)
         return made
 
@@ -181,14 +198,14 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
     do the gradients of all ranks.
     """
 
-    def __init__(self, spec: QuantSpec, histories: DelayedScalingState) -> None:
-        super().__init__(spec)
+    def __init__(self, quant_spec: QuantSpec, histories: DelayedScalingState) -> None:
+        super().__init__(quant_spec)
         self._histories = histories
 
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
-        if batched := [s for s in shards if s.spec.batched]:
+        if batched := [s for s in shards if s.shard_spec.batched]:
             super().update_scales(batched)
-        if single := [s for s in shards if not s.spec.batched]:
+        if single := [s for s in shards if not s.shard_spec.batched]:
             set_scales(single, self._scales(single))
 
     def _scales(self, shards: Sequence[LocalShard]) -> Tensor:
@@ -203,9 +220,9 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
         if places:
             new = [shards[i] for i in places]
             amaxes = self._amaxes(new)
-            finite, at = amaxes.isfinite(), slots_of(places, scales)
+            finite, at = amaxes.isfinite(), index_tensor(tuple(places), scales.device)
             known = (scales[at] > 0) & finite
-            scales[at] = torch.where(known, scales[at], self.spec.scale_from_amax(amaxes))
+            scales[at] = torch.where(known, scales[at], self.quant_spec.scale_from_amax(amaxes))
             if self._records(shards):
                 recorded, slots = self._recorded(new)
                 seen = recorded[slots]
@@ -215,8 +232,8 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
     def _cast_into(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
         pairs = list(zip(shards, codes, strict=True))
         # The forward has cast the values that a backward gathers.
-        delayed = [] if in_backward() else [(s, c) for s, c in pairs if not s.spec.batched]
-        if others := [pair for pair in pairs if not delayed or pair[0].spec.batched]:
+        delayed = [] if in_backward() else [(s, c) for s, c in pairs if not s.shard_spec.batched]
+        if others := [pair for pair in pairs if not delayed or pair[0].shard_spec.batched]:
             super()._cast_into(*zip(*others, strict=True))
         if not delayed:
             return
@@ -238,27 +255,15 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
         return self._histories.records(s.handle.module for s in shards)
 
     def _recorded(self, shards: Sequence[LocalShard]) -> tuple[Tensor, Any]:
-        """Return the recorded amaxes of all weights (layers,), and the shards' places in them.
-
-        Compiled graphs save amaxes for the backward, so writes must not change their versions.
-        """
+        """Return the recorded amaxes of all weights (layers,), and the shards' places in them."""
         pack = self._histories.pack(shards[0].device)
-        places = {index: place for place, index in enumerate(pack.indices)}
-        slots = slots_of([places[s.handle.index] for s in shards], pack.amax)
-        return pack.amax.data[:, 0, 0], slots
+        return pack.weight_amaxes([s.handle.index for s in shards])
 
 
 def scale_of(shard: LocalShard) -> Tensor:
     """Return the scale () on a shard's handle, or the scales (E,) of its matrices."""
     assert shard.handle.scale is not None
     return shard.handle.scale
-
-
-def slots_of(indices: list[int], like: Tensor) -> Any:
-    """Return an index of these slots: a slice if they are consecutive, else a tensor."""
-    if indices == list(range(indices[0], indices[0] + len(indices))):
-        return slice(indices[0], indices[0] + len(indices))
-    return index_tensor(tuple(indices), like.device)
 
 
 # --- one scale per block or row -------------------------------------------------------------------
@@ -273,138 +278,151 @@ class BlockwiseShardQuantizer(ShardQuantizer):
     gathered with the codes (`fp8rs.fsdp.layout`).
     """
 
-    def __init__(self, spec: QuantSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, quant_spec: QuantSpec) -> None:
+        super().__init__(quant_spec)
         self.height = self.layout.height
         #: The shape of blocks whose amaxes are reduced, in the plane whose blocks are split.
-        self.split_block = [self.height, 1] if self.layout.both else list(spec.format.block)
+        self.split_block = (
+            [self.height, 1] if self.layout.columnwise else list(quant_spec.format.block)
+        )
 
-    def check(self, handle: ParamHandle, spec: ShardSpec) -> None:
-        by_rows = spec.batched and spec.dim == 1 and not self.layout.both
-        if spec.dim != 0 and not by_rows:
+    def check(self, handle: ParamHandle, shard_spec: ShardSpec) -> None:
+        dim, format = shard_spec.shard_dim, self.layout.format
+        if dim > int(shard_spec.batched and not self.layout.columnwise):
             raise ValueError(
-                f"shard_placement_fn puts {handle.fqn} on Shard({spec.dim}), but "
-                f"weights in format {self.spec.format.name!r} are gathered by rows: use Shard(0)"
+                f"shard_placement_fn puts {handle.fqn} on Shard({dim}), but weights in format "
+                f"{format.name!r} are gathered by rows: use Shard(0)"
             )
 
     def groups(self, shard: LocalShard) -> tuple[Any, ...]:
-        return shard.spec.shard_groups
+        return shard.shard_spec.shard_groups
 
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
-        by_rows = [s for s in shards if self.layout.gathers_codes_alone(s.spec)]
-        others = [s for s in shards if s not in by_rows]
-        for shard, amaxes in zip(others, self._amaxes(others), strict=True):
-            shard.handle.amaxes = amaxes
-        own = [self._grid(s) for s in by_rows]
-        for shard, grid, amaxes in zip(by_rows, own, self.whole_grids(by_rows, own), strict=True):
-            first = shard.spec.row_offset // self.height
-            shard.handle.amaxes = amaxes.narrow(1, first, grid.shape[1]).contiguous()
-            shard.handle.scale = self._scales_of(amaxes)
+        amaxes = self._amaxes(shards, self.reduced_rows)
+        for shard in shards:
+            shard.handle.amaxes, reduced = amaxes.get(shard, (None, None))
+            if reduced is not None and self.layout.gathers_codes_alone(shard.shard_spec):
+                shard.handle.scale = self._scales_of(reduced)
 
     def copy_scales(self, shards: Sequence[LocalShard]) -> None:
-        by_rows = [s for s in shards if self.layout.gathers_codes_alone(s.spec)]
-        grids = [s.row.scale.to(torch.float32) for s in by_rows]
-        for shard, scales in zip(by_rows, self.whole_grids(by_rows, grids), strict=True):
+        shards = [s for s in shards if self.layout.gathers_codes_alone(s.shard_spec)]
+        grids = [s.row.scale.to(torch.float32) for s in shards]
+        reduced = self.reduce_rows(shards, grids, self.reduced_rows)
+        for shard, scales in zip(shards, reduced, strict=True):
             shard.handle.scale = scales.to(self.layout.format.scale_dtype)
 
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
         planes = [self._quantize(s, s.handle.amaxes) for s in shards]
-        return [self.layout.pack(p, s.spec) for p, s in zip(planes, shards, strict=True)]
+        return [self.layout.pack(p, s.shard_spec) for p, s in zip(planes, shards, strict=True)]
 
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
-        return [self._quantize(s, a) for s, a in zip(shards, self._amaxes(shards), strict=True)]
+        amaxes = self._amaxes(shards, self.split_rows)
+        return [self._quantize(s, amaxes.get(s, (None,))[0]) for s in shards]
 
     def _quantize(self, shard: LocalShard, amaxes: Tensor | None) -> Planes:
         """Quantize a shard, with reduced amaxes of its blocks if shard boundaries split some."""
-        both, reduced = self.layout.both, None
+        both, reduced = self.layout.columnwise, None
         if amaxes is not None:
             amaxes = amaxes.to(shard.data.device)
             reduced = {"amax_columnwise": amaxes.t().contiguous()} if both else {"amax": amaxes}
-        lead = shard.spec.row_offset % self.height
-        return quantize_planes(self.spec, shard.data, True, both, lead=lead, block_amaxes=reduced)
-
-    # --- batched weights on Shard(1) -------------------------------------------------------------
-
-    def whole_grids(self, shards: Sequence[LocalShard], grids: Sequence[Tensor]) -> list[Tensor]:
-        """Return the maximum over all ranks of each block of batched weights.
-
-        Args:
-            shards: shards on Shard(1).
-            grids: for each, fp32 values (E, rows of blocks, columns of blocks) of its own blocks.
-        """
-        wholes: list[Tensor] = []
-        for shard, own in zip(shards, grids, strict=True):
-            shape = self.spec.format.scale_shape(*shard.spec.matrix, shard.spec.whole[:1])
-            whole = torch.zeros(shape, device=shard.device)
-            whole.narrow(1, shard.spec.row_offset // self.height, own.shape[1]).copy_(own)
-            wholes.append(whole)
-        return self._reduce_each(shards, wholes)
+        lead = self.offset(shard)
+        return quantize_planes(
+            self.quant_spec, shard.data, True, both, lead=lead, block_amaxes=reduced
+        )
 
     def _scales_of(self, amaxes: Tensor) -> Tensor:
         """Return the scales of blocks with these amaxes, as the operators compute them."""
-        spec = self.spec
-        if not spec.format.microscaled:
-            return spec.scale_from_amax(amaxes)
+        quant_spec = self.quant_spec
+        if not quant_spec.format.microscaled:
+            return quant_spec.scale_from_amax(amaxes)
         zeros = amaxes.new_zeros(()).expand(amaxes.numel(), 32)
-        options: dict[str, Any] = {**spec.block_options, "amax": amaxes.view(-1, 1)}
+        options: dict[str, Any] = {**quant_spec.block_options, "amax": amaxes.view(-1, 1)}
         scale: Tensor = _quantize_blocks(
-            zeros, spec.fp8_dtype, (1, 32), spec.format.scale_dtype, **options
+            zeros, quant_spec.fp8_dtype, (1, 32), quant_spec.format.scale_dtype, **options
         )[1]
         return scale.view(amaxes.shape)
 
-    # --- split blocks ----------------------------------------------------------------------------
+    # --- blocks of several ranks -----------------------------------------------------------------
 
-    def _amaxes(self, shards: Sequence[LocalShard]) -> list[Tensor | None]:
-        """Return the amaxes of each shard's blocks, reduced for split blocks; None without any."""
-        split = [s for s in shards if self.split_rows(s.spec)]
-        found: dict[LocalShard, Tensor] = {}
-        grids = [self._grid(s) for s in split]
-        for shard, grid, rows in zip(split, grids, self.reduce_split(split, grids), strict=True):
-            found[shard] = grid.to(shard.device)
-            for place, i in self.places(shard, grid):
-                found[shard].select(-2, place).copy_(rows.select(-2, i))
-        return [found.get(s) for s in shards]
+    def reduced_rows(self, shard_spec: ShardSpec) -> tuple[int, ...]:
+        """Return the rows of blocks of each matrix whose amaxes are reduced for an all-gather.
 
-    def _grid(self, shard: LocalShard) -> Tensor:
-        """Return the amaxes of a shard's blocks, fp32 (..., rows, columns of blocks)."""
-        offset = shard.spec.row_offset % self.height
-        grid: Tensor = _block_amax(shard.data, self.split_block, offset, shard.spec.batched)
-        return grid
+        If codes are gathered without scales, these are all rows.
+        """
+        if self.layout.gathers_codes_alone(shard_spec):
+            return tuple(range(self.layout.format.scale_shape(*shard_spec.matrix_shape)[0]))
+        return self.split_rows(shard_spec)
 
-    def places(self, shard: LocalShard, grid: Tensor) -> list[tuple[int, int]]:
-        """Return the split rows of blocks in a shard's grid, each with its index in `split_rows`.
+    def _amaxes(
+        self, shards: Sequence[LocalShard], rows_of: RowsOf
+    ) -> dict[LocalShard, tuple[Tensor, Tensor]]:
+        """Return the amaxes of the blocks of shards that have rows of blocks to reduce.
+
+        Returns:
+            For each of these shards the amaxes of its own blocks, and those of the reduced rows.
+        """
+        shards = [s for s in shards if rows_of(s.shard_spec)]
+        grids = [
+            _block_amax(s.data, self.split_block, self.offset(s), s.shard_spec.batched)
+            for s in shards
+        ]
+        reduced = self.reduce_rows(shards, grids, rows_of)
+        found = {}
+        for shard, grid, rows in zip(shards, grids, reduced, strict=True):
+            own = grid.to(shard.device)
+            places, indices = self.places(shard, own, rows_of)
+            copy_rows(rows, indices, own, places)
+            found[shard] = own, rows
+        return found
+
+    def offset(self, shard: LocalShard) -> int:
+        """Return how many rows of the shard's first row of blocks are on the ranks before it."""
+        return shard.shard_spec.row_offset % self.height
+
+    def places(
+        self, shard: LocalShard, grid: Tensor, rows_of: RowsOf
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return which rows of a shard's grid are among the rows to reduce, and their indices.
 
         Args:
             shard: the shard.
             grid: (..., rows, columns of blocks) that the shard touches.
+            rows_of: the rows to reduce.
         """
-        first, count = shard.spec.row_offset // self.height, grid.shape[-2]
-        rows = enumerate(self.split_rows(shard.spec))
-        return [(row - first, i) for i, row in rows if 0 <= row - first < count]
+        first, count = shard.shard_spec.row_offset // self.height, grid.shape[-2]
+        rows = enumerate(rows_of(shard.shard_spec))
+        found = {row - first: i for i, row in rows if 0 <= row - first < count}
+        return tuple(found), tuple(found.values())
 
-    def reduce_split(self, shards: Sequence[LocalShard], grids: Sequence[Tensor]) -> list[Tensor]:
-        """Reduce values of split blocks over the ranks.
+    def reduce_rows(
+        self, shards: Sequence[LocalShard], grids: Sequence[Tensor], rows_of: RowsOf
+    ) -> list[Tensor]:
+        """Reduce values of blocks over the ranks.
 
         Args:
-            shards: shards with split blocks.
+            shards: the shards.
             grids: for each, a value per block that it touches: fp32 (..., rows, columns of blocks).
+            rows_of: the rows of blocks to reduce.
 
         Returns:
-            For each shard the values of its `split_rows`, on the mesh's device.
+            For each shard the values of these rows, on the mesh's device.
         """
+        if not shards:
+            return []
         parts: list[Tensor] = []
         for shard, grid in zip(shards, grids, strict=True):
-            rows = len(self.split_rows(shard.spec))
+            rows = len(rows_of(shard.shard_spec))
             part = grid.new_zeros((*grid.shape[:-2], rows, grid.shape[-1]))
-            for place, i in self.places(shard, grid):
-                part.select(-2, i).copy_(grid.select(-2, place))
+            places, indices = self.places(shard, grid, rows_of)
+            copy_rows(grid, places, part, indices)
             parts.append(part.to(shard.device))
-        return self._reduce_each(shards, parts)
-
-    def _reduce_each(self, shards: Sequence[LocalShard], parts: Sequence[Tensor]) -> list[Tensor]:
-        """Reduce tensors of maxima, one of each shard."""
-        if not parts:
-            return []
         sizes = [part.numel() for part in parts]
-        reduced = self.reduce(shards, torch.cat([part.reshape(-1) for part in parts]), sizes)
+        reduced = self.reduce(shards, torch.cat([part.view(-1) for part in parts]), sizes)
         return [r.view_as(p) for p, r in zip(parts, reduced.split(sizes), strict=True)]
+
+
+def copy_rows(src: Tensor, src_rows: tuple[int, ...], dst: Tensor, rows: tuple[int, ...]) -> None:
+    """Copy rows (dimension -2) of one tensor to rows of another."""
+    if rows:  # most shards of a weight touch no reduced row
+        chosen = src.index_select(-2, index_tensor(src_rows, src.device))
+        dst.index_copy_(-2, index_tensor(rows, dst.device), chosen)
