@@ -58,8 +58,8 @@ def tensors(
 
     Raises:
         TypeError, ValueError: an argument is not one of these, no layer was converted, a layer does
-            not support the format, a parameter is on the meta device, or FSDP2's policy gathers in
-            a dtype narrower than ``dtype``. All are raised before the first gather.
+            not support the format, or a parameter is on the meta device. All are raised before the
+            first gather.
     """
     serving = serving_format(format, scale_fmt)
     if dtype not in INPUT_DTYPES:
@@ -251,7 +251,7 @@ def _unit_tensors(
         unit.unshard()
     try:
         for p, codes in zip(parameters, exports_codes, strict=True):
-            now = p.module._parameters[p.key]
+            now: Any = p.module._parameters[p.key]
             if codes:
                 plane = forward_plane(p.module, now)
                 for part in p.parts:
@@ -261,7 +261,10 @@ def _unit_tensors(
                 for part in p.parts:
                     yield from stored(part.name, quantized(serving.spec, part.of(values)), serving)
             else:
-                values = plain(p.name, p.parameter, dtype, now)
+                # FSDP2's mixed-precision policy may have rounded the unsharded parameter.
+                needed = min(dtype.itemsize, p.parameter.dtype.itemsize)
+                exact = now if now.dtype.itemsize >= needed else p.parameter
+                values = in_dtype(whole(exact, dtype), dtype)
                 for part in p.parts:
                     yield part.name, part.of(values)
         for name, module in modules:
@@ -380,26 +383,6 @@ def quantized_as_in_forward(layer: Any, weight: Tensor) -> Plane:
 
 
 # --- high precision ------------------------------------------------------------------------------
-
-
-def plain(name: str, parameter: Any, dtype: torch.dtype, now: Any) -> Tensor:
-    """Return the whole values of a parameter that is not quantized.
-
-    Args:
-        name: its name, for messages.
-        parameter: the parameter that is stored.
-        dtype: the dtype to return.
-        now: the parameter that the module holds. It differs while FSDP2 has it unsharded.
-    """
-    if now is parameter:
-        return in_dtype(whole(parameter, dtype), dtype)
-    stored_as, gathered = parameter.dtype, now.dtype
-    if gathered.itemsize < min(dtype.itemsize, stored_as.itemsize):
-        raise ValueError(
-            f"dtype is {dtype}, but FSDP2's mixed-precision policy gathers {name} in {gathered}, "
-            f"narrower than its stored dtype {stored_as}. Pass dtype={gathered}"
-        )
-    return in_dtype(whole(now), dtype)
 
 
 def whole(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:
