@@ -138,11 +138,17 @@ class LoadPlanner(DefaultLoadPlanner):
 
         Raises:
             TypeError: the state has quantized tensors.
+            ValueError: a tensor is on the meta device.
         """
         assert metadata is not None
         saved = metadata.state_dict_metadata
-        for entry in list(_entries(state_dict)):
-            _adapt(*entry, saved)
+        for owner, path, key in list(_entries(state_dict)):
+            if isinstance(owner[key], Tensor) and owner[key].is_meta:
+                raise ValueError(
+                    f"{path}{key} is on the meta device, without memory to load into: call "
+                    "model.to_empty(device=...) first"
+                )
+            _adapt(owner, path, key, saved)
         self._asked = tuple(f"{key}." for key in state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         refuse_quantized(self.state_dict)
@@ -169,8 +175,6 @@ class LoadPlanner(DefaultLoadPlanner):
             elif own != (there := _describe_saved(saved[name])):
                 line = f"{name}: {there} in the checkpoint, {own} here"
                 found.setdefault(OTHER, []).append(line)
-            elif isinstance(value, Tensor) and value.is_meta:
-                found.setdefault(META, []).append(f"{name}: {own}")
         plan = LoadPlan([]) if found else super().create_local_plan()
         asked = {name for name in saved if self.strict and name.startswith(self._asked)}
         return replace(plan, planner_data=(found, asked, set(self.state_dict)))
@@ -201,8 +205,6 @@ class LoadPlanner(DefaultLoadPlanner):
         if found:
             lines = list(chain.from_iterable(found.values()))
             remedies = [remedy for names, remedy in REMEDIES if any(map(names.search, lines))]
-            if META in found:
-                remedies.append("Call model.to_empty(device=...) before loading.")
             if OTHER not in found and (MISSING in found or UNKNOWN in found):
                 remedies.append(
                     "load(..., strict=False) loads the entries that both have, and does not change "
@@ -237,7 +239,6 @@ DIFFER = "Different between ranks"
 MISSING = "Not in the checkpoint"
 UNKNOWN = "In the checkpoint, but not in the state of any rank"
 OTHER = "Different shape or dtype"
-META = "On the meta device"
 #: Remedies, with patterns of the lines that they apply to.
 REMEDIES = [
     (
