@@ -262,7 +262,7 @@ def test_a_partial_load_still_refuses_another_shape_or_dtype(kept, tmp_path):
 def test_a_model_on_the_meta_device_is_refused(tmp_path):
     checkpoint.save({"model": Model(nn.Linear(8, 8))}, tmp_path / "saved")
     model = nn.Linear(8, 8, device="meta")
-    with pytest.raises(CheckpointError, match="model.weight is on the meta device.*to_empty"):
+    with pytest.raises(CheckpointError, match=r"model\.weight is on the meta device.*to_empty"):
         checkpoint.load({"model": Model(model)}, tmp_path / "saved")
 
 
