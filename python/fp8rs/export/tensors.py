@@ -101,25 +101,51 @@ class Kept(NamedTuple):
     experts: list[str]
 
 
+class Stored(NamedTuple):
+    """A parameter to export.
+
+    Attributes:
+        name: its name in the unconverted model.
+        module: the module that has it.
+        key: its name in the module.
+        parameter: the parameter, sharded if the model is.
+        parts: the tensors of the files.
+    """
+
+    name: str
+    module: nn.Module
+    key: str
+    parameter: nn.Parameter
+    parts: list[Part]
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the parameter is converted."""
+        return is_fp8(self.module, self.key)
+
+
+def parameters_of(modules: list[Named], stored_as: dict[str, list[Part]]) -> Iterator[Stored]:
+    """Yield the parameters of modules. A tied parameter comes several times."""
+    for name, module in modules:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                full = f"{name}.{key}".lstrip(".")
+                yield Stored(full, module, key, parameter, stored_as.get(full, [Part(full)]))
+
+
 def kept_layers(model: nn.Module) -> Kept:
     """Return the modules that a server would quantize, but that are not quantized."""
-    layers: dict[str, None] = {}
+    kept: dict[str, None] = {}
     experts: dict[str, None] = {}
-    stored_as = stored_parts(model)
-    for name, module in named_modules(model):
-        found: dict[str, None] = {}
-        for key, parameter in module._parameters.items():
-            if parameter is None or parameter.dim() < 2 or is_fp8(module, key):
-                continue
-            # Routers are not linear layers in transformers, but in servers they are.
-            if parameter.dim() > 2 or (key == "weight" and not isinstance(module, nn.Embedding)):
-                full = f"{name}.{key}".lstrip(".")
-                found[name] = None
-                found.update((part.module, None) for part in stored_as.get(full, [Part(full)]))
-                if parameter.dim() > 2:
-                    experts.update(found)
-        layers.update(found)
-    return Kept(list(layers), list(experts))
+    for p in parameters_of(named_modules(model), stored_parts(model)):
+        dims = p.parameter.dim()
+        # Routers are not linear layers in transformers, but in servers they are.
+        is_layer = dims == 2 and p.key == "weight" and not isinstance(p.module, nn.Embedding)
+        if (is_layer or dims > 2) and not p.is_fp8:
+            names = [p.name.rpartition(".")[0], *(part.module for part in p.parts)]
+            kept.update(dict.fromkeys(names))
+            experts.update(dict.fromkeys(names if dims > 2 else ()))
+    return Kept(list(kept), list(experts))
 
 
 def is_fp8(module: nn.Module, key: str) -> bool:
@@ -134,18 +160,13 @@ def named_modules(model: nn.Module) -> list[Named]:
 
 def check_layers(model: nn.Module, serving: ServingFormat) -> None:
     """Raise ValueError if no layer is converted, or a layer does not support the format."""
-    weights = [
-        (f"{name}.{key}".lstrip("."), module, parameter)
-        for name, module in named_modules(model)
-        for key, parameter in module._parameters.items()
-        if parameter is not None and is_fp8(module, key)
-    ]
+    weights = [p for p in parameters_of(named_modules(model), {}) if p.is_fp8]
     if not weights:
         raise ValueError(
             f"model has no converted layers, which format {serving.name!r} requires. Convert it "
             "with convert_to_float8_training, or export it as 'bf16'"
         )
-    for name, module, weight in weights:
+    for name, module, _, weight, _ in weights:
         if weight.dim() > 2 and getattr(module, "is_transposed", False):
             raise ValueError(
                 f"{name} has transposed matrices (in_features, out_features), for which format "
@@ -206,24 +227,6 @@ def _tensors(
         yield from _unit_tensors(cast(Any, unit), modules, serving, dtype, yielded, stored_as)
 
 
-class Stored(NamedTuple):
-    """A parameter to export.
-
-    Attributes:
-        name: its name in the unconverted model.
-        module: the module that has it.
-        key: its name in the module.
-        parameter: the parameter, sharded if the model is.
-        parts: the tensors of the files.
-    """
-
-    name: str
-    module: nn.Module
-    key: str
-    parameter: nn.Parameter
-    parts: list[Part]
-
-
 @torch.no_grad()
 def _unit_tensors(
     unit: Any,
@@ -234,17 +237,13 @@ def _unit_tensors(
     stored_as: dict[str, list[Part]],
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of one unit. It is unsharded only if codes are exported unchanged."""
-    parameters: list[Stored] = []
-    for name, module in modules:
-        for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in yielded:
-                yielded.add(id(parameter))
-                full = f"{name}.{key}".lstrip(".")
-                parts = stored_as.get(full, [Part(full)])
-                parameters.append(Stored(full, module, key, parameter, parts))
+    parameters = []
+    for p in parameters_of(modules, stored_as):
+        if id(p.parameter) not in yielded:
+            yielded.add(id(p.parameter))
+            parameters.append(p)
     exports_codes = [
-        is_fp8(p.module, p.key) and can_export_codes(serving, p, fsdp=unit is not None)
-        for p in parameters
+        p.is_fp8 and can_export_codes(serving, p, fsdp=unit is not None) for p in parameters
     ]
     gather = unit is not None and any(exports_codes)
     if gather:
@@ -256,7 +255,7 @@ def _unit_tensors(
                 plane = forward_plane(p.module, now)
                 for part in p.parts:
                     yield from stored(part.name, plane_of(plane, part), serving)
-            elif serving.spec is not None and is_fp8(p.module, p.key):
+            elif serving.spec is not None and p.is_fp8:
                 values = whole(p.parameter)
                 for part in p.parts:
                     yield from stored(part.name, quantized(serving.spec, part.of(values)), serving)
