@@ -25,6 +25,9 @@ from torch import nn
 from fp8rs import _core
 from fp8rs.gemm.devices import RECIPE_NAMES, Capability, gpu_path
 
+#: How every recipe runs on the CPU.
+ON_CPU = "quantized to the same bytes as on a GPU; GEMMs on dequantized operands in fp32"
+
 
 @dataclass(frozen=True)
 class Path:
@@ -70,11 +73,10 @@ def examine() -> Findings:
 
     driver = _driver_cuda()
     devices = _devices()
-    paths = [
-        path
-        for name in RECIPE_NAMES
-        for path in (_on_cpu(name), *(_on_gpu(name, device) for device in devices))
-    ]
+    paths = []
+    for name in RECIPE_NAMES:
+        paths.append(Path(name, "cpu", "dequantized", ON_CPU))
+        paths += [Path(name, f"cuda:{d.index}", *gpu_path(name, d.capability)) for d in devices]
     return Findings(
         fp8rs=__version__,
         torch=torch.__version__,
@@ -122,15 +124,6 @@ def as_text(findings: Findings) -> str:
     lines += ["", f"{'recipe':<10}{'device':<9}{'path':<13}why"]
     lines += [f"{p.recipe:<10}{p.device:<9}{p.path:<13}{p.reason}" for p in f.recipes]
     return "\n".join(lines)
-
-
-def _on_cpu(recipe: str) -> Path:
-    reason = "quantized to the same bytes as on a GPU; GEMMs on dequantized operands in fp32"
-    return Path(recipe, "cpu", "dequantized", reason)
-
-
-def _on_gpu(recipe: str, device: Device) -> Path:
-    return Path(recipe, f"cuda:{device.index}", *gpu_path(recipe, device.capability))
 
 
 def _devices() -> list[Device]:
