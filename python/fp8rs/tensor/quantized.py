@@ -68,8 +68,8 @@ class QuantizedTensor(StoreTensor):
                 the planes, with scales from the data.
 
         Raises:
-            TypeError, ValueError: the planes do not fit the shape, their format or each other, or
-                ``spec`` does not fit the planes.
+            TypeError, ValueError: the planes do not fit the shape or their format, or ``spec`` does
+                not fit the planes.
         """
         plane = rowwise if rowwise is not None else columnwise
         if plane is None:
