@@ -142,13 +142,8 @@ class LoadPlanner(DefaultLoadPlanner):
         """
         assert metadata is not None
         saved = metadata.state_dict_metadata
-        for owner, path, key in list(_entries(state_dict)):
-            if isinstance(owner[key], Tensor) and owner[key].is_meta:
-                raise ValueError(
-                    f"{path}{key} is on the meta device, without memory to load into: call "
-                    "model.to_empty(device=...) first"
-                )
-            _adapt(owner, path, key, saved)
+        for entry in list(_entries(state_dict)):
+            _adapt(*entry, saved)
         self._asked = tuple(f"{key}." for key in state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         refuse_quantized(self.state_dict)
@@ -337,7 +332,12 @@ def _entries(state: Any, path: str = "") -> Iterator[tuple[dict[str, Any], str, 
 
 
 def _adapt(owner: dict[str, Any], path: str, key: Any, saved: dict[str, Any]) -> None:
-    name = f"{path}{key}"
+    name, value = f"{path}{key}", owner[key]
+    if isinstance(value, Tensor) and value.is_meta:
+        raise ValueError(
+            f"{name} is on the meta device, without memory to load into: call "
+            "model.to_empty(device=...) first"
+        )
     if name in saved or not isinstance(key, str):
         return
     if key.rpartition(".")[2] in BUFFERS:
