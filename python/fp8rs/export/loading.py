@@ -203,7 +203,7 @@ def compare(stored: StoredTensors, found: Iterable[Target], findings: RankFindin
     Raises:
         ValueError: some tensors do not match. The message lists them.
     """
-    problems = []
+    problems: list[str] = []
     for target in found:
         known = len(problems)
         for part in chain.from_iterable(target.sources):

@@ -89,18 +89,6 @@ def check_expert_parallel(model: nn.Module) -> None:
             )
 
 
-class Kept(NamedTuple):
-    """Modules that stay in high precision, by the names of the model and of its files.
-
-    Attributes:
-        layers: linear layers, routers and modules with batched parameters.
-        experts: the modules with batched parameters among them.
-    """
-
-    layers: list[str]
-    experts: list[str]
-
-
 class Stored(NamedTuple):
     """A parameter to export.
 
@@ -133,8 +121,13 @@ def parameters_of(modules: list[Named], stored_as: dict[str, list[Part]]) -> Ite
                 yield Stored(full, module, key, parameter, stored_as.get(full, [Part(full)]))
 
 
-def kept_layers(model: nn.Module) -> Kept:
-    """Return the modules that a server would quantize, but that are not quantized."""
+def kept_layers(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the modules that a server would quantize, but that are not quantized.
+
+    Returns:
+        Linear layers, routers and modules with batched parameters, by the names of the model and of
+        its files; and the modules with batched parameters among them.
+    """
     kept: dict[str, None] = {}
     experts: dict[str, None] = {}
     for p in parameters_of(named_modules(model), stored_parts(model)):
@@ -144,8 +137,9 @@ def kept_layers(model: nn.Module) -> Kept:
         if (is_layer or dims > 2) and not p.is_fp8:
             names = [p.name.rpartition(".")[0], *(part.module for part in p.parts)]
             kept.update(dict.fromkeys(names))
-            experts.update(dict.fromkeys(names if dims > 2 else ()))
-    return Kept(list(kept), list(experts))
+            if dims > 2:
+                experts.update(dict.fromkeys(names))
+    return list(kept), list(experts)
 
 
 def is_fp8(module: nn.Module, key: str) -> bool:
@@ -206,13 +200,11 @@ def units(model: nn.Module) -> list[tuple[nn.Module | None, list[Named]]]:
     from torch.distributed.fsdp import FSDPModule
 
     found: dict[int, tuple[nn.Module | None, list[Named]]] = {}
-    above: list[tuple[str, nn.Module | None]] = [("", None)]
+    unit_of: dict[str, nn.Module | None] = {}
     for path, module in model.named_modules():
-        while above[-1][0] and not f"{path}.".startswith(above[-1][0]):
-            above.pop()
-        if isinstance(module, FSDPModule):
-            above.append((f"{path}." if path else "", cast(nn.Module, module)))
-        unit = above[-1][1]
+        above = unit_of.get(path.rpartition(".")[0])
+        unit = cast(nn.Module, module) if isinstance(module, FSDPModule) else above
+        unit_of[path] = unit
         found.setdefault(id(unit), (unit, []))[1].append((plain_name(path), module))
     return list(found.values())
 
