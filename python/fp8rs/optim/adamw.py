@@ -59,6 +59,8 @@ class AdamW(MasterWeightOptimizer):
             nearest with them.
         seed: of the random numbers, 64 bits. All ranks must have the same seed.
 
+    ``load_state_dict`` also loads states of ``torch.optim.AdamW``, except with AMSGrad.
+
     A ``torch.amp.GradScaler`` passes its scale and what it found to the step. A step that it skips
     changes no byte. ``.grad`` stays scaled.
 
@@ -186,20 +188,6 @@ class AdamW(MasterWeightOptimizer):
         exp_avg, exp_avg_sq = (own_part(state[name]) for name in ("exp_avg", "exp_avg_sq"))
         return exp_avg, exp_avg_sq, state["step"], None if master is None else own_part(master)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, also of ``torch.optim.AdamW``. Moments and masters keep their saved dtypes.
-
-        The masters that it contains win over what was written to the parameters before. Masters
-        that it does not contain stay. Later writes to the parameters are read into the masters at
-        the next step.
-
-        Raises:
-            ValueError: the state has an option that the constructor refuses, belongs to
-                another rule (AMSGrad, Adam's own weight decay), or does not fit its parameter.
-                Nothing is loaded then.
-        """
-        super().load_state_dict(state_dict)
-
     def _check_group(self, saved: dict[str, Any]) -> None:
         check_options({**self.defaults, **saved})
         check_rule(saved)
@@ -214,14 +202,10 @@ def name_of(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def is_number(value: Any) -> bool:
-    """Return whether ``value`` is a real number of Python or NumPy."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def is_rate(value: Any) -> bool:
-    """Return whether ``value`` is a finite number of at least 0."""
-    return is_number(value) and 0 <= value < float("inf")
+    """Return whether ``value`` is a finite number of at least 0, of Python or NumPy."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and 0 <= cast(float, value) < float("inf")
 
 
 def is_bool(value: Any) -> bool:
