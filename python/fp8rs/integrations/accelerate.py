@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
@@ -68,13 +69,19 @@ def use_fp8rs(
 
     Raises:
         TypeError, ValueError: ``recipe`` is not a recipe or a known name.
+        RuntimeError: this accelerate lacks the method.
     """
     from accelerate import Accelerator
 
     if recipe is not None:
         recipe = resolve_recipe(recipe)
     filter_fqns = tuple(filter_fqns)
-    original = Accelerator._prepare_ao
+    original = getattr(Accelerator, "_prepare_ao", None)
+    if original is None:
+        raise RuntimeError(
+            f"accelerate {version('accelerate')} has no Accelerator._prepare_ao, which use_fp8rs "
+            "replaces. Convert the model before prepare, with mixed_precision='bf16'"
+        )
 
     @functools.wraps(original)
     def _prepare_ao(self: Any, *args: Any) -> tuple[Any, ...]:
