@@ -213,10 +213,9 @@ class Plane:
         rows, cols = (n + m for n, m in zip(shape, self.lead, strict=True))
         expected = self.format.scale_shape(rows, cols, batch)
         if self.scale.shape != expected:
-            what = f"a batch of {batch[0]} matrices" if batch else "a matrix"
             raise ValueError(
-                f"{name} has scales of shape {tuple(self.scale.shape)}, but {what} of {shape} in "
-                f"format {self.format.name!r} has {expected}"
+                f"{name} has scales of shape {tuple(self.scale.shape)}, but codes of shape "
+                f"{(*batch, *shape)} in format {self.format.name!r} need {expected}"
             )
 
 
