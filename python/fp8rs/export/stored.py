@@ -261,6 +261,7 @@ def read_parts(
     found = []
     for each in parts:
         assert each.matrix is not None
+        # The sum of a start and a size is the end.
         start, stop = max(each.rows.start, rows[0]), min(each.rows.stop, sum(rows))
         if matrices[0] <= each.matrix < sum(matrices) and start < stop:
             own = (start - each.rows.start, cols[0]), (stop - start, cols[1])
