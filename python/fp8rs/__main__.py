@@ -40,16 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--ranks", type=_positive, help="number of ranks (default: 2 on CPU, else all GPUs)"
     )
-    recipes = f"{', '.join(RECIPES)}; default: current"
-    demo.add_argument("--recipe", default="current", help=recipes)
     demo.add_argument("--steps", type=_positive, help="training steps of each run")
     demo.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
-    demo.add_argument(
-        "--weights",
-        choices=("fp8", "master"),
-        default="master",
-        help="weights of the FP8 run: fp32 master weights, or FP8 weights (default: master)",
-    )
+    _add_conversion(demo)
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the results")
     demo.add_argument("--plot", type=Path, metavar="FILE", help="plot the losses (PNG, SVG, PDF)")
     demo.set_defaults(run=_demo)
@@ -86,6 +79,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_conversion(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of the conversion."""
+    recipes = f"{', '.join(RECIPES)}; default: current"
+    command.add_argument("--recipe", default="current", help=recipes)
+    command.add_argument(
+        "--weights",
+        choices=("fp8", "master"),
+        default="master",
+        help="FP8 weights, or weights in high precision; default: master",
+    )
+
+
 def _add_report(report: argparse.ArgumentParser) -> None:
     """Add the arguments of the report command."""
     report.add_argument("--json", action="store_true", help="print JSON")
@@ -95,8 +100,7 @@ def _add_report(report: argparse.ArgumentParser) -> None:
         help="FILE.py or FILE.py:NAME, where NAME (default: model) is a model or a function that "
         "returns one; or the name or folder of a transformers model",
     )
-    recipes = f"{', '.join(RECIPES)}; default: current"
-    report.add_argument("--recipe", default="current", help=recipes)
+    _add_conversion(report)
     report.add_argument(
         "--leave-out",
         action="append",
@@ -105,12 +109,6 @@ def _add_report(report: argparse.ArgumentParser) -> None:
         help="exclude layers with this in their name (filter_fqns); may be repeated",
     )
     report.add_argument("--ranks", type=_positive, default=8, help="number of shards; default: 8")
-    report.add_argument(
-        "--weights",
-        choices=("fp8", "master"),
-        default="master",
-        help="how converted weights are stored (fp8_weights); default: master",
-    )
     report.add_argument(
         "--optimizer",
         metavar="NAME",

@@ -486,11 +486,7 @@ def reduces_in_stored_dtype() -> bool:
 
 def check_graph_capture(optimizer: Any) -> None:
     """Raise if a graph capture is running and the optimizer is not declared capturable."""
-    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
-        check = getattr(optimizer, name, None)
-        if check is not None:
-            check()
-            return
+    optimizer._accelerator_graph_capture_health_check()
 
 
 def premultiplied_by(op: Any) -> float:

@@ -15,6 +15,7 @@ import platform
 import sys
 import traceback
 from dataclasses import asdict, dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path as File
 from types import ModuleType
 
@@ -23,6 +24,9 @@ from torch import nn
 
 from fp8rs import _core
 from fp8rs.gemm.devices import RECIPE_NAMES, Capability, gpu_path
+
+#: How every recipe runs on the CPU.
+ON_CPU = "quantized to the same bytes as on a GPU; GEMMs on dequantized operands in fp32"
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,10 @@ def examine() -> Findings:
 
     driver = _driver_cuda()
     devices = _devices()
-    paths = [
-        path
-        for name in RECIPE_NAMES
-        for path in (_on_cpu(name), *(_on_gpu(name, device) for device in devices))
-    ]
+    paths = []
+    for name in RECIPE_NAMES:
+        paths.append(Path(name, "cpu", "dequantized", ON_CPU))
+        paths += [Path(name, f"cuda:{d.index}", *gpu_path(name, d.capability)) for d in devices]
     return Findings(
         fp8rs=__version__,
         torch=torch.__version__,
@@ -121,15 +124,6 @@ def as_text(findings: Findings) -> str:
     lines += ["", f"{'recipe':<10}{'device':<9}{'path':<13}why"]
     lines += [f"{p.recipe:<10}{p.device:<9}{p.path:<13}{p.reason}" for p in f.recipes]
     return "\n".join(lines)
-
-
-def _on_cpu(recipe: str) -> Path:
-    reason = "quantized to the same bytes as on a GPU; GEMMs on dequantized operands in fp32"
-    return Path(recipe, "cpu", "dequantized", reason)
-
-
-def _on_gpu(recipe: str, device: Device) -> Path:
-    return Path(recipe, f"cuda:{device.index}", *gpu_path(recipe, device.capability))
 
 
 def _devices() -> list[Device]:
@@ -195,10 +189,6 @@ class ScriptError(Exception):
     """A model or a model's script cannot be loaded."""
 
 
-#: The end of errors about a script.
-WHAT_WORKS = "Name a torch.nn.Module, or a function without arguments that returns one"
-
-
 def load_model(model: str) -> nn.Module:
     """Build a model on the meta device.
 
@@ -212,36 +202,39 @@ def load_model(model: str) -> nn.Module:
         ScriptError: the file or the name does not exist, the name is not a model, the script raises
             an error, or transformers has no such causal language model.
     """
-    path, _, name = model.rpartition(":") if model.rpartition(":")[0] else (model, "", "")
-    name = name or "model"
+    path, _, name = model.rpartition(":") if ":" in model else (model, "", "model")
     file = File(path)
     if not file.is_file():
         if path == model and file.suffix != ".py":
             return _from_transformers(model)
         raise ScriptError(f"file {path} does not exist")
-    found = importlib.util.spec_from_file_location(file.stem, file)
-    if found is None or found.loader is None:
-        raise ScriptError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(found)
-    sys.modules[file.stem] = module
-    sys.path.insert(0, str(file.parent.resolve()))  # for imports from the script's directory
-    with torch.device("meta"):
-        try:
-            found.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
-            raise ScriptError(
-                f"{path}, run as a module on the meta device, raises {_shown(error, path)}. "
-                'Move code that the model does not need under if __name__ == "__main__"'
-            ) from error
-        built = getattr(module, name, None)
-        if not isinstance(built, nn.Module):
-            built = _call(built, path, name, module)
+    try:
+        with torch.device("meta"):
+            built = getattr(_run(file), name)
+            built = built if isinstance(built, nn.Module) else built()
+    except (Exception, SystemExit) as error:
+        raise ScriptError(
+            f"{path} has no model or function {name!r} that can be built on the meta device: "
+            f"{_shown(error, path)}. Name a torch.nn.Module, or a function without arguments that "
+            "returns one. Move code that the model does not need under "
+            'if __name__ == "__main__"'
+        ) from error
     if not isinstance(built, nn.Module):
         raise ScriptError(
-            f"{path}:{name}: {name}() returns {type(built).__name__}, not a "
-            f"torch.nn.Module. {WHAT_WORKS}"
+            f"{path}:{name}: {name}() returns {type(built).__name__}, not a torch.nn.Module"
         )
     return built
+
+
+def _run(file: File) -> ModuleType:
+    """Run a script as a module, which can import from the script's directory."""
+    sys.path.insert(0, str(file.parent.resolve()))
+    loader = SourceFileLoader(file.stem, str(file))
+    spec = importlib.util.spec_from_loader(file.stem, loader)
+    assert spec is not None
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
 
 
 def _from_transformers(name: str) -> nn.Module:
@@ -261,28 +254,6 @@ def _from_transformers(name: str) -> nn.Module:
             f"file {name} does not exist, and transformers raises {_shown(error, name)}"
         ) from error
     return model
-
-
-def _call(function: object, path: str, name: str, module: ModuleType) -> object:
-    """Call the function ``name`` of a script and return its result."""
-    if not callable(function):
-        stem = module.__name__
-        known = [
-            n
-            for n, v in vars(module).items()
-            if getattr(v, "__module__", "") == stem or isinstance(v, nn.Module)
-        ]
-        raise ScriptError(
-            f"{path} has no model or function {name!r}. Name one of its own after a colon: "
-            f"{', '.join(known) or 'it has none'}"
-        )
-    try:
-        return function()
-    except (Exception, SystemExit) as error:
-        raise ScriptError(
-            f"{path}:{name}: {name}(), called on the meta device, raises {_shown(error, path)}. "
-            f"{WHAT_WORKS}"
-        ) from error
 
 
 def _shown(error: BaseException, path: str) -> str:

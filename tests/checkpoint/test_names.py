@@ -259,6 +259,13 @@ def test_a_partial_load_still_refuses_another_shape_or_dtype(kept, tmp_path):
     assert same(whole(other, optimizer), before)
 
 
+def test_a_model_on_the_meta_device_is_refused(tmp_path):
+    checkpoint.save({"model": Model(nn.Linear(8, 8))}, tmp_path / "saved")
+    model = nn.Linear(8, 8, device="meta")
+    with pytest.raises(CheckpointError, match=r"model\.weight is on the meta device.*to_empty"):
+        checkpoint.load({"model": Model(model)}, tmp_path / "saved")
+
+
 def test_a_partial_load_refuses_codes_without_their_scales(tmp_path):
     model, _ = with_unused("fp8rs's AdamW", 0)
     parts = Model(model).state_dict()

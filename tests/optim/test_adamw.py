@@ -659,12 +659,8 @@ def test_groups_have_their_own_options_which_are_checked():
     assert optimizer.state[first]["exp_avg"].dtype == torch.bfloat16
     assert optimizer.state[second]["exp_avg"].dtype == torch.float32
     assert "master" in optimizer.state[first] and "master" not in optimizer.state[second]
-    for option, error in (
-        ({"betas": (0.9, 1.5)}, ValueError),
-        ({"lr": -1.0}, ValueError),
-        ({"state_dtype": torch.float16}, TypeError),
-    ):
-        with pytest.raises(error, match=next(iter(option))):
+    for option in ({"betas": (0.9, 1.5)}, {"lr": -1.0}, {"state_dtype": torch.float16}):
+        with pytest.raises(ValueError, match=next(iter(option))):
             optimizer.add_param_group({"params": [parameter(torch.ones(2))], **option})
     assert len(optimizer.param_groups) == 2
 
@@ -899,28 +895,28 @@ def test_a_loaded_state_is_a_copy():
 
 
 @pytest.mark.parametrize(
-    "options, error, message",
+    "options, message",
     [
-        ({"lr": -1.0}, ValueError, "lr is -1.0; it must be finite and at least 0"),
-        ({"lr": torch.ones(2)}, ValueError, r"lr is a tensor of shape \(2,\); it must have one"),
-        ({"eps": -1.0}, ValueError, "eps is -1.0; it must be"),
-        ({"weight_decay": float("nan")}, ValueError, "weight_decay is nan; it must be"),
-        ({"betas": (0.9, 1.0)}, ValueError, r"betas is \(0.9, 1.0\); it must be two numbers"),
-        ({"betas": (0.9,)}, ValueError, r"betas is \(0.9,\); it must be two numbers"),
-        ({"state_dtype": torch.float16}, TypeError, "state_dtype is torch.float16; it must be"),
-        ({"seed": 2**64}, ValueError, "seed is 18446744073709551616; it must be of 64 bits"),
-        ({"seed": 1.5}, TypeError, "seed is 1.5; it must be an int"),
-        ({"lr": None}, TypeError, "lr is None; it must be a number"),
-        ({"eps": "1e-8"}, TypeError, "eps is '1e-8'; it must be a number"),
-        ({"betas": 0.9}, TypeError, "betas is 0.9; it must be two numbers"),
-        ({"betas": (0.9, None)}, TypeError, r"betas is \(0.9, None\); it must be two numbers"),
-        ({"maximize": 1}, TypeError, "maximize is 1; it must be a bool"),
-        ({"master_weights": "no"}, TypeError, "master_weights is 'no'; it must be a bool"),
-        ({"stochastic_rounding": 0}, TypeError, "stochastic_rounding is 0; it must be a bool or"),
+        ({"lr": -1.0}, "lr is -1.0; it must be a finite number of at least 0"),
+        ({"lr": torch.ones(2)}, r"lr is tensor\(\[1., 1.\]\); .* a tensor of one element"),
+        ({"eps": -1.0}, "eps is -1.0; it must be"),
+        ({"weight_decay": float("nan")}, "weight_decay is nan; it must be"),
+        ({"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\); it must be two numbers"),
+        ({"betas": (0.9,)}, r"betas is \(0.9,\); it must be two numbers"),
+        ({"state_dtype": torch.float16}, "state_dtype is torch.float16; it must be"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; it must be an int of 64 bits"),
+        ({"seed": 1.5}, "seed is 1.5; it must be an int"),
+        ({"lr": None}, "lr is None; it must be a finite number"),
+        ({"eps": "1e-8"}, "eps is '1e-8'; it must be a finite number"),
+        ({"betas": 0.9}, "betas is 0.9; it must be two numbers"),
+        ({"betas": (0.9, None)}, r"betas is \(0.9, None\); it must be two numbers"),
+        ({"maximize": 1}, "maximize is 1; it must be a bool"),
+        ({"master_weights": "no"}, "master_weights is 'no'; it must be a bool"),
+        ({"stochastic_rounding": 0}, "stochastic_rounding is 0; it must be a bool or None"),
     ],
 )
-def test_bad_options_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
         AdamW([parameter(torch.ones(2))], **options)
 
 

@@ -177,51 +177,30 @@ def test_a_script_may_give_a_module_or_a_function(
 
 
 @pytest.mark.parametrize(
-    ("name", "texts"),
+    ("name", "reason"),
     [
-        (
-            "of_width",
-            [
-                "a_script.py:of_width: of_width(), called",
-                "'width'",
-                "Name a torch.nn.Module",
-            ],
-        ),
-        (
-            "fails",
-            [
-                "fails(), called",
-                "raises RuntimeError: no such weights (line 12)",
-                "Name a torch.nn.Module",
-            ],
-        ),
-        (
-            "ends",
-            ["a_script.py:ends: ends(), called on the meta device, raises SystemExit (line 16)"],
-        ),
-        (
-            "nothing",
-            [
-                "no model or function 'nothing'",
-                "after a colon: model, of_width, fails, ends, Layer",
-            ],
-        ),
+        ("of_width", "'width'"),
+        ("fails", "RuntimeError: no such weights (line 12)"),
+        ("ends", "SystemExit (line 16)"),
+        ("nothing", "AttributeError: module 'a_script' has no attribute 'nothing'"),
     ],
 )
 def test_a_script_without_a_model_is_an_error_of_one_line(
-    script: Path, name: str, texts: list[str], capsys: pytest.CaptureFixture
+    script: Path, name: str, reason: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert main(["report", f"{script}:{name}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert all(text in line for text in texts), line
+    assert f"a_script.py has no model or function {name!r}" in line
+    assert reason in line
+    assert "Name a torch.nn.Module" in line
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("import torch\n\nraise ValueError('no data')\n", "raises ValueError: no data (line 3)"),
-        ("def model(:\n", "raises SyntaxError: "),
-        ("import argparse\n\nargparse.ArgumentParser().exit()\n", "raises SystemExit: 0 (line 3)"),
+        ("import torch\n\nraise ValueError('no data')\n", "ValueError: no data (line 3)"),
+        ("def model(:\n", "SyntaxError: "),
+        ("import argparse\n\nargparse.ArgumentParser().exit()\n", "SystemExit: 0 (line 3)"),
     ],
 )
 def test_a_script_that_raises_is_an_error_of_one_line(

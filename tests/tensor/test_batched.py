@@ -245,7 +245,7 @@ def test_planes_of_a_batch_and_of_a_matrix_are_not_mixed(device):
     with pytest.raises(ValueError, match=r"columnwise has data of shape \(129, 135\)"):
         Float8Tensor(t.rowwise, matrix.columnwise, shape=t.shape, dtype=t.dtype)
     scale = torch.ones(2, device=device)
-    with pytest.raises(ValueError, match=r"scales of shape \(2,\).*batch of 3 matrices of \(45, 1"):
+    with pytest.raises(ValueError, match=r"scales of shape \(2,\).*codes of shape \(3, 45, 1"):
         Float8Tensor(Plane(t.rowwise.data, scale), shape=t.shape, dtype=t.dtype)
 
 

@@ -376,16 +376,8 @@ def test_scales_of_another_shape_are_refused(device, format, name):
         type(t)(**planes, shape=t.shape, dtype=t.dtype)
 
 
-def test_planes_of_different_tensors_are_refused(device):
-    t, rows = make("128x128", "both", device), make("1x128", "both", device)
-    e5m2 = fp8rs.Float8BlockQuantizer(torch.float8_e5m2, block=(128, 128))(t)
-    mx = make("32x32", "both", device)
-    with pytest.raises(ValueError, match=r"rowwise is in format 128x128, but columnwise .*1x128"):
-        type(t)(t.rowwise, rows.columnwise, shape=t.shape, dtype=t.dtype)
-    with pytest.raises(ValueError, match=r"rowwise has data of .*e4m3fn, but columnwise .*e5m2"):
-        type(t)(t.rowwise, e5m2.columnwise, shape=t.shape, dtype=t.dtype)
-    with pytest.raises(ValueError, match=r"rowwise has its data on .*, but columnwise .* meta"):
-        type(t)(t.rowwise, t.to("meta").columnwise, shape=t.shape, dtype=t.dtype)
+def test_planes_of_other_dtypes_are_refused(device):
+    t, mx = make("128x128", "both", device), make("32x32", "both", device)
     with pytest.raises(TypeError, match=r"Float8Tensor has scales of torch.float32"):
         type(t)(mx.rowwise, shape=t.shape, dtype=t.dtype)
     with pytest.raises(TypeError, match="rowwise is in format 'tensor', which has scales of"):
@@ -395,5 +387,3 @@ def test_planes_of_different_tensors_are_refused(device):
     wide = Plane(t.columnwise.data.float(), t.columnwise.scale, t.columnwise.format)
     with pytest.raises(TypeError, match=r"columnwise\.data\.dtype"):
         type(t)(columnwise=wide, shape=t.shape, dtype=t.dtype)
-    with pytest.raises(ValueError, match=r"rowwise has its data on .* scales on meta"):
-        type(t)(_other_scales(t.rowwise, lambda s: s.to("meta")), shape=t.shape, dtype=t.dtype)

@@ -143,7 +143,8 @@ def load(
     """
     reader = Reader(directory)
     live = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
-    read = map_local(live, lambda t: torch.empty_like(t, device="cpu"), str)
+    # The planner raises an error for tensors on the meta device.
+    read = map_local(live, lambda t: torch.empty_like(t, device=None if t.is_meta else "cpu"), str)
     with _checkpoint_errors(f"{directory} was not loaded"):
         state_dict_loader.load(
             read,

@@ -213,20 +213,13 @@ def parts_of(value: Tensor) -> dict[str, Tensor] | None:
             plane = shown[suffix]
             assert plane is not None
         else:
-            plane = _empty(plane, local.shape, transposed)
+            rows, cols = local.shape[::-1] if transposed else local.shape
+            plane = plane.empty(rows, cols)
         if not transposed:
             data = codes_of(local.__get_tensor_shard__(), plane.data)
             plane = Plane(data, plane.scale, plane.format, plane.lead)
         found[suffix], found[suffix + SCALE] = _tensors_of(value, plane, transposed)
     return found
-
-
-def _empty(plane: Plane, shape: torch.Size, transposed: bool) -> Plane:
-    """Return the plane of an empty shard of one matrix. A scale per tensor is kept."""
-    codes = plane.data.new_empty(shape[::-1] if transposed else shape)
-    if plane.format.per_tensor:
-        return Plane(codes, plane.scale, plane.format)
-    return Plane(codes, plane.scale.new_empty((0, 0)), plane.format)
 
 
 def _tensors_of(value: Tensor, plane: Plane, transposed: bool) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from fp8rs._torch import own_part
 from fp8rs.scaling.histories import BUFFERS
 from fp8rs.tensor.formats import INPUT_DTYPES
-from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.quantized import is_fp8
 
 from .parts import COLUMNWISE, SCALE, distribute_like
 
@@ -138,6 +138,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
         Raises:
             TypeError: the state has quantized tensors.
+            ValueError: a tensor is on the meta device.
         """
         assert metadata is not None
         saved = metadata.state_dict_metadata
@@ -169,10 +170,8 @@ class LoadPlanner(DefaultLoadPlanner):
             elif own != (there := _describe_saved(saved[name])):
                 line = f"{name}: {there} in the checkpoint, {own} here"
                 found.setdefault(OTHER, []).append(line)
-            elif isinstance(value, Tensor) and value.is_meta:
-                found.setdefault(META, []).append(f"{name}: {own}")
         plan = LoadPlan([]) if found else super().create_local_plan()
-        asked = {name for name in saved if self.strict and name.startswith(self._asked)}
+        asked = self._asked if self.strict else ()
         return replace(plan, planner_data=(found, asked, set(self.state_dict)))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -183,26 +182,23 @@ class LoadPlanner(DefaultLoadPlanner):
         """
         assert self.metadata is not None
         found: Differences = {}
-        asked: dict[str, list[int]] = {}
+        each_asked: list[tuple[str, ...]] = []
         known: set[str] = set()
         for rank, plan in enumerate(global_plan):
-            local, asks, has = plan.planner_data
-            known |= has
-            for name in sorted(asks):
-                asked.setdefault(name, []).append(rank)
+            local, asked, names = plan.planner_data
+            known |= names
+            each_asked.append(asked)
             for kind, lines in local.items():
                 for line in lines:
                     found.setdefault(kind, {}).setdefault(line, []).append(rank)
-        for name, ranks in asked.items():
-            if name not in known:
-                there = _describe_saved(self.metadata.state_dict_metadata[name])
-                line = f"{name}: {there} in the checkpoint, unknown here"
+        for name, saved in sorted(self.metadata.state_dict_metadata.items()):
+            ranks = [rank for rank, asked in enumerate(each_asked) if name.startswith(asked)]
+            if ranks and name not in known:
+                line = f"{name}: {_describe_saved(saved)} in the checkpoint, unknown here"
                 found.setdefault(UNKNOWN, {})[line] = ranks
         if found:
             lines = list(chain.from_iterable(found.values()))
             remedies = [remedy for names, remedy in REMEDIES if any(map(names.search, lines))]
-            if META in found:
-                remedies.append("Call model.to_empty(device=...) before loading.")
             if OTHER not in found and (MISSING in found or UNKNOWN in found):
                 remedies.append(
                     "load(..., strict=False) loads the entries that both have, and does not change "
@@ -237,7 +233,6 @@ DIFFER = "Different between ranks"
 MISSING = "Not in the checkpoint"
 UNKNOWN = "In the checkpoint, but not in the state of any rank"
 OTHER = "Different shape or dtype"
-META = "On the meta device"
 #: Remedies, with patterns of the lines that they apply to.
 REMEDIES = [
     (
@@ -261,7 +256,7 @@ def _is_part(name: str, saved: dict[str, Any]) -> bool:
 def refuse_quantized(flat: dict[str, Any]) -> None:
     """Raise TypeError if a flat state has quantized tensors."""
     for name, value in flat.items():
-        if isinstance(own_part(value), QuantizedTensor):
+        if is_fp8(value):
             raise TypeError(
                 f"{name} is a quantized tensor. Instead of the model's state dict, pass "
                 "fp8rs.checkpoint.Model(model), which has codes and scales"
@@ -337,7 +332,12 @@ def _entries(state: Any, path: str = "") -> Iterator[tuple[dict[str, Any], str, 
 
 
 def _adapt(owner: dict[str, Any], path: str, key: Any, saved: dict[str, Any]) -> None:
-    name = f"{path}{key}"
+    name, value = f"{path}{key}", owner[key]
+    if isinstance(value, Tensor) and value.is_meta:
+        raise ValueError(
+            f"{name} is on the meta device, without memory to load into: call "
+            "model.to_empty(device=...) first"
+        )
     if name in saved or not isinstance(key, str):
         return
     if key.rpartition(".")[2] in BUFFERS:

@@ -21,7 +21,7 @@ from fp8rs._torch import names_of, note_write, own_part
 from fp8rs.nn.fp8_params import reset_scales
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.scaling.histories import BUFFERS, keep_local
-from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.quantized import QuantizedTensor, is_fp8
 
 from .parts import SCALE, distribute_like, parts_of
 
@@ -55,7 +55,7 @@ class Model:
         found: dict[str, Tensor] = {}
         split = []
         for name, value in state.items():
-            parts = parts_of(value) if _is_fp8(value) else {"": value}
+            parts = parts_of(value) if is_fp8(value) else {"": value}
             if parts is None:
                 split.append(name)
                 parts = {"": distribute_like(value, own_part(value).dequantize())}
@@ -82,7 +82,7 @@ class Model:
         """
         plain = dict(state_dict)
         own: Any = get_model_state_dict(self.model)
-        weights = {n: v for n, v in own.items() if _is_fp8(v) and n + SCALE in plain}
+        weights = {n: v for n, v in own.items() if is_fp8(v) and n + SCALE in plain}
         codes = {n: {s: plain.pop(n + s) for s in parts_of(v) or ()} for n, v in weights.items()}
         histories = {
             name: [plain.pop(f"{name}.{b}", None) for b in BUFFERS]
@@ -148,13 +148,9 @@ class Optimizer:
             optimizer.load_state_dict(packed)
 
 
-def _is_fp8(value: Any) -> bool:
-    return isinstance(own_part(value), QuantizedTensor)
-
-
 def _sync_scales(state: dict[str, Any]) -> None:
     """Synchronize the scales that shards of FP8 weights share. All ranks call this."""
-    handles = [own_part(value)._store.observer for value in state.values() if _is_fp8(value)]
+    handles = [own_part(value)._store.observer for value in state.values() if is_fp8(value)]
     for model in dict.fromkeys(handle.sharded_model for handle in handles):
         if model is not None:
             model.sync_scales()

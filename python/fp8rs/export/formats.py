@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,17 +56,14 @@ class ServingFormat:
         return spec.format in self.accepts and (powers or not self.spec.power_2_scale)
 
 
-def _block_config(kept: Sequence[str], experts: Sequence[str]) -> dict[str, Any]:
+def _block_config(kept: Sequence[str], experts: Sequence[str], **more: str) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
         "modules_to_not_convert": list(kept),
+        **more,
     }
-
-
-def _ue8m0_config(kept: Sequence[str], experts: Sequence[str]) -> dict[str, Any]:
-    return {**_block_config(kept, experts), "scale_fmt": "ue8m0"}
 
 
 def _compressed(stored_as: str, weights: dict[str, Any], inputs: dict[str, Any]) -> Config:
@@ -168,4 +166,5 @@ def serving_format(name: str, scale_fmt: str | None = None) -> ServingFormat:
             "format 'fp8-block'"
         )
     assert found.spec is not None
-    return replace(found, spec=replace(found.spec, power_2_scale=True), config=_ue8m0_config)
+    config = partial(_block_config, scale_fmt=scale_fmt)
+    return replace(found, spec=replace(found.spec, power_2_scale=True), config=config)

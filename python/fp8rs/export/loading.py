@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -30,7 +32,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .files import on_all_ranks
 from .names import Part, stored_parts
-from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Slice, StoredTensors
+from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Slice, StoredTensors, read_parts
 from .tensors import check_expert_parallel, is_fp8, persistent_buffers
 
 #: The number of names of one kind that an error lists.
@@ -61,16 +63,14 @@ class Target:
     Attributes:
         tensor: the parameter or buffer.
         layer: the converted module that the tensor is a weight of, or None.
-        names: its names in the unconverted model. A tied parameter has several.
-        parts: for each of these names, the tensors that the files may have instead.
-        stored: its name in the files, or "" if they do not contain it.
+        name: its name in the unconverted model. The first one of a tied parameter.
+        sources: for each of its names that the files have, the tensors that contain it.
     """
 
     tensor: Tensor
     layer: Any
-    names: list[str] = field(default_factory=list)
-    parts: dict[str, list[Part]] = field(default_factory=dict)
-    stored: str = ""
+    name: str
+    sources: list[list[Part]] = field(default_factory=list)
 
     @property
     def part(self) -> Slice:
@@ -96,14 +96,12 @@ class RankFindings:
 
     Attributes:
         error: the error that was raised while the files were opened or compared.
-        names: names of all targets.
         missing: names of targets that the files do not contain.
         used: names of the tensors of the files that are used.
         fp8: for the name of each FP8 weight, whether this rank can load codes and scales.
     """
 
     error: Exception | None = None
-    names: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     used: list[str] = field(default_factory=list)
     fp8: dict[str, bool] = field(default_factory=dict)
@@ -148,7 +146,7 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     findings, stored, found = RankFindings(), None, []
     try:
         stored = StoredTensors(directory)
-        found = targets(model)
+        found = targets(model, stored)
         compare(stored, found, findings)
     except Exception as error:
         findings.error = error
@@ -169,15 +167,15 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
         )
     exact = set(loaded.exact)
     for target in found:
-        if target.stored:
-            write(stored, target, target.names[0] in exact)
+        if target.sources:
+            write(stored, target, target.name in exact)
     return loaded
 
 
 # --- comparison ----------------------------------------------------------------------------------
 
 
-def targets(model: nn.Module) -> list[Target]:
+def targets(model: nn.Module, stored: StoredTensors) -> list[Target]:
     """Return the parameters and persistent buffers of a model, each once.
 
     Raises:
@@ -197,12 +195,12 @@ def targets(model: nn.Module) -> list[Target]:
                     f"{name} is on the meta device, without memory to load into: call "
                     "model.to_empty(device=...) first"
                 )
-            target = found.setdefault(
-                id(tensor), Target(tensor, module if is_fp8(module, key) else None)
-            )
-            target.names.append(name)
-            if name in stored_as:
-                target.parts[name] = stored_as[name]
+            layer = module if is_fp8(module, key) else None
+            target = found.setdefault(id(tensor), Target(tensor, layer, name))
+            whole = [Part(name)]
+            parts = whole if name in stored else stored_as.get(name, whole)
+            if all(part.name in stored for part in parts):
+                target.sources.append(parts)
     return list(found.values())
 
 
@@ -212,36 +210,29 @@ def compare(stored: StoredTensors, found: Iterable[Target], findings: RankFindin
     Raises:
         ValueError: some tensors do not match. The message lists them.
     """
-    problems = []
+    problems: list[str] = []
     for target in found:
-        findings.names += target.names
-        names = []
-        try:
-            for name in target.names:
-                parts = target.parts.get(name, [])
-                if name in stored:
-                    names.append(name)
-                elif parts and all(part.name in stored for part in parts):
-                    findings.used += [part.name for part in parts]
-                    if parts[0].matrix is None:
-                        names.append(parts[0].name)
-                    else:
-                        stored.stack(name, parts, tuple(target.tensor.shape))
-                        names.append(name)
-            if not names:
-                findings.missing.append(target.names[0])
-                continue
-            target.stored = names[0]
-            for name in names:
-                check(stored, target, name)
-                if stored.is_fp8(name):
-                    findings.used += stored.scales(name).names
-            if len(names) > 1:
-                check_ties(stored, target, names)
-            if target.fp8_weight is not None:
-                findings.fp8[target.names[0]] = has_weight_format(stored, target)
-        except ValueError as error:
-            problems.append(f"{target.names[0]}: {error}")
+        known = len(problems)
+        for part in chain.from_iterable(target.sources):
+            findings.used.append(part.name)
+            try:
+                check(stored, target, part)
+                if stored.is_fp8(part.name):
+                    findings.used.append(stored.scales(part.name).name)
+            except ValueError as error:
+                problems.append(f"{part.name}: {error}")
+        if len(problems) > known:
+            continue
+        if not target.sources:
+            findings.missing.append(target.name)
+        elif differ(stored, target):
+            names = " and ".join(parts[0].name for parts in target.sources)
+            problems.append(
+                f"{names}: tied in the model, but different in the files. Untie them "
+                "(tie_word_embeddings=False in transformers)"
+            )
+        elif target.fp8_weight is not None:
+            findings.fp8[target.name] = read_weight_scales(stored, target) is not None
     if problems:
         raise ValueError(
             f"{stored.directory} does not match the model, and nothing was loaded"
@@ -249,11 +240,14 @@ def compare(stored: StoredTensors, found: Iterable[Target], findings: RankFindin
         )
 
 
-def check(stored: StoredTensors, target: Target, name: str) -> None:
+def check(stored: StoredTensors, target: Target, part: Part) -> None:
     """Raise ValueError if a tensor of the files cannot be loaded into the model's."""
-    tensor, shape, dtype = target.tensor, stored.shape(name), stored.dtype(name)
-    if shape != tuple(tensor.shape):
-        raise ValueError(f"shape {shape} in the files, {tuple(tensor.shape)} in the model")
+    tensor, dtype = target.tensor, stored.dtype(part.name)
+    shape = tuple(tensor.shape)
+    if part.matrix is not None:
+        shape = part.rows.stop - part.rows.start, shape[-1]
+    if stored.shape(part.name) != shape:
+        raise ValueError(f"shape {stored.shape(part.name)} in the files, {shape} in the model")
     if tensor.is_floating_point() != (dtype in HIGH_PRECISION or dtype in CODES):
         raise ValueError(
             f"type {dtype} in the files, {str(tensor.dtype).removeprefix('torch.')} in the model: "
@@ -261,61 +255,17 @@ def check(stored: StoredTensors, target: Target, name: str) -> None:
         )
 
 
-def check_ties(stored: StoredTensors, target: Target, names: list[str]) -> None:
-    """Raise ValueError if the files have different values for the names of a tied parameter."""
-    first, *others = (stored.read_values(n, target.part, torch.device("cpu")) for n in names)
-    for name, values in zip(names[1:], others, strict=True):
-        if not torch.equal(first, values):
-            raise ValueError(
-                f"tied to {name} in the model, but the two differ in the files: untie them "
-                "(tie_word_embeddings=False in transformers)"
-            )
-
-
-def has_weight_format(stored: StoredTensors, target: Target) -> bool:
-    """Return whether the files have codes and scales in the format of this rank's FP8 weight."""
-    weight = target.fp8_weight
-    if weight is None or weight._store.observer is None or not stored.is_fp8(target.stored):
+def differ(stored: StoredTensors, target: Target) -> bool:
+    """Return whether the files have different values for the names of a tied parameter."""
+    if len(target.sources) == 1:
         return False
-    if CODES[stored.dtype(target.stored)] != weight.fp8_dtype:
-        return False
-    if parts_of(target.tensor) is None:
-        return False
-    scales = stored.scales(target.stored)
-    if weight.format.microscaled:
-        if not scales.e8m0 or scales.block != MX_1X32.block:
-            return False
-        return weight.format is MX_1X32 or shares_scales(stored, target)
-    if scales.block != weight.format.block:
-        return False
-    if not weight.spec.power_2_scale:
-        return True
-    own = stored.read_scales(target.stored, target.part).to(torch.float32)
-    return bool((torch.frexp(own)[0] == 0.5).all())
-
-
-def shares_scales(stored: StoredTensors, target: Target) -> bool:
-    """Return whether each 32x32 block that overlaps this rank's part has one scale."""
-    if target.tensor.dim() > 3:
-        return False
-    begin, size = whole_blocks(target)
-    own = stored.read_scales(target.stored, (begin, size)).view(torch.uint8)
-    return torch.equal(own[..., ::32, :].repeat_interleave(32, -2)[..., : size[-2], :], own)
-
-
-def whole_blocks(target: Target) -> Slice:
-    """Return this rank's part, extended to whole rows of 32x32 blocks."""
-    begin, size = (list(each) for each in target.part)
-    if size[-2]:
-        stop = min(-(-(begin[-2] + size[-2]) // 32) * 32, target.tensor.shape[-2])
-        begin[-2] = begin[-2] // 32 * 32
-        size[-2] = stop - begin[-2]
-    return begin, size
+    first, *others = (read_values(stored, target, parts) for parts in target.sources)
+    return not all(torch.equal(first, values) for values in others)
 
 
 def summary(stored: StoredTensors, all_findings: list[RankFindings]) -> Loaded:
     """Combine the findings of all ranks. Ranks may have different parts of a model."""
-    known = {name for r in all_findings for name in (*r.names, *r.used)}
+    known = {name for r in all_findings for name in r.used}
     unexpected = [
         name for name in stored.files if name not in known and not name.endswith(ACTIVATION_SCALES)
     ]
@@ -337,6 +287,59 @@ def list_names(what: str, names: list[str]) -> str:
     return "".join(f"\n  {line}" for line in (f"{what}:", *names[:LISTED], *more))
 
 
+# --- reads ---------------------------------------------------------------------------------------
+
+
+def read_values(
+    stored: StoredTensors, target: Target, parts: list[Part], device: str | torch.device = "cpu"
+) -> Tensor:
+    """Read this rank's part of a tensor in high precision."""
+    read = partial(stored.read_values, device=torch.device(device))
+    values = read_parts(parts, target.part, tuple(target.tensor.shape), read)
+    return values.to(device).view(tuple(target.part[1]))
+
+
+def read_weight_scales(stored: StoredTensors, target: Target) -> Tensor | None:
+    """Read the scales of this rank's part of an FP8 weight.
+
+    Returns:
+        None if the files do not have codes and scales in the format of the weight.
+    """
+    weight, parts = target.fp8_weight, target.sources[0]
+    if weight is None or weight._store.observer is None or parts_of(target.tensor) is None:
+        return None
+    if any(CODES.get(stored.dtype(part.name)) != weight.fp8_dtype for part in parts):
+        return None
+    format, scales = weight.format, [stored.scales(part.name) for part in parts]
+    block = MX_1X32.block if format.microscaled else format.block
+    if any(s.block != block or (format.microscaled and not s.e8m0) for s in scales):
+        return None
+    shape, (begin, size) = tuple(target.tensor.shape), map(list, target.part)
+    if format.per_tensor:
+        # The tensors of a matrix need equal scales, also those without rows of this rank.
+        begin[1:], size[1:] = [0] * len(begin[1:]), shape[1:]
+    elif any(part.rows.start % format.block[0] for part in parts if part.matrix is not None):
+        return None
+    if format is MX_32X32:
+        if len(shape) > 3:
+            return None
+        # The rows of a block need equal scales, also those of other ranks.
+        stop = min(-(-(begin[-2] + size[-2]) // 32) * 32, shape[-2]) if size[-2] else begin[-2]
+        begin[-2] -= begin[-2] % 32 if size[-2] else 0
+        size[-2] = stop - begin[-2]
+    own = read_parts(parts, (begin, size), shape, stored.read_scales)
+    rows = own.shape[-2]
+    shared = 32 if format is MX_32X32 else rows if format.per_tensor else 1
+    first = own[..., :: max(shared, 1), :]
+    if shared > 1:
+        each = first.view(torch.uint8).repeat_interleave(shared, -2)[..., :rows, :]
+        if not torch.equal(each, own.view(torch.uint8)):
+            return None
+    if weight.spec.power_2_scale and (torch.frexp(first.float())[0] != 0.5).any():
+        return None
+    return first
+
+
 # --- writes --------------------------------------------------------------------------------------
 
 
@@ -348,7 +351,7 @@ def write(stored: StoredTensors, target: Target, exact: bool) -> None:
         reset_scales(layer)
     # With 1x32 blocks, the files lack the columnwise plane. It is quantized from the values.
     if not exact or cast(QuantizedTensor, local).format is MX_1X32:
-        values = stored.read_values(target.stored, target.part, local.device)
+        values = read_values(stored, target, target.sources[0], local.device)
         tensor.copy_(dtensor_like(tensor, values) if is_distributed(tensor) else values)
     if exact:
         write_codes(stored, target)
@@ -357,13 +360,12 @@ def write(stored: StoredTensors, target: Target, exact: bool) -> None:
 def write_codes(stored: StoredTensors, target: Target) -> None:
     """Load the codes and scales of an FP8 weight unchanged."""
     weight, parts = target.fp8_weight, parts_of(target.tensor)
-    assert weight is not None and parts is not None
-    if weight.format is MX_32X32:
-        own = stored.read_scales(target.stored, whole_blocks(target))[..., ::32, :]
-    else:
-        own = stored.read_scales(target.stored, target.part)
-    if weight.numel() or weight.format.per_tensor:
-        parts[SCALE] = own.view(own_part(parts[SCALE]).shape)
+    scale = read_weight_scales(stored, target)
+    assert weight is not None and parts is not None and scale is not None
+    if (own := own_part(parts[SCALE])).numel():
+        parts[SCALE] = scale.view(own.shape)
     if weight.numel():
-        parts[""] = stored.read(target.stored, target.part)
+        shape = tuple(target.tensor.shape)
+        codes = read_parts(target.sources[0], target.part, shape, stored.read)
+        parts[""] = codes.view(weight.shape)
     load_parts(target.tensor, parts)

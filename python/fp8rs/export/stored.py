@@ -1,8 +1,8 @@
 """Read safetensors directories: shapes, slices, and the scales of FP8 weights.
 
 The shapes of a weight and its scales determine the block of one scale. If they are ambiguous,
-``quantization_config`` in config.json determines it. Tensors of single experts can be read as one
-batched weight.
+``quantization_config`` in config.json determines it. `read_parts` reads a batched weight whose
+matrices are separate tensors.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ Slice = tuple[Sequence[int], Sequence[int]]
 
 #: The start and the size along one dimension.
 Span = tuple[int, int]
-
-#: The part of a matrix without elements.
-NOTHING: Slice = ((0, 0), (0, 0))
 
 #: Element types of FP8 codes, by their safetensors names.
 CODES = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
@@ -68,17 +65,16 @@ class Scales:
     """The scales of one FP8 weight.
 
     Attributes:
-        names: names of the tensors of scales. A weight that is stored in parts has several.
-        dtype: their safetensors type.
-        shape: their shape. () for a weight that is stored in parts.
-        block: rows and columns of each matrix that share a scale. None if the matrix is stored in
-            parts, and one of them begins within a block of the matrix.
+        name: name of the tensor of scales.
+        dtype: its safetensors type.
+        shape: its shape.
+        block: rows and columns of each matrix that share a scale.
     """
 
-    names: tuple[str, ...]
+    name: str
     dtype: str
     shape: tuple[int, ...]
-    block: Block | None
+    block: Block
 
     @property
     def e8m0(self) -> bool:
@@ -109,8 +105,6 @@ class StoredTensors:
             )
         self._opened: dict[str, Any] = {}
         self._slices: dict[str, Any] = {}
-        self._stacks: dict[str, list[Part]] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
         self._scales: dict[str, Scales] = {}
         config = self.directory / "config.json"
         quantization = _json(config).get("quantization_config") if config.exists() else None
@@ -156,63 +150,20 @@ class StoredTensors:
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
-    def stack(self, name: str, parts: Sequence[Part], shape: tuple[int, ...]) -> None:
-        """Read tensors of the files as one batched tensor from now on.
-
-        Args:
-            name: a name that the files do not contain.
-            parts: the tensors.
-            shape: the shape (E, \\*, K) of the batched tensor.
-
-        Raises:
-            ValueError: the shapes or types do not fit.
-        """
-        for part in parts:
-            expected = part.rows.stop - part.rows.start, shape[-1]
-            if (stored := self.shape(part.name)) != expected:
-                raise ValueError(f"{part.name} has shape {stored}, {expected} in the model")
-        if len(dtypes := {self.dtype(part.name) for part in parts}) > 1:
-            raise ValueError(f"experts of different types: {', '.join(sorted(dtypes))}")
-        self._stacks[name], self._shapes[name] = list(parts), shape
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self._shapes.get(name) or tuple(self._slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """Return the safetensors type of a tensor."""
-        stack = self._stacks.get(name)
-        return str(self._slice(stack[0].name if stack else name).get_dtype())
+        return str(self._slice(name).get_dtype())
 
     def read(self, name: str, part: Slice) -> Tensor:
         """Read a part of a tensor to the CPU. The result may be a view of the mapped file."""
-        if name in self._stacks:
-            return self._assemble(name, part, self.read)
         begin, size = part
         slices = tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))
         read: Tensor = self._slice(name)[slices or ...]
         return read
-
-    def _assemble(self, name: str, part: Slice, read: Callable[[str, Slice], Tensor]) -> Tensor:
-        """Read a part of a stack by reading parts of its tensors."""
-        first, rows, cols = _matrices(part, self.shape(name))
-        found = [
-            read(stored, ((start, cols[0]), (count, cols[1])))
-            for stored, start, count in self._rows(name, first, rows)
-        ]
-        return _cat(found or [read(self._stacks[name][0].name, NOTHING)], part[1])
-
-    def _rows(self, name: str, matrices: Span, rows: Span) -> Iterator[tuple[str, int, int]]:
-        """Yield the tensors that contain rows of some matrices, by matrix and row.
-
-        Each comes with the first row and the number of rows to read of it.
-        """
-        for part in self._stacks[name]:
-            assert part.matrix is not None
-            start = max(part.rows.start, rows[0])
-            count = min(part.rows.stop, rows[0] + rows[1]) - start
-            if matrices[0] <= part.matrix < matrices[0] + matrices[1] and count > 0:
-                yield part.name, start - part.rows.start, count
 
     # --- FP8 weights -----------------------------------------------------------------------------
 
@@ -227,8 +178,7 @@ class StoredTensors:
             ValueError: there are none, or their type or shape is not supported.
         """
         if weight not in self._scales:
-            stack = self._stacks.get(weight)
-            self._scales[weight] = self._stack_scales(stack) if stack else self._find(weight)
+            self._scales[weight] = self._find(weight)
         return self._scales[weight]
 
     def _find(self, weight: str) -> Scales:
@@ -248,27 +198,12 @@ class StoredTensors:
         first = ((1, 32),) if dtype in E8M0 else ()
         for block in (*self.blocks, *first, *KNOWN_BLOCKS):
             if (own or not batch) and _fits(block, (rows, cols), own):
-                return Scales((name,), dtype, scale_shape, block)
+                return Scales(name, dtype, scale_shape, block)
         blocks = ", ".join(map(str, dict.fromkeys((*self.blocks, *KNOWN_BLOCKS))))
         raise ValueError(
             f"scales of shape {scale_shape} for a weight of shape {shape}: no block of {blocks} "
             "(-1: the whole extent) has that many"
         )
-
-    def _stack_scales(self, stack: Sequence[Part]) -> Scales:
-        each = [self.scales(part.name) for part in stack]
-        if len({(scales.dtype, scales.block) for scales in each}) > 1:
-            raise ValueError("experts with scales of different types or blocks")
-        block = each[0].block
-        if block == (-1, -1):
-            # Parts of one matrix may have different scales.
-            known = {(part.matrix, float(self._read_scales(part.name, NOTHING))) for part in stack}
-            if len(known) > len({part.matrix for part in stack}):
-                block = (1, -1)
-        elif block is not None and any(part.rows.start % block[0] for part in stack):
-            block = None
-        names = tuple(name for scales in each for name in scales.names)
-        return Scales(names, each[0].dtype, (), block)
 
     def read_scales(self, weight: str, part: Slice) -> Tensor:
         """Read the scales of all blocks that overlap a part of a weight.
@@ -278,51 +213,22 @@ class StoredTensors:
             float8_e8m0fnu if they are E8M0.
         """
         scales = self.scales(weight)
-        read = self._read_scales(weight, part)
+        *batch, rows, cols = _matrices(part, self.shape(weight))
+        blocks = [_blocks(b, *span) for b, span in zip(scales.block, (rows, cols), strict=True)]
+        starts, counts = zip(*batch, *blocks, strict=True)
+        dims = len(scales.shape)  # scales of rows may be stored as a vector
+        read = self.read(scales.name, (starts[:dims], counts[:dims])).reshape(counts)
         if scales.dtype == "U8":
             return read.contiguous().view(torch.float8_e8m0fnu)
         return read if scales.e8m0 else read.to(torch.float32)
 
-    def _read_scales(self, weight: str, part: Slice) -> Tensor:
-        scales, shape = self.scales(weight), self.shape(weight)
-        assert scales.block is not None
-        *batch, rows, cols = _matrices(part, shape)
-        blocks = [_blocks(b, *span) for b, span in zip(scales.block, (rows, cols), strict=True)]
-        if weight in self._stacks:
-            shape = tuple(count for _, count in (*batch, *blocks))
-            return _cat(list(self._stack_part(weight, batch[0], rows, cols)), shape)
-        (name,), dims = scales.names, len(scales.shape)
-        if scales.block == (-1, -1) and not batch:
-            return self.read(name, ([0] * dims, scales.shape)).reshape(1, 1)
-        starts, counts = zip(*batch, *blocks, strict=True)
-        # Scales of rows may be stored as a vector.
-        return self.read(name, (starts[:dims], counts[:dims])).reshape(counts)
-
-    def _stack_part(self, weight: str, matrices: Span, rows: Span, cols: Span) -> Iterator[Tensor]:
-        """Yield the scales of the tensors that contain rows of some matrices."""
-        stack, block = self._stacks[weight], self.scales(weight).block
-        if block == (-1, -1):
-            of_matrix = {part.matrix: part.name for part in stack}
-            for matrix in range(matrices[0], sum(matrices)):
-                yield self._read_scales(of_matrix[matrix], NOTHING)
-            return
-        for stored, start, height in self._rows(weight, matrices, rows):
-            one = self._read_scales(stored, ((start, cols[0]), (height, cols[1])))
-            yield one if self.scales(stored).block == block else one.expand(height, 1)
-        yield self._read_scales(stack[0].name, ((0, cols[0]), (0, cols[1])))[:0]
-
     def read_values(self, name: str, part: Slice, device: torch.device) -> Tensor:
         """Read a part of a tensor in high precision. FP8 codes are dequantized to float32."""
-        if name in self._stacks:
-            return self._assemble(
-                name, part, lambda stored, own: self.read_values(stored, own, device)
-            )
         if not self.is_fp8(name):
             return self.read(name, part).to(device)
         factors = self.read_scales(name, part).to(device).to(torch.float32)
-        spans, sizes = _matrices(part, self.shape(name)), self.scales(name).block
-        assert sizes is not None
-        for dim, block in zip((-2, -1), sizes, strict=True):
+        spans = _matrices(part, self.shape(name))
+        for dim, block in zip((-2, -1), self.scales(name).block, strict=True):
             begin, size = spans[dim]
             if block > 1:
                 start = begin % block if size else 0
@@ -330,6 +236,39 @@ class StoredTensors:
         codes = self.read(name, part).to(device)
         values = codes.reshape([size for _, size in spans]).to(torch.float32) * factors
         return values.view(codes.shape)
+
+
+def read_parts(
+    parts: Sequence[Part],
+    part: Slice,
+    shape: tuple[int, ...],
+    read: Callable[[str, Slice], Tensor],
+) -> Tensor:
+    """Read a part of a parameter from the tensors of the files that contain the parameter.
+
+    Args:
+        parts: these tensors.
+        part: the part to read.
+        shape: the shape of the parameter.
+        read: reads a part of one tensor.
+
+    Returns:
+        The part. If several tensors contain the parameter, (matrices, rows, columns).
+    """
+    if parts[0].matrix is None:
+        return read(parts[0].name, part)
+    matrices, rows, cols = _matrices(part, shape)
+    found = []
+    for each in parts:
+        assert each.matrix is not None
+        # The sum of a start and a size is the end.
+        start, stop = max(each.rows.start, rows[0]), min(each.rows.stop, sum(rows))
+        if matrices[0] <= each.matrix < sum(matrices) and start < stop:
+            own = (start - each.rows.start, cols[0]), (stop - start, cols[1])
+            found.append(read(each.name, own))
+    if not found:
+        return torch.empty(matrices[1], 0, cols[1])
+    return torch.cat(found).view(matrices[1], -1, found[0].shape[-1])
 
 
 def _matrices(part: Slice, shape: tuple[int, ...]) -> list[Span]:
@@ -344,14 +283,6 @@ def _matrices(part: Slice, shape: tuple[int, ...]) -> list[Span]:
     for n, (start, count) in zip(shape[1:-1], spans[1:-1], strict=True):
         begin, size = begin * n + start, size * count
     return [spans[0], (begin, size), spans[-1]]
-
-
-def _cat(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Concatenate tensors, also of FP8, which not all operators support."""
-    dtype = tensors[0].dtype
-    if dtype.itemsize == 1:
-        tensors = [t.contiguous().view(torch.uint8) for t in tensors]
-    return torch.cat(list(tensors)).view(dtype).view(tuple(shape))
 
 
 def _blocks(block: int, begin: int, size: int) -> tuple[int, int]:

@@ -58,8 +58,8 @@ def tensors(
 
     Raises:
         TypeError, ValueError: an argument is not one of these, no layer was converted, a layer does
-            not support the format, a parameter is on the meta device, or FSDP2's policy gathers in
-            a dtype narrower than ``dtype``. All are raised before the first gather.
+            not support the format, or a parameter is on the meta device. All are raised before the
+            first gather.
     """
     serving = serving_format(format, scale_fmt)
     if dtype not in INPUT_DTYPES:
@@ -89,37 +89,57 @@ def check_expert_parallel(model: nn.Module) -> None:
             )
 
 
-class Kept(NamedTuple):
-    """Modules that stay in high precision, by the names of the model and of its files.
+class Stored(NamedTuple):
+    """A parameter to export.
 
     Attributes:
-        layers: linear layers, routers and modules with batched parameters.
-        experts: the modules with batched parameters among them.
+        name: its name in the unconverted model.
+        module: the module that has it.
+        key: its name in the module.
+        parameter: the parameter, sharded if the model is.
+        parts: the tensors of the files.
     """
 
-    layers: list[str]
-    experts: list[str]
+    name: str
+    module: nn.Module
+    key: str
+    parameter: nn.Parameter
+    parts: list[Part]
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the parameter is converted."""
+        return is_fp8(self.module, self.key)
 
 
-def kept_layers(model: nn.Module) -> Kept:
-    """Return the modules that a server would quantize, but that are not quantized."""
-    layers: dict[str, None] = {}
-    experts: dict[str, None] = {}
-    stored_as = stored_parts(model)
-    for name, module in named_modules(model):
-        found: dict[str, None] = {}
+def parameters_of(modules: list[Named], stored_as: dict[str, list[Part]]) -> Iterator[Stored]:
+    """Yield the parameters of modules. A tied parameter comes several times."""
+    for name, module in modules:
         for key, parameter in module._parameters.items():
-            if parameter is None or parameter.dim() < 2 or is_fp8(module, key):
-                continue
-            # Routers are not linear layers in transformers, but in servers they are.
-            if parameter.dim() > 2 or (key == "weight" and not isinstance(module, nn.Embedding)):
+            if parameter is not None:
                 full = f"{name}.{key}".lstrip(".")
-                found[name] = None
-                found.update((part.module, None) for part in stored_as.get(full, [Part(full)]))
-                if parameter.dim() > 2:
-                    experts.update(found)
-        layers.update(found)
-    return Kept(list(layers), list(experts))
+                yield Stored(full, module, key, parameter, stored_as.get(full, [Part(full)]))
+
+
+def kept_layers(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the modules that a server would quantize, but that are not quantized.
+
+    Returns:
+        Linear layers, routers and modules with batched parameters, by the names of the model and of
+        its files; and the modules with batched parameters among them.
+    """
+    kept: dict[str, None] = {}
+    experts: dict[str, None] = {}
+    for p in parameters_of(named_modules(model), stored_parts(model)):
+        dims = p.parameter.dim()
+        # Routers are not linear layers in transformers, but in servers they are.
+        is_layer = dims == 2 and p.key == "weight" and not isinstance(p.module, nn.Embedding)
+        if (is_layer or dims > 2) and not p.is_fp8:
+            names = [p.name.rpartition(".")[0], *(part.module for part in p.parts)]
+            kept.update(dict.fromkeys(names))
+            if dims > 2:
+                experts.update(dict.fromkeys(names))
+    return list(kept), list(experts)
 
 
 def is_fp8(module: nn.Module, key: str) -> bool:
@@ -134,18 +154,13 @@ def named_modules(model: nn.Module) -> list[Named]:
 
 def check_layers(model: nn.Module, serving: ServingFormat) -> None:
     """Raise ValueError if no layer is converted, or a layer does not support the format."""
-    weights = [
-        (f"{name}.{key}".lstrip("."), module, parameter)
-        for name, module in named_modules(model)
-        for key, parameter in module._parameters.items()
-        if parameter is not None and is_fp8(module, key)
-    ]
+    weights = [p for p in parameters_of(named_modules(model), {}) if p.is_fp8]
     if not weights:
         raise ValueError(
             f"model has no converted layers, which format {serving.name!r} requires. Convert it "
             "with convert_to_float8_training, or export it as 'bf16'"
         )
-    for name, module, weight in weights:
+    for name, module, _, weight, _ in weights:
         if weight.dim() > 2 and getattr(module, "is_transposed", False):
             raise ValueError(
                 f"{name} has transposed matrices (in_features, out_features), for which format "
@@ -176,13 +191,11 @@ def units(model: nn.Module) -> list[tuple[nn.Module | None, list[Named]]]:
     from torch.distributed.fsdp import FSDPModule
 
     found: dict[int, tuple[nn.Module | None, list[Named]]] = {}
-    above: list[tuple[str, nn.Module | None]] = [("", None)]
+    unit_of: dict[str, nn.Module | None] = {}
     for path, module in model.named_modules():
-        while above[-1][0] and not f"{path}.".startswith(above[-1][0]):
-            above.pop()
-        if isinstance(module, FSDPModule):
-            above.append((f"{path}." if path else "", cast(nn.Module, module)))
-        unit = above[-1][1]
+        above = unit_of.get(path.rpartition(".")[0])
+        unit = cast(nn.Module, module) if isinstance(module, FSDPModule) else above
+        unit_of[path] = unit
         found.setdefault(id(unit), (unit, []))[1].append((plain_name(path), module))
     return list(found.values())
 
@@ -197,24 +210,6 @@ def _tensors(
         yield from _unit_tensors(cast(Any, unit), modules, serving, dtype, yielded, stored_as)
 
 
-class Stored(NamedTuple):
-    """A parameter to export.
-
-    Attributes:
-        name: its name in the unconverted model.
-        module: the module that has it.
-        key: its name in the module.
-        parameter: the parameter, sharded if the model is.
-        parts: the tensors of the files.
-    """
-
-    name: str
-    module: nn.Module
-    key: str
-    parameter: nn.Parameter
-    parts: list[Part]
-
-
 @torch.no_grad()
 def _unit_tensors(
     unit: Any,
@@ -225,34 +220,33 @@ def _unit_tensors(
     stored_as: dict[str, list[Part]],
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of one unit. It is unsharded only if codes are exported unchanged."""
-    parameters: list[Stored] = []
-    for name, module in modules:
-        for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in yielded:
-                yielded.add(id(parameter))
-                full = f"{name}.{key}".lstrip(".")
-                parts = stored_as.get(full, [Part(full)])
-                parameters.append(Stored(full, module, key, parameter, parts))
+    parameters = []
+    for p in parameters_of(modules, stored_as):
+        if id(p.parameter) not in yielded:
+            yielded.add(id(p.parameter))
+            parameters.append(p)
     exports_codes = [
-        is_fp8(p.module, p.key) and can_export_codes(serving, p, fsdp=unit is not None)
-        for p in parameters
+        p.is_fp8 and can_export_codes(serving, p, fsdp=unit is not None) for p in parameters
     ]
     gather = unit is not None and any(exports_codes)
     if gather:
         unit.unshard()
     try:
         for p, codes in zip(parameters, exports_codes, strict=True):
-            now = p.module._parameters[p.key]
+            now: Any = p.module._parameters[p.key]
             if codes:
                 plane = forward_plane(p.module, now)
                 for part in p.parts:
                     yield from stored(part.name, plane_of(plane, part), serving)
-            elif serving.spec is not None and is_fp8(p.module, p.key):
+            elif serving.spec is not None and p.is_fp8:
                 values = whole(p.parameter)
                 for part in p.parts:
                     yield from stored(part.name, quantized(serving.spec, part.of(values)), serving)
             else:
-                values = plain(p.name, p.parameter, dtype, now)
+                # FSDP2's mixed-precision policy may have rounded the unsharded parameter.
+                needed = min(dtype.itemsize, p.parameter.dtype.itemsize)
+                exact = now if now.dtype.itemsize >= needed else p.parameter
+                values = in_dtype(whole(exact, dtype), dtype)
                 for part in p.parts:
                     yield part.name, part.of(values)
         for name, module in modules:
@@ -371,26 +365,6 @@ def quantized_as_in_forward(layer: Any, weight: Tensor) -> Plane:
 
 
 # --- high precision ------------------------------------------------------------------------------
-
-
-def plain(name: str, parameter: Any, dtype: torch.dtype, now: Any) -> Tensor:
-    """Return the whole values of a parameter that is not quantized.
-
-    Args:
-        name: its name, for messages.
-        parameter: the parameter that is stored.
-        dtype: the dtype to return.
-        now: the parameter that the module holds. It differs while FSDP2 has it unsharded.
-    """
-    if now is parameter:
-        return in_dtype(whole(parameter, dtype), dtype)
-    stored_as, gathered = parameter.dtype, now.dtype
-    if gathered.itemsize < min(dtype.itemsize, stored_as.itemsize):
-        raise ValueError(
-            f"dtype is {dtype}, but FSDP2's mixed-precision policy gathers {name} in {gathered}, "
-            f"narrower than its stored dtype {stored_as}. Pass dtype={gathered}"
-        )
-    return in_dtype(whole(now), dtype)
 
 
 def whole(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:

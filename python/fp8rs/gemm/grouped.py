@@ -7,6 +7,8 @@ and multiplied group by group in fp32. Other devices have high-precision GEMMs o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -84,15 +86,8 @@ def grouped_mm(
 
 
 @grouped_mm.register_fake
-def _(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    ends: Tensor,
-    out_dtype: torch.dtype,
-    zero_tail: bool,
-) -> Tensor:
+def _(a: Tensor, a_scale: Tensor, b: Tensor, *others: Any) -> Tensor:
+    *_, out_dtype, _ = others
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
@@ -150,16 +145,9 @@ def grouped_wgrad(
 
 
 @grouped_wgrad.register_fake
-def _(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    padded_ends: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    shape = (padded_ends.shape[0], a.shape[0], b.shape[0])
-    return a.new_empty(shape, dtype=out_dtype)
+def _(a: Tensor, a_scale: Tensor, b: Tensor, *others: Any) -> Tensor:
+    _, padded_ends, out_dtype = others
+    return a.new_empty((padded_ends.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 @torch.library.custom_op("fp8rs::grouped_mm_plain", mutates_args=())

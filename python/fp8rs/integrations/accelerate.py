@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
@@ -28,25 +29,19 @@ from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 _log = logging.getLogger("fp8rs")
 
 
-class Replaced(ExitStack):
-    """A replacement in another library, until `undo` or the end of a ``with`` statement."""
-
-    def __init__(self, what: str, undo: Callable[[], None]) -> None:
-        super().__init__()
-        _log.info("%s", what)
-        self.callback(_log.info, "undone: %s", what)
-        self.callback(undo)
-
-    def undo(self) -> None:
-        """Undo the replacement. A second call has no effect."""
-        self.close()
+def _replaced(what: str, undo: Callable[[], None]) -> ExitStack:
+    """Log a replacement in accelerate, and return an object that undoes it."""
+    _log.info("%s", what)
+    stack = ExitStack()
+    stack.callback(undo)
+    return stack
 
 
 def use_fp8rs(
     recipe: Recipe | RecipeName | None = None,
     *,
     filter_fqns: Iterable[str] = (),
-) -> Replaced:
+) -> ExitStack:
     """Make accelerate's ``mixed_precision="fp8"`` convert models with fp8rs instead of torchao.
 
     ``Accelerator.prepare`` then calls ``fp8rs.convert_to_float8_training`` instead of torchao's
@@ -70,11 +65,11 @@ def use_fp8rs(
             linear layer.
 
     Returns:
-        An object that undoes the replacement by ``undo()``, or at the end of a ``with`` statement.
+        An object that undoes the replacement by ``close()``, or at the end of a ``with`` statement.
 
     Raises:
         TypeError, ValueError: ``recipe`` is not a recipe or a known name.
-        RuntimeError: ``use_fp8rs`` is already in use, or this accelerate lacks the method.
+        RuntimeError: this accelerate lacks the method.
     """
     from accelerate import Accelerator
 
@@ -83,14 +78,10 @@ def use_fp8rs(
     filter_fqns = tuple(filter_fqns)
     original = getattr(Accelerator, "_prepare_ao", None)
     if original is None:
-        import accelerate
-
         raise RuntimeError(
-            f"accelerate {accelerate.__version__} has no Accelerator._prepare_ao, which use_fp8rs "
+            f"accelerate {version('accelerate')} has no Accelerator._prepare_ao, which use_fp8rs "
             "replaces. Convert the model before prepare, with mixed_precision='bf16'"
         )
-    if hasattr(original, "_fp8rs"):
-        raise RuntimeError("use_fp8rs is already in use: call undo() of the first one")
 
     @functools.wraps(original)
     def _prepare_ao(self: Any, *args: Any) -> tuple[Any, ...]:
@@ -108,9 +99,8 @@ def use_fp8rs(
                 )
         return args
 
-    _prepare_ao._fp8rs = True  # type: ignore[attr-defined]
     Accelerator._prepare_ao = _prepare_ao
-    return Replaced(
+    return _replaced(
         "accelerate's mixed_precision='fp8' converts models with fp8rs instead of torchao",
         lambda: setattr(Accelerator, "_prepare_ao", original),
     )
@@ -128,7 +118,7 @@ def _all_but_ends(model: nn.Module) -> ModuleFilter:
     return functools.partial(filter_linear_layers, layers_to_filter=ends)
 
 
-def fsdp2_on_cpu() -> Replaced:
+def fsdp2_on_cpu() -> ExitStack:
     """Make accelerate shard with FSDP2 on CPU ranks over gloo, to run a script without a GPU.
 
     Accelerate supports FSDP only on accelerators. On a machine without one, torchrun would silently
@@ -138,7 +128,7 @@ def fsdp2_on_cpu() -> Replaced:
     This replaces the method ``PartialState._prepare_backend`` and sets ``ACCELERATE_TORCH_DEVICE``.
 
     Returns:
-        An object that undoes the replacement by ``undo()``, or at the end of a ``with`` statement.
+        An object that undoes the replacement by ``close()``, or at the end of a ``with`` statement.
 
     Raises:
         RuntimeError: accelerate has already chosen its device.
@@ -169,4 +159,4 @@ def fsdp2_on_cpu() -> Replaced:
 
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState._prepare_backend = _prepare_backend
-    return Replaced("accelerate treats CPU ranks as an accelerator's and shards on them", undo)
+    return _replaced("accelerate treats CPU ranks as an accelerator's and shards on them", undo)

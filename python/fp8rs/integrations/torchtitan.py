@@ -50,23 +50,10 @@ class Float8Converter(QuantizationConverter):
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """Return a config like ``model_config``, whose ``build()`` returns a converted model.
-
-        Raises:
-            TypeError: this converter has already converted ``model_config``.
-        """
-        kind = type(model_config)
-        if issubclass(kind, _Converted):
-            raise TypeError("fp8rs's Float8Converter has already converted model_config")
-        made = _converted_kind(kind)
+        """Return a config like ``model_config``, whose ``build()`` returns a converted model."""
+        made = _converted_kind(type(model_config))
         values = {f.name: getattr(model_config, f.name) for f in fields(model_config) if f.init}
         return made(**values, fp8rs=self.config)
-
-
-class _Converted:
-    """Marks the configs that build a converted model."""
-
-    __slots__ = ()
 
 
 def _place_buffers(layer: Any) -> None:
@@ -85,16 +72,11 @@ def _place_buffers(layer: Any) -> None:
         )
 
 
-_kinds: dict[type, Any] = {}
-
-
 def _converted_kind(kind: type) -> Any:
-    """Return a subclass of a config class whose ``build`` also converts. It is cached."""
-    if kind in _kinds:
-        return _kinds[kind]
+    """Return a subclass of a config class whose ``build`` also converts."""
 
     @dataclass(kw_only=True, slots=True)
-    class Converted(_Converted, kind):
+    class Converted(kind):
         fp8rs: Any
 
         def build(self, **kwargs: Any) -> nn.Module:
@@ -113,5 +95,4 @@ def _converted_kind(kind: type) -> Any:
 
     Converted.__name__ = Converted.__qualname__ = f"Float8{kind.__name__}"
     Converted.__module__ = kind.__module__
-    _kinds[kind] = Converted
     return Converted

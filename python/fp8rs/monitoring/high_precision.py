@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8rs.nn.debug import GEMMS, set_debug
 
-from .layers import batched_weights, layers_of
+from .layers import layers_of
 
 
 def high_precision(
@@ -39,8 +39,7 @@ def high_precision(
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: ``gemms`` has another name, ``model`` has no FP8 layer, or a pattern matches no
-            layer.
+        ValueError: ``gemms`` has another name, or a pattern matches no FP8 linear layer.
     """
     chosen = (gemms,) if isinstance(gemms, str) else tuple(gemms)
     if unknown := [gemm for gemm in chosen if gemm not in GEMMS]:
@@ -50,16 +49,12 @@ def high_precision(
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         names = [name for name in layers if fnmatchcase(name, pattern)]
         if not names:
-            if experts := [name for name in batched_weights(model) if fnmatchcase(name, pattern)]:
-                raise ValueError(
-                    f"patterns: {pattern!r} matches only weights of experts, such as "
-                    f"{experts[0]!r}, whose GEMMs cannot be switched. Pass names of linear layers, "
-                    "or convert with experts='gather' or 'off'"
-                )
-            raise ValueError(
-                f"patterns: {pattern!r} matches no FP8 layer. The first of {len(layers)} is "
-                f"{next(iter(layers))!r}"
+            first = (
+                f"The first of {len(layers)} is {next(iter(layers))!r}"
+                if layers
+                else ("The model has none: call fp8rs.convert_to_float8_training(model) first")
             )
+            raise ValueError(f"patterns: {pattern!r} matches no FP8 linear layer. {first}")
         found.update(dict.fromkeys(names))
     forward, dgrad, wgrad = (gemm in chosen for gemm in GEMMS)
     for name in found:

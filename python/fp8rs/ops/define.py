@@ -49,9 +49,9 @@ _library = torch.library.Library("fp8rs", "DEF")
 _increment_version = torch._C._increment_version
 
 
-def in_rust(function: _Function) -> _Function:
-    """Define the operator with the function's name, whose kernels are in Rust."""
-    _define(function, ())
+def in_rust(function: _Function, name: str | None = None) -> _Function:
+    """Define an operator whose kernels are in Rust. The default name is the function's."""
+    _define(function, (), name or function.__name__)
     return function
 
 
@@ -61,7 +61,7 @@ def in_python(
     """Define the operator with the function's name, whose kernel is ``compute``."""
 
     def register(function: _Function) -> _Function:
-        names = _define(function, writes)
+        names = _define(function, writes, function.__name__)
         written = [names.index(name) for name in writes]
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -77,9 +77,8 @@ def in_python(
     return register
 
 
-def _define(function: Callable[..., Any], writes: Sequence[str]) -> list[str]:
+def _define(function: Callable[..., Any], writes: Sequence[str], name: str) -> list[str]:
     """Register an operator's schema and fake kernel. Return the names of its arguments."""
-    name = function.__name__
     schema = torch.library.infer_schema(function, op_name=name, mutates_args=writes)
     # Integer arguments are plain numbers in traces too. Only sizes of tensors are symbolic.
     schema = schema.replace("SymInt", "int")

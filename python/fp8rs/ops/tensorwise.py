@@ -83,26 +83,6 @@ def quantize(
     return room.codes(x, fp8_dtype, rowwise, columnwise, batched)
 
 
-@in_rust
-def _quantize_delayed(
-    x: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    fp8_dtype: torch.dtype,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    batched: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run ``quantize_delayed`` with a write to ``amax`` that autograd and compilers do not see.
-
-    A linear layer's backward writes the amax that another forward of the layer may have read, which
-    a declared write would forbid. The maximum is idempotent and no traced code reads it, so calls
-    may be merged and reordered.
-    """
-    return *room.codes(x, fp8_dtype, rowwise, columnwise, batched), room.scalar(x, batched)
-
-
-@in_python(torch.ops.fp8rs._quantize_delayed.default, writes=["amax"])
 def quantize_delayed(
     x: Tensor,
     scale: Tensor,
@@ -116,11 +96,20 @@ def quantize_delayed(
 
     ``scale`` and ``amax`` are float32 of one element.
 
+    The operator ``_quantize_delayed`` does not declare the write to ``amax``. A linear layer's
+    backward writes the amax that another forward of the layer may have read, which autograd and
+    compilers would forbid. The maximum is idempotent and no traced code reads it, so calls may be
+    merged and reordered.
+
     Returns:
         Rowwise codes, columnwise codes, and the scale used: ``scale``, or NaN if ``x`` has a NaN or
             an infinity.
     """
-    return _quantize_delayed(x, scale, amax, fp8_dtype, rowwise, columnwise, batched)
+    return *room.codes(x, fp8_dtype, rowwise, columnwise, batched), room.scalar(x, batched)
+
+
+in_rust(quantize_delayed, name="_quantize_delayed")
+in_python(torch.ops.fp8rs._quantize_delayed.default, writes=["amax"])(quantize_delayed)
 
 
 def _note(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:

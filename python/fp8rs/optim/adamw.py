@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Real
-from types import NoneType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +15,6 @@ from fp8rs.optim.lists import Item, Options, Step
 from fp8rs.optim.masters import MasterWeightOptimizer
 from fp8rs.optim.param import Param
 from fp8rs.tensor.formats import INPUT_DTYPES
-
-STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class AdamW(MasterWeightOptimizer):
@@ -61,12 +59,14 @@ class AdamW(MasterWeightOptimizer):
             nearest with them.
         seed: of the random numbers, 64 bits. All ranks must have the same seed.
 
+    ``load_state_dict`` also loads states of ``torch.optim.AdamW``, except with AMSGrad.
+
     A ``torch.amp.GradScaler`` passes its scale and what it found to the step. A step that it skips
     changes no byte. ``.grad`` stays scaled.
 
     Raises:
-        TypeError, ValueError: an argument is not as described. At a step, a gradient does not fit
-            its parameter. Nothing is written then.
+        ValueError: an argument is not as described.
+        TypeError: at a step, a gradient has an unsupported dtype or layout. Nothing is written.
     """
 
     _step_supports_amp_scaling = True
@@ -107,7 +107,7 @@ class AdamW(MasterWeightOptimizer):
         """Add a group, which may have any option of the constructor.
 
         Raises:
-            TypeError, ValueError: the constructor would refuse an option.
+            ValueError: the constructor would refuse an option.
         """
         group = {**self.defaults, **param_group}
         check_options(group)
@@ -161,20 +161,15 @@ class AdamW(MasterWeightOptimizer):
             else:
                 tensor = lr.to(device=device, dtype=torch.float32, non_blocking=True)
                 lr = 0.0
-        stochastic, seed = self._rounds_stochastically(group), group["seed"]
-        scaler = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
-        return {
-            "lr": lr,
-            "lr_tensor": tensor,
-            "beta1": group["betas"][0],
-            "beta2": group["betas"][1],
-            **{name: group[name] for name in ("eps", "weight_decay", "maximize")},
-            "seed": (seed if seed < 2**63 else seed - 2**64) if stochastic else None,
-            **{
-                name: None if value is None else value.to(device, non_blocking=True)
-                for name, value in scaler.items()
-            },
-        }
+        options = {name: group[name] for name in ("eps", "weight_decay", "maximize")}
+        options["beta1"], options["beta2"] = group["betas"]
+        for name in ("grad_scale", "found_inf"):
+            value = getattr(self, name, None)
+            options[name] = None if value is None else value.to(device, non_blocking=True)
+        seed = group["seed"] if self._rounds_stochastically(group) else None
+        if seed is not None and seed >= 2**63:
+            seed -= 2**64
+        return {**options, "lr": lr, "lr_tensor": tensor, "seed": seed}
 
     def _rounds_stochastically(self, group: dict[str, Any]) -> bool:
         stochastic = group["stochastic_rounding"]
@@ -193,20 +188,6 @@ class AdamW(MasterWeightOptimizer):
         exp_avg, exp_avg_sq = (own_part(state[name]) for name in ("exp_avg", "exp_avg_sq"))
         return exp_avg, exp_avg_sq, state["step"], None if master is None else own_part(master)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, also of ``torch.optim.AdamW``. Moments and masters keep their saved dtypes.
-
-        The masters that it contains win over what was written to the parameters before. Masters
-        that it does not contain stay. Later writes to the parameters are read into the masters at
-        the next step.
-
-        Raises:
-            TypeError, ValueError: the state has an option that the constructor refuses, belongs to
-                another rule (AMSGrad, Adam's own weight decay), or does not fit its parameter.
-                Nothing is loaded then.
-        """
-        super().load_state_dict(state_dict)
-
     def _check_group(self, saved: dict[str, Any]) -> None:
         check_options({**self.defaults, **saved})
         check_rule(saved)
@@ -221,43 +202,52 @@ def name_of(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_rate(value: Any) -> bool:
+    """Return whether ``value`` is a finite number of at least 0, of Python or NumPy."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and 0 <= cast(float, value) < float("inf")
+
+
+def is_bool(value: Any) -> bool:
+    """Return whether ``value`` is a bool."""
+    return isinstance(value, bool)
+
+
+#: For each option of a group, whether a value is valid, and what it must be.
+OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (
+        # Reading a tensor would synchronize with the device.
+        lambda x: x.numel() == 1 if isinstance(x, Tensor) else is_rate(x),
+        "a finite number of at least 0, or a tensor of one element",
+    ),
+    "eps": (is_rate, "a finite number of at least 0"),
+    "weight_decay": (is_rate, "a finite number of at least 0"),
+    "betas": (
+        lambda x: (
+            isinstance(x, (tuple, list)) and len(x) == 2 and all(is_rate(b) and b < 1 for b in x)
+        ),
+        "two numbers of at least 0 and below 1",
+    ),
+    "maximize": (is_bool, "a bool"),
+    "capturable": (is_bool, "a bool"),
+    "master_weights": (is_bool, "a bool"),
+    "stochastic_rounding": (lambda x: x is None or is_bool(x), "a bool or None"),
+    "state_dtype": (
+        lambda x: name_of(x) in ("float32", "bfloat16"),
+        "torch.float32 or torch.bfloat16",
+    ),
+    "seed": (
+        lambda x: isinstance(x, int) and not is_bool(x) and -(2**63) <= x < 2**64,
+        "an int of 64 bits",
+    ),
+}
+
+
 def check_options(group: dict[str, Any]) -> None:
-    """Raise for options that a group cannot have."""
-    lr, betas, seed = group["lr"], group["betas"], group["seed"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it must have one element")
-    for name in ("lr", "eps", "weight_decay"):
-        value = group[name]
-        if name == "lr" and isinstance(value, Tensor):
-            continue  # reading it would synchronize with the device
-        if not is_number(value):
-            raise TypeError(f"{name} is {value!r}; it must be a number")
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"{name} is {value}; it must be finite and at least 0")
-    if not isinstance(betas, (tuple, list)) or not all(map(is_number, betas)):
-        raise TypeError(f"betas is {betas!r}; it must be two numbers, at least 0 and below 1")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas is {betas}; it must be two numbers, at least 0 and below 1")
-    for name in ("maximize", "capturable", "master_weights"):
-        if not isinstance(group[name], bool):
-            raise TypeError(f"{name} is {group[name]!r}; it must be a bool")
-    if not isinstance(group["stochastic_rounding"], (bool, NoneType)):
-        raise TypeError(
-            f"stochastic_rounding is {group['stochastic_rounding']!r}; it must be a bool or None"
-        )
-    if name_of(group["state_dtype"]) not in map(name_of, STATE_DTYPES):
-        raise TypeError(
-            f"state_dtype is {group['state_dtype']}; it must be torch.float32 or torch.bfloat16"
-        )
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise TypeError(f"seed is {seed!r}; it must be an int of 64 bits")
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed is {seed}; it must be of 64 bits")
-
-
-def is_number(value: Any) -> bool:
-    """Return whether ``value`` is a real number of Python or NumPy."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Raise ValueError for options that a group cannot have."""
+    for name, (is_valid, expected) in OPTIONS.items():
+        if not is_valid(value := group[name]):
+            raise ValueError(f"{name} is {value!r}; it must be {expected}")
 
 
 def check_rule(group: dict[str, Any]) -> None:
@@ -272,7 +262,11 @@ def check_rule(group: dict[str, Any]) -> None:
 
 
 def local_grad(p: Param) -> Tensor:
-    """Return the local part of a parameter's gradient. Raise if the two do not fit."""
+    """Return the local part of a parameter's gradient.
+
+    Raises:
+        TypeError: one of them has an unsupported dtype or layout.
+    """
     grad, part = p.param.grad, p.part
     assert grad is not None
     if grad.layout != torch.strided:
@@ -283,22 +277,13 @@ def local_grad(p: Param) -> Tensor:
         )
     whole: Any = grad
     if hasattr(whole, "placements"):
-        like: Any = p.param
-        if not hasattr(like, "placements"):
-            raise ValueError(
-                f"a gradient has placements {whole.placements}, its parameter is not a DTensor"
-            )
-        if whole.placements != like.placements:  # of an embedding that is split by rows
-            whole = whole.redistribute(placements=like.placements)
+        placements = cast(Any, p.param).placements
+        if whole.placements != placements:  # of an embedding that is split by rows
+            whole = whole.redistribute(placements=placements)
         grad = whole.to_local()  # waits for it
     if grad.dtype not in INPUT_DTYPES:
         raise TypeError(
             f"a gradient has dtype {grad.dtype}; it must be float32, bfloat16 or float16"
-        )
-    if grad.shape != part.shape or grad.device != part.device:
-        raise ValueError(
-            f"a gradient has shape {tuple(grad.shape)} on {grad.device}, its parameter"
-            f" {tuple(part.shape)} on {part.device}; they must be the same"
         )
     return grad
 

@@ -149,7 +149,8 @@ class MasterWeightOptimizer(Optimizer):
         the next step.
 
         Raises:
-            ValueError: a master or a moment does not fit its parameter. Nothing is loaded then.
+            ValueError: the state has an option that the optimizer does not support, or does not fit
+                its parameter. Nothing is loaded then.
         """
         loaded: list[dict[str, Any]] = []
         old, seen = dict(self.state), self._seen

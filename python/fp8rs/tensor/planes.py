@@ -194,7 +194,7 @@ class Plane:
             )
 
     def check(self, name: str, batch: tuple[int, ...], shape: tuple[int, int]) -> None:
-        """Check that dtypes, scales and devices fit each other. Nothing is read from the device.
+        """Check that dtypes and scales fit each other. Nothing is read from the device.
 
         Args:
             name: the plane's name in messages.
@@ -213,14 +213,9 @@ class Plane:
         rows, cols = (n + m for n, m in zip(shape, self.lead, strict=True))
         expected = self.format.scale_shape(rows, cols, batch)
         if self.scale.shape != expected:
-            what = f"a batch of {batch[0]} matrices" if batch else "a matrix"
             raise ValueError(
-                f"{name} has scales of shape {tuple(self.scale.shape)}, but {what} of {shape} in "
-                f"format {self.format.name!r} has {expected}"
-            )
-        if self.scale.device != self.data.device:
-            raise ValueError(
-                f"{name} has its data on {self.data.device} and its scales on {self.scale.device}"
+                f"{name} has scales of shape {tuple(self.scale.shape)}, but codes of shape "
+                f"{(*batch, *shape)} in format {self.format.name!r} need {expected}"
             )
 
 
@@ -237,7 +232,7 @@ def zeros(like: Tensor, size: Sequence[int], device: Any = None) -> Tensor:
 
 
 def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.Size) -> None:
-    """Raise TypeError or ValueError if these are not the planes of one tensor of ``shape``."""
+    """Raise TypeError or ValueError if these are not planes of a tensor of ``shape``."""
     plane = rowwise or columnwise
     batch, (rows, cols) = split(shape, plane is not None and plane.batched)
     turned = torch.Size((*batch, cols, rows))
@@ -250,12 +245,3 @@ def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.S
                 f"{tuple(shape)} needs {tuple(size)}"
             )
         plane.check(name, batch, (rows, cols) if plane is rowwise else (cols, rows))
-    if rowwise is None or columnwise is None:
-        return
-    for what, row, col in (
-        ("is in format", rowwise.format.name, columnwise.format.name),
-        ("has data of", rowwise.data.dtype, columnwise.data.dtype),
-        ("has its data on", rowwise.data.device, columnwise.data.device),
-    ):
-        if row != col:
-            raise ValueError(f"rowwise {what} {row}, but columnwise {what} {col}")

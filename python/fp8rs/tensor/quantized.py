@@ -53,7 +53,6 @@ class QuantizedTensor(StoreTensor):
         dtype: torch.dtype,
         requires_grad: bool = False,
         spec: QuantSpec | None = None,
-        delayed: Delayed | None = None,
     ) -> Self:
         """Make a tensor over planes, which are not copied.
 
@@ -67,12 +66,10 @@ class QuantizedTensor(StoreTensor):
             requires_grad: as in torch.
             spec: how ``quantize_`` and in-place operations quantize. The default is the format of
                 the planes, with scales from the data.
-            delayed: for delayed scaling, the scale that writes read and the amax that they raise,
-                each fp32 of one element.
 
         Raises:
-            TypeError, ValueError: the planes do not fit the shape, their format or each other, or
-                ``spec`` or ``delayed`` does not fit the planes.
+            TypeError, ValueError: the planes do not fit the shape or their format, or ``spec`` does
+                not fit the planes.
         """
         plane = rowwise if rowwise is not None else columnwise
         if plane is None:
@@ -84,9 +81,11 @@ class QuantizedTensor(StoreTensor):
             )
         _check_dtype(dtype)
         check_planes(rowwise, columnwise, shape)
-        check_writing(plane, spec, delayed)
-        store = Store(rowwise, columnwise, spec, delayed)
-        return cls.over(store, shape, dtype, requires_grad)
+        if spec is not None:
+            own, asked = (plane.format.name, plane.data.dtype), (spec.format.name, spec.fp8_dtype)
+            if own != asked:
+                raise ValueError(f"spec is of format {asked}, but the planes are of format {own}")
+        return cls.over(Store(rowwise, columnwise, spec), shape, dtype, requires_grad)
 
     #: The handlers of operators, filled by `fp8rs.tensor.aten`.
     handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
@@ -408,25 +407,3 @@ def is_fp8(parameter: Any) -> bool:
 def _check_dtype(dtype: torch.dtype) -> None:
     if dtype not in formats.LOGICAL_DTYPES:
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")
-
-
-def check_writing(plane: Plane, spec: QuantSpec | None, delayed: Delayed | None) -> None:
-    """Raise TypeError or ValueError if a spec or delayed scale does not fit a plane."""
-    if spec is not None:
-        if not isinstance(spec, QuantSpec):
-            raise TypeError(f"spec must be a QuantSpec or None, not {type(spec).__name__}")
-        own, asked = (plane.format.name, plane.data.dtype), (spec.format.name, spec.fp8_dtype)
-        if own != asked:
-            raise ValueError(f"spec is of format {asked}, but the planes are of format {own}")
-    if delayed is None:
-        return
-    if not plane.format.per_tensor:
-        raise ValueError(
-            f"delayed is for one scale a tensor, but the planes are of format {plane.format.name!r}"
-        )
-    for name, t in zip(("scale", "amax"), delayed, strict=True):
-        if t.dtype != torch.float32 or t.numel() != 1 or t.device != plane.data.device:
-            raise ValueError(
-                f"the {name} in delayed is {t.dtype} of shape {tuple(t.shape)} on {t.device}; it "
-                f"must be float32 of one element on {plane.data.device}"
-            )

@@ -149,14 +149,11 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     Other inputs are redistributed as in torch's class.
 
     Args:
-        input_layouts: see torch's class.
-        desired_input_layouts: see torch's class.
-        input_kwarg_layouts: see torch's class.
-        desired_input_kwarg_layouts: see torch's class.
-        use_local_output: see torch's class. If set, each layer reduces its input's gradient.
         float8_dtype: torch.float8_e4m3fn, the dtype of inputs in every recipe.
         fwd_config_submodule_fqn: the layer whose recipe is used, and whose scale with delayed
             scaling. The first column-parallel layer by default.
+        layouts: the arguments of torch's class. With ``use_local_output``, each layer reduces its
+            input's gradient.
 
     Raises:
         ValueError: `float8_dtype` is another one, the module has no such layer, or its layers have
@@ -167,21 +164,11 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def __init__(
         self,
         *,
-        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        input_kwarg_layouts: dict[str, Placement] | None = None,
-        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
-        use_local_output: bool = False,
         float8_dtype: torch.dtype = torch.float8_e4m3fn,
         fwd_config_submodule_fqn: str | None = None,
+        **layouts: Any,
     ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_output=use_local_output,
-        )
+        super().__init__(**layouts)
         if float8_dtype != torch.float8_e4m3fn:
             raise ValueError(f"float8_dtype must be torch.float8_e4m3fn, not {float8_dtype}")
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
