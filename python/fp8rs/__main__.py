@@ -96,7 +96,7 @@ def _add_report(report: argparse.ArgumentParser) -> None:
         "returns one; or the name or folder of a transformers model",
     )
     recipes = f"{', '.join(RECIPES)}; default: current"
-    report.add_argument("--recipe", default="current", help=recipes)
+    report.add_argument("--recipe", help=recipes)
     report.add_argument(
         "--leave-out",
         action="append",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,19 +14,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8rs.convert.convert import resolve_options
-from fp8rs.convert.experts import Experts, ExpertsMode, select_experts
+from fp8rs.convert.experts import Experts, select_experts
+from fp8rs.convert.left_out import recorded
 from fp8rs.convert.memory import STATES, Memory, States, memory_of
 from fp8rs.convert.report_table import Left, Report
-from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
+from fp8rs.convert.select import ExpertsMode, ModuleFilter, select
 from fp8rs.convert.sizes import groups_of, layouts_of
 from fp8rs.fsdp.shard_spec import shard_spec
 from fp8rs.nn.experts import Float8Experts
-from fp8rs.quantize.recipes import Recipe, RecipeName
+from fp8rs.quantize.recipes import Recipe, RecipeName, describe
 
 __all__ = ["Left", "Memory", "Report", "report"]
-
-#: A module, and the names of its parameters that are converted.
-_Fp8Params = tuple[nn.Module, tuple[str, ...]]
 
 #: Rows per expert for which a report names GEMMs.
 ROWS_PER_EXPERT = (128, 1024, 8192)
@@ -52,12 +52,14 @@ def report(
 ) -> Report:
     """Estimate communication volume and memory of ``model`` under FSDP2, without changing it.
 
-    Parameters may be on the meta device. A model that is already converted is reported as it is.
-    For a sharded model, groups and ranks come from FSDP2. Sizes are of FSDP2's own collectives.
+    Parameters may be on the meta device. A converted model is reported as it is, with the reasons
+    that its conversion had. For a sharded model, groups and ranks come from FSDP2. Sizes are of
+    FSDP2's own collectives.
 
     Args:
-        model: the model, usually before its conversion.
-        recipe: as in ``convert_to_float8_training``. The default is a converted model's recipe.
+        model: the model, converted or not. For a converted model, omit the arguments of
+            ``convert_to_float8_training``.
+        recipe: as in ``convert_to_float8_training``.
         module_filter_fn: as in ``convert_to_float8_training``.
         filter_fqns: as in ``convert_to_float8_training``.
         enable_fsdp_float8_all_gather: as in ``convert_to_float8_training``.
@@ -81,49 +83,30 @@ def report(
             A number counts tensors of the parameter's size and dtype: for fp32 parameters, 0.5
             means two states of one byte. The default is "fp8rs-adamw" if FP8 weights are trained,
             else "adamw".
-        fp8_weights: count converted weights as FP8 weights, without masters. FP8 weights of a
-            converted model are always counted as such.
+        fp8_weights: as in ``convert_to_float8_training``.
         experts: as in ``convert_to_float8_training``.
 
     Warns:
-        UserWarning: a string in ``filter_fqns`` matches no linear layer.
+        UserWarning: a string in ``filter_fqns`` matches no linear layer and no experts.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or a layer has another recipe.
+        TypeError, ValueError: an argument is wrong, the model is converted and an argument of the
+            conversion is given, or its modules have different recipes.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    converted: dict[str, Any] = {
-        n: m for n, m in model.named_modules() if hasattr(m, "_fp8_params")
+    options = {
+        "recipe": recipe,
+        "module_filter_fn": module_filter_fn,
+        "filter_fqns": filter_fqns,
+        "enable_fsdp_float8_all_gather": enable_fsdp_float8_all_gather,
+        "config": config,
+        "fp8_weights": fp8_weights,
+        "experts": experts,
     }
-    if recipe is None and config is None and converted:
-        recipe = next(iter(converted.values()))._fp8_state.recipe
-    recipe, fp8_gather = resolve_options(recipe, config, enable_fsdp_float8_all_gather, fp8_weights)
+    modules = _converted(model, options) or _planned(model, options)
     world_size = _ranks(world_size, model)
-    selected = select(model, module_filter_fn, filter_fqns, recipe)
-    for message in selected.unused:  # the table shows the other reasons
-        warnings.warn(message, stacklevel=2)
-    selected_experts = select_experts(model, experts, filter_fqns, recipe)
-    chosen: dict[str, _Fp8Params] = {
-        n: (m, tuple(m._fp8_params))
-        for n, m in converted.items()
-        if (n or "the root") not in selected.left
-    }
-    chosen.update({n: (m, ("weight",)) for n, m in selected.layers})
-    chosen.update({one.name: (one.module, one.parameters) for one in selected_experts.modules})
-    experts_modules = [
-        Experts(n, m, tuple(m._fp8_params), m._gemms, m._fp8_activation)
-        for n, m in converted.items()
-        if n in chosen and isinstance(m, Float8Experts)
-    ]
-    experts_modules += selected_experts.modules
-    in_fp8 = {
-        n: converted[n]._fp8_state.fp8_gather if n in converted else fp8_gather for n in chosen
-    }
-    layouts = layouts_of(
-        recipe, ((m, name) for n, (m, names) in chosen.items() if in_fp8[n] for name in names)
-    )
-    fp8_parameters = [getattr(m, name) for m, names in chosen.values() for name in names]
+    layouts = layouts_of(modules.recipe, modules.gathered)
     fp8, plain = (
         groups_of(
             model,
@@ -142,17 +125,24 @@ def report(
     memory, memory_high_precision = (
         memory_of(of, reduce_dtype=reduce_dtype, states=_states(optimizer)) for of in (fp8, plain)
     )
+    gemms: dict[str, dict[int, str]] = {}
+    for one in modules.experts:
+        for rows in ROWS_PER_EXPERT:
+            for key, choice in one.choices(rows, modules.recipe).items():
+                gemms.setdefault(f"{one.name}.{key}".lstrip("."), {})[rows] = str(choice)
     return Report(
-        recipe=recipe,
+        recipe=modules.recipe,
         world_size=world_size,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         optimizer=optimizer,
-        converted=tuple(chosen),
-        converted_parameters=sum(p.numel() for p in fp8_parameters),
+        experts=modules.mode,
+        converted=tuple(modules.parameters),
+        converted_parameters=sum(p.numel() for p in modules.fp8_parameters()),
         parameters=sum(p.numel() for p in model.parameters()),
-        gemms=_gemms(experts_modules, recipe),
-        left=_left(model, selected.left, selected_experts.left, chosen, fp8_parameters),
+        gemms=gemms,
+        gemm_reasons={fqn: one.reason for one in modules.experts for fqn in one.fqns if one.reason},
+        left=_left(model, modules),
         units=tuple(group.name for group in fp8),
         gathered=sum(group.gathers * group.gathered_bytes for group in fp8),
         gathered_high_precision=sum(group.gathers * group.gathered_bytes for group in plain),
@@ -162,14 +152,85 @@ def report(
     )
 
 
-def _gemms(modules: Iterable[Experts], recipe: Recipe) -> dict[str, dict[int, str]]:
-    """Return the GEMMs of each weight of experts, by rows per expert."""
-    gemms: dict[str, dict[int, str]] = {}
-    for module in modules:
-        for rows in ROWS_PER_EXPERT:
-            for name, choice in module.choices(rows, recipe).items():
-                gemms.setdefault(f"{module.name}.{name}".lstrip("."), {})[rows] = str(choice)
-    return gemms
+class _Modules(NamedTuple):
+    """The modules that are converted or will be.
+
+    Attributes:
+        recipe: their recipe.
+        mode: the mode of ``experts``.
+        parameters: by name of a module, the module and the names of its FP8 parameters.
+        gathered: the FP8 parameters that FSDP2 gathers in FP8: their modules and names.
+        experts: the modules of experts.
+        left: the reason for each layer and each weight of experts in high precision, by name.
+    """
+
+    recipe: Recipe
+    mode: str
+    parameters: dict[str, tuple[nn.Module, tuple[str, ...]]]
+    gathered: list[tuple[nn.Module, str]]
+    experts: list[Experts]
+    left: dict[str, str]
+
+    def fp8_parameters(self) -> list[nn.Parameter]:
+        """Return the FP8 parameters."""
+        return [getattr(m, key) for m, keys in self.parameters.values() for key in keys]
+
+
+def _converted(model: nn.Module, options: dict[str, Any]) -> _Modules | None:
+    """Return the modules of a converted model, or None for another model."""
+    found = _fp8_modules(model)
+    states = [m._fp8_state for m in found.values() if not m._fp8_state.standalone]
+    if not states:
+        return None
+    parameters = inspect.signature(report).parameters
+    given = [name for name, value in options.items() if value not in (parameters[name].default, [])]
+    if given:
+        raise ValueError(
+            f"the model is converted and is reported as it is: omit {', '.join(given)}"
+        )
+    recipes = dict.fromkeys(state.recipe for state in states)
+    if len(recipes) > 1:
+        raise ValueError(
+            f"the model has modules with different recipes ({', '.join(map(describe, recipes))}): "
+            "report on them one by one"
+        )
+    experts = [Experts.of(n, m) for n, m in found.items() if isinstance(m, Float8Experts)]
+    of_experts: Any = experts[0].module._fp8_state if experts else states[0]
+    return _Modules(
+        states[0].recipe,
+        of_experts.experts,
+        {n: (m, tuple(m._fp8_params)) for n, m in found.items()},
+        [(m, key) for m in found.values() if m._fp8_state.fp8_gather for key in m._fp8_params],
+        experts,
+        recorded(model),
+    )
+
+
+def _planned(model: nn.Module, options: dict[str, Any]) -> _Modules:
+    """Return the modules that a conversion of an unconverted model would convert."""
+    checked = resolve_options(**options)
+    selected = select(model, checked)
+    for message in selected.unused:  # the table shows the other reasons
+        warnings.warn(message, stacklevel=3)
+    experts, left = select_experts(model, checked)
+    chosen: dict[str, tuple[str, ...]] = {name: ("weight",) for name, _ in selected.layers}
+    chosen.update({one.name: one.parameters for one in experts})
+    built = {n: tuple(m._fp8_params) for n, m in _fp8_modules(model).items()}  # with recipe=
+    every = {**built, **chosen}
+    parameters = {n: (m, every[n]) for n, m in model.named_modules() if n in every}
+    gathered = [(parameters[n][0], key) for n, keys in chosen.items() for key in keys]
+    return _Modules(
+        checked.recipe,
+        checked.experts,
+        parameters,
+        gathered if checked.fp8_gather else [],
+        experts,
+        {**selected.left, **left},
+    )
+
+
+def _fp8_modules(model: nn.Module) -> dict[str, Any]:
+    return {n: m for n, m in model.named_modules() if hasattr(m, "_fp8_params")}
 
 
 def _states(optimizer: str | float) -> States:
@@ -203,47 +264,24 @@ def _ranks(world_size: int | None, model: nn.Module) -> int:
     return world_size
 
 
-def _left(
-    model: nn.Module,
-    layers: dict[str, str],
-    parameters: dict[str, str],
-    chosen: dict[str, _Fp8Params],
-    fp8_parameters: list[nn.Parameter],
-) -> tuple[Left, ...]:
-    """Return the parameters that are not converted, each once, grouped by reason.
-
-    Args:
-        model: the model.
-        layers: the reason for each linear layer that is not converted.
-        parameters: the reason for each batched parameter that is not converted.
-        chosen: the modules that are converted.
-        fp8_parameters: their FP8 parameters.
-    """
+def _left(model: nn.Module, modules: _Modules) -> tuple[Left, ...]:
+    """Return the parameters that are not converted, each once, grouped by reason."""
+    owned = {n or "the root": list(m.parameters(False)) for n, m in model.named_modules()}
+    owned.update({n: [p] for n, p in model.named_parameters(remove_duplicate=False)})
+    biases = (
+        (f"{name}.{key}".lstrip("."), "biases of converted layers")
+        for name, (module, _) in modules.parameters.items()
+        for key, parameter in module._parameters.items()
+        if key.endswith("bias") and parameter is not None
+    )
+    others = ((name, "not in a linear layer") for name, _ in model.named_parameters())
     names: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
-    seen = set(map(id, fp8_parameters))
-
-    def leave(reason: str, name: str, parameters: Iterable[nn.Parameter]) -> None:
-        fresh = [p for p in parameters if id(p) not in seen]
+    seen = set(map(id, modules.fp8_parameters()))
+    for name, reason in chain(modules.left.items(), biases, others):
+        fresh = [p for p in owned[name] if id(p) not in seen]
         seen.update(map(id, fresh))
-        names.setdefault(reason, []).append(name)
-        sizes[reason] = sizes.get(reason, 0) + sum(p.numel() for p in fresh)
-
-    modules = {name or "the root": module for name, module in model.named_modules()}
-    for name, reason in layers.items():
-        leave(reason, name, modules[name].parameters())
-    for name, reason in parameters.items():
-        leave(reason, name, [model.get_parameter(name)])
-    for name, parameter in large_3d(model):
-        if id(parameter) not in seen:
-            leave(LARGE_3D, name, [parameter])
-    for name, (module, _) in chosen.items():
-        bias = module._parameters.get("bias")
-        if bias is not None and id(bias) not in seen:
-            leave("biases of converted layers", f"{name}.bias".lstrip("."), [bias])
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in seen:
-            leave("not in a linear layer", name, [parameter])
-    return tuple(
-        Left(reason, tuple(dict.fromkeys(found)), sizes[reason]) for reason, found in names.items()
-    )
+        if fresh or modules.left.get(name) == reason:
+            names.setdefault(reason, []).append(name)
+            sizes[reason] = sizes.get(reason, 0) + sum(p.numel() for p in fresh)
+    return tuple(Left(reason, tuple(found), sizes[reason]) for reason, found in names.items())

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from fp8rs.convert.memory import Memory
+from fp8rs.convert.select import counted
+from fp8rs.gemm.estimates import CHOICE
 from fp8rs.quantize.recipes import Recipe, describe
 
 NOT_COUNTED = (
@@ -46,8 +48,11 @@ class Report:
         converted: names of the converted modules.
         converted_parameters: number of elements of their weights.
         parameters: number of elements of all parameters.
+        experts: the argument, or that of the model's conversion.
         gemms: by name of a weight of experts, its GEMMs on Hopper by rows per expert: "FP8", "FP8,
             high-precision wgrad" or "high precision".
+        gemm_reasons: by name of a weight of experts, why all its GEMMs run in high precision. Other
+            weights have FP8 GEMMs, or the number of rows decides.
         left: parameters that stay in high precision, by reason.
         units: names of the modules that ``fully_shard`` is called on. The root is "".
         gathered, gathered_high_precision: bytes of the outputs of a step's all-gathers, padding
@@ -61,10 +66,12 @@ class Report:
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     optimizer: str | float
+    experts: str
     converted: tuple[str, ...]
     converted_parameters: int
     parameters: int
     gemms: dict[str, dict[int, str]]
+    gemm_reasons: dict[str, str]
     left: tuple[Left, ...]
     units: tuple[str, ...]
     gathered: int
@@ -91,28 +98,23 @@ def _count(number: int, noun: str) -> str:
 
 def _text(r: Report) -> str:
     high = _dtype(r.param_dtype)
-    converted = f"converted: {_count(len(r.converted), 'layer')}"
-    parameters = [(converted, r.converted_parameters, "")]
+    modules = {name.rpartition(".")[0] for name in r.gemms}
+    layers = sum(name not in modules for name in r.converted)
+    parameters = [(f"converted: {counted(layers, len(r.gemms))}", r.converted_parameters, "")]
     parameters += [(left.reason, left.parameters, _names(left.names)) for left in r.left]
     width = max(40, *(len(row[0]) for row in parameters))
+    mode = f"experts={r.experts!r}; " if r.gemms or r.experts != "auto" else ""
     lines = [
         f"recipe {describe(r.recipe)}; {_count(r.world_size, 'rank')}; "
-        f"{_count(len(r.units), 'FSDP2 unit')}; gradients are reduced in {_dtype(r.reduce_dtype)}",
+        f"{_count(len(r.units), 'FSDP2 unit')}; {mode}"
+        f"gradients are reduced in {_dtype(r.reduce_dtype)}",
         "",
         f"{'parameters':<{width + 2}}{'elements':>18}{'share':>8}",
     ]
     for what, elements, names in parameters:
         share = elements / max(r.parameters, 1)
         lines.append(f"  {what:<{width}}{elements:>18,}{share:>8.1%}  {names}".rstrip())
-    by_gemms: dict[tuple[tuple[int, str], ...], list[str]] = {}
-    for name, gemms in r.gemms.items():
-        by_gemms.setdefault(tuple(gemms.items()), []).append(name)
-    for number, (by_rows, weights) in enumerate(by_gemms.items()):
-        if number == 0:
-            counts = "".join(f"{rows:<27,}" for rows, _ in by_rows)
-            lines += ["", "grouped GEMMs on Hopper, by rows per expert", f"  {counts}".rstrip()]
-        cells = "".join(f"{text:<27}" for _, text in by_rows)
-        lines.append(f"  {cells}{_names(tuple(weights))}")
+    lines += _gemms(r)
     plain, fp8 = r.memory_high_precision, r.memory
     sizes = [
         ("all-gathers of a step", r.gathered_high_precision, r.gathered),
@@ -130,6 +132,24 @@ def _text(r: Report) -> str:
         ratio = f"{after / before:>8.3f}" if before else ""
         lines.append(f"  {what:<{width}}{_size(before):>14}{_size(after):>14}{ratio}")
     return "\n".join([*lines, f"Not counted: {NOT_COUNTED}."])
+
+
+def _gemms(r: Report) -> list[str]:
+    """Return the table of grouped GEMMs, with a line for each choice and reason."""
+    rows: dict[str, list[str]] = {}
+    for name, gemms in r.gemms.items():
+        cells = "".join(f"{text:<27}" for text in gemms.values())
+        rows.setdefault(f"{cells}\0{r.gemm_reasons.get(name, '')}", []).append(name)
+    if not rows:
+        return []
+    counts = "".join(f"{count:<27,}" for count in next(iter(r.gemms.values())))
+    lines = ["", "grouped GEMMs on Hopper, by rows per expert", f"  {counts}".rstrip()]
+    for row, names in rows.items():
+        cells, reason = row.split("\0")
+        lines.append(f"  {cells}{_names(tuple(names))}{reason and f': {reason}'}")
+    if r.experts == "auto" and len(r.gemm_reasons) < len(r.gemms):
+        lines.append(CHOICE)
+    return lines
 
 
 def _dtype(dtype: torch.dtype | None) -> str:

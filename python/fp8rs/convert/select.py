@@ -4,24 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
+from fp8rs._torch import own_part
 from fp8rs.gemm.estimates import linear_us
+from fp8rs.nn.fp8_params import Float8Params
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
 ModuleFilter = Callable[[nn.Module, str], bool]
+ExpertsMode = Literal["auto", "fp8", "gather", "off"]
 
-#: 3-D parameters with at least this many elements are reported.
-_LARGE = 1 << 20
-#: The reason for parameters of `large_3d`.
-LARGE_3D = "3-D parameters (experts?) are not converted"
-#: The reason for layers that can no longer be converted.
+#: The reasons of filters, and of layers that can no longer be converted.
+NAMED = "named by filter_fqns"
+FILTERED = "excluded by module_filter_fn"
 SHARDED = "it is sharded already"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of a conversion: see ``convert_to_float8_training``."""
+
+    recipe: Recipe
+    module_filter_fn: ModuleFilter | None
+    filter_fqns: tuple[str, ...]
+    fp8_gather: bool
+    amax_reduction_group: Any
+    fp8_weights: bool
+    experts: ExpertsMode
+
+    def names(self, fqn: str) -> bool:
+        """Whether ``filter_fqns`` excludes a name."""
+        return any(part in fqn for part in self.filter_fqns)
 
 
 class Reason(NamedTuple):
@@ -47,6 +65,9 @@ def min_speedup(
     quantize their whole weight in each forward. Under FSDP2, a rank quantizes only its shard and
     gathers half of the bytes, so layers can be faster than estimated.
 
+    It does not apply to experts. With ``experts="auto"``, each call of experts chooses the faster
+    GEMMs.
+
     Combine it with a filter of your own by ``and``::
 
         fast = fp8rs.min_speedup(tokens=8192)
@@ -60,7 +81,8 @@ def min_speedup(
         recipe: a recipe or its short name. "delayed" is estimated as "current", and is faster.
 
     Raises:
-        TypeError, ValueError: there is no such recipe, or ``tokens`` is less than 1.
+        TypeError, ValueError: there is no such recipe, or ``tokens`` is less than 1. The filter
+            raises TypeError for a module that is not an nn.Linear.
     """
     name = resolve_recipe(recipe).name
     name = "current" if name == "delayed" else name
@@ -68,7 +90,11 @@ def min_speedup(
         raise ValueError(f"tokens must be at least 1, not {tokens}")
 
     def keep(module: nn.Module, fqn: str) -> bool:
-        assert isinstance(module, nn.Linear)
+        if not isinstance(module, nn.Linear):
+            raise TypeError(
+                f"min_speedup estimates nn.Linear layers, not {fqn!r}, a {type(module).__name__}. "
+                "GEMMs of experts are chosen by the argument experts of the conversion"
+            )
         sizes = tokens, module.out_features, module.in_features
         return linear_us("bf16", *sizes) >= speedup * linear_us(name, *sizes)
 
@@ -131,48 +157,37 @@ class Selection:
     warnings: list[str] = field(default_factory=list)
 
 
-def select(
-    root: nn.Module,
-    keep: ModuleFilter | None,
-    filter_fqns: Iterable[str],
-    recipe: Recipe,
-    fp8_weights: bool = False,
-) -> Selection:
-    """Select the layers to convert to ``recipe``, without changing the model.
+def select(root: nn.Module, options: Options) -> Selection:
+    """Select the linear layers to convert, without changing the model.
 
     Args:
         root: the model.
-        keep: the caller's ``module_filter_fn``.
-        filter_fqns: the caller's ``filter_fqns``.
-        recipe: the recipe to convert to.
-        fp8_weights: whether weights become FP8.
+        options: the arguments of the conversion.
 
     Raises:
-        TypeError: ``filter_fqns`` is a str.
-        ValueError: a layer has another recipe, or a layer was converted with high-precision
-            weights and ``fp8_weights`` is set.
+        ValueError: a layer was converted with other options.
     """
-    if isinstance(filter_fqns, str):  # which is an iterable of letters
-        raise TypeError(f"filter_fqns must be a collection of names, not the str {filter_fqns!r}")
-    filter_fqns = tuple(filter_fqns)
     linears = {n: m for n, m in root.named_modules() if isinstance(m, nn.Linear)}
     found = Selection()
-    filtered = (*linears, *(n for n, p in root.named_parameters() if is_batch(p)))
-    unused = [part for part in filter_fqns if not any(part in name for name in filtered)]
+    filtered = (*linears, *(n for n, p in root.named_parameters() if _is_batch(p)))
+    unused = [part for part in options.filter_fqns if not any(part in name for name in filtered)]
     if unused:
         found.unused.append(
             f"filter_fqns has {', '.join(map(repr, unused))}, but no linear layer and no parameter "
             "of experts has that in its name"
         )
     sharded, names = sharded_prefixes(root), parameter_names(root)
-    torchao = []
+    keep, torchao = options.module_filter_fn, []
     for name, layer in linears.items():
-        if any(part in name for part in filter_fqns):
-            reason: Reason | None = Reason("named by filter_fqns")
+        if options.names(name):
+            reason: Reason | None = Reason(NAMED)
         elif keep is not None and not keep(layer, name):
-            reason = Reason("excluded by module_filter_fn")
+            reason = Reason(FILTERED)
         elif isinstance(layer, Float8Linear):
-            reason = None
+            check_converted(name, layer, options)
+            if layer._fp8_state.standalone:
+                found.layers.append((name, layer))
+            continue
         elif f"{name}.".startswith(sharded):
             reason = Reason(SHARDED)
         else:
@@ -181,14 +196,12 @@ def select(
             reason = why_not(layer, tied)
             if _is_from_torchao(layer):
                 torchao.append(name or "the root")
-        if reason is not None:
+        if reason is None:
+            found.layers.append((name, layer))
+        elif not isinstance(layer, Float8Linear):
             found.left[name or "the root"] = reason.text
             if reason.details:
                 found.warnings.append(f"{name or 'the root'} is not converted: {reason.details}")
-        elif not isinstance(layer, Float8Linear) or _is_standalone(
-            layer, name, recipe, fp8_weights
-        ):
-            found.layers.append((name, layer))
     _check_whole(found.layers)
     if torchao:
         found.warnings.append(
@@ -199,27 +212,31 @@ def select(
     return found
 
 
-def _is_standalone(layer: Float8Linear, name: str, recipe: Recipe, fp8_weights: bool) -> bool:
-    """Return whether an FP8 layer was built directly and has not been added to a converted model.
+def check_converted(name: str, module: Float8Params, options: Options) -> None:
+    """Check that a module with FP8 parameters was converted or built with these options.
 
     Raises:
-        ValueError: the layer has another recipe, or a high-precision weight that should be FP8.
+        ValueError: an option differs.
     """
-    name = name or "the root"
-    if layer.recipe != recipe:
-        raise ValueError(
-            f"{name} is already an FP8 layer, with recipe {layer.recipe}, not {recipe}. To change "
-            "it, load the state dict into an unconverted model and convert that. To keep it, "
-            "exclude the layer with filter_fqns or module_filter_fn"
-        )
-    if layer._fp8_state.standalone:
-        return True
-    if fp8_weights and not isinstance(layer._parameters["weight"], QuantizedTensor):
-        raise ValueError(
-            f"{name} is already an FP8 layer, with high-precision weights. Convert it once, with "
-            "fp8_weights=True, or exclude it"
-        )
-    return False
+    state = module._fp8_state
+    given: dict[str, tuple[Any, Any]] = {"recipe": (state.recipe, options.recipe)}
+    if not state.standalone:
+        given |= {
+            "enable_fsdp_float8_all_gather": (state.fp8_gather, options.fp8_gather),
+            "amax_reduction_group": (state.group, options.amax_reduction_group),
+        }
+        if not isinstance(module, nn.Linear):
+            given["experts"] = state.experts, options.experts
+        weights = [own_part(module._parameters[key]) for key in module._fp8_params]
+        if options.fp8_weights and not all(isinstance(w, QuantizedTensor) for w in weights):
+            given["fp8_weights"] = False, True
+    for option, (before, now) in given.items():
+        if before != now:
+            raise ValueError(
+                f"{name or 'the root'} is already in FP8, with {option}={before!r}, not {now!r}. "
+                "To change it, load the state dict into an unconverted model and convert that. To "
+                "keep it, exclude it with filter_fqns"
+            )
 
 
 def _check_whole(layers: Iterable[tuple[str, nn.Linear]]) -> None:
@@ -239,22 +256,9 @@ def _check_whole(layers: Iterable[tuple[str, nn.Linear]]) -> None:
                 )
 
 
-def is_batch(parameter: nn.Parameter) -> bool:
+def _is_batch(parameter: nn.Parameter) -> bool:
     """Whether a parameter has the shape of a batch of matrices."""
     return not nn.parameter.is_lazy(parameter) and parameter.dim() > 2
-
-
-def large_3d(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return names and values of large 3-D parameters in high precision, maybe of experts."""
-    return [
-        (f"{prefix}.{name}".lstrip("."), p)
-        for prefix, module in root.named_modules()
-        for name, p in module.named_parameters(recurse=False)
-        if is_batch(p)
-        and p.dim() == 3
-        and p.numel() >= _LARGE
-        and name not in getattr(module, "_fp8_params", ())
-    ]
 
 
 def parameter_names(root: nn.Module) -> dict[int, list[str]]:
@@ -273,3 +277,9 @@ def sharded_prefixes(root: nn.Module) -> tuple[str, ...]:
         for name, module in root.named_modules()
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
     )
+
+
+def counted(layers: int, weights: int) -> str:
+    """Return the numbers of converted linear layers and weights of experts, for messages."""
+    text = f"{layers} linear layer{'s' * (layers != 1)}"
+    return f"{text} and {weights} weight{'s' * (weights != 1)} of experts" if weights else text

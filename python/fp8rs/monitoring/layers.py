@@ -12,21 +12,12 @@ from fp8rs.nn.linear import Float8Linear
 ROOT = "root"
 
 
-def layers_of(model: nn.Module) -> dict[str, Float8Linear]:
+def linear_layers(model: nn.Module) -> dict[str, Float8Linear]:
     """Return the converted layers by name, in model order.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: ``model`` has no converted layer.
     """
-    found = linear_layers(model)
-    if not found:
-        raise no_layers()
-    return found
-
-
-def linear_layers(model: nn.Module) -> dict[str, Float8Linear]:
-    """Return the converted layers by name, in model order. There may be none."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     return {
