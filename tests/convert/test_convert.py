@@ -277,9 +277,9 @@ def test_converted_layers_are_logged(caplog):
         convert(model, recipe="current", filter_fqns=["head"])
     text = caplog.text
     assert "recipe 'current': 4 linear layers converted" in text
-    assert "head: named by filter_fqns" in text
-    assert "odd: its class Odd overrides forward" in text
-    assert "experts: not known as experts, see experts='gather'" in text
+    assert "left in high precision (named by filter_fqns): head" in text
+    assert "left in high precision (its class Odd overrides forward): odd" in text
+    assert "left in high precision (not known as experts, see experts='gather'): experts" in text
 
 
 def test_weights_of_other_dtypes_are_not_converted_and_warn():

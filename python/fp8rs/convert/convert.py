@@ -12,25 +12,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from fp8rs.convert.experts import Experts, convert_experts, select_experts
+from fp8rs.convert.experts import convert_experts
 from fp8rs.convert.fp8_weights import check_weight, quantize_weight, register_handle
-from fp8rs.convert.left_out import record
-from fp8rs.convert.select import (
-    FILTERED,
-    SHARDED,
-    ExpertsMode,
-    ModuleFilter,
-    Options,
-    counted,
-    select,
-)
-from fp8rs.convert.torchao import from_float8_linear_config
-from fp8rs.nn.experts import Float8Experts
+from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
+from fp8rs.convert.select import FILTERED, SHARDED, Selection, converted, record, select
 from fp8rs.nn.fp8_params import float8_class
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.model_state import ModelState
-from fp8rs.quantize.quantizers import group_name
-from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName
 
 _log = logging.getLogger("fp8rs")
 
@@ -114,70 +103,54 @@ def convert_to_float8_training(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    options = resolve_options(
-        recipe=recipe,
-        config=config,
-        module_filter_fn=module_filter_fn,
-        filter_fqns=filter_fqns,
-        enable_fsdp_float8_all_gather=enable_fsdp_float8_all_gather,
-        amax_reduction_group=amax_reduction_group,
-        fp8_weights=fp8_weights,
-        experts=experts,
-    )
-    recipe = options.recipe
+    options = Options(
+        recipe,
+        config,
+        module_filter_fn,
+        filter_fqns,
+        enable_fsdp_float8_all_gather,
+        amax_reduction_group,
+        fp8_weights,
+        experts,
+    ).resolved()
     if preserve_high_precision_init_val and not fp8_weights:
         raise ValueError(
             "preserve_high_precision_init_val=True requires fp8_weights=True: other weights keep "
             "their high-precision values anyway"
         )
     selected = select(module, options)
-    selected_experts, left = select_experts(module, options)
-    left = {**selected.left, **left}
-    for name, reason in left.items():
+    for name, reason in selected.left.items():
         if reason == SHARDED:
             raise ValueError(f"{name} is sharded already: convert before fully_shard")
-    for name, layer in selected.layers:
-        check_weight(layer, "weight", name or "the root", recipe, fp8_weights)
-    for one in selected_experts:
-        for name in one.parameters:
-            check_weight(one.module, name, one.name or "the root", recipe, fp8_weights)
+    for name, owner, key in selected.parameters():
+        check_weight(owner, key, fqn_of(name), options.recipe, fp8_weights)
     for message in (*selected.unused, *selected.warnings):
         warnings.warn(message, stacklevel=2)
-    if not selected.layers and not selected_experts:
-        if not any(hasattr(m, "_fp8_params") for m in module.modules()):
+    if not selected.parameters():
+        if not converted(module).parameters():
             warnings.warn(
                 "no layer was converted: the module has no nn.Linear and no experts that can be "
                 "converted, or module_filter_fn, filter_fqns and experts exclude all of them",
                 stacklevel=2,
             )
         return module
-    state = ModelState(recipe, amax_reduction_group=amax_reduction_group)
-    state.fp8_gather, state.experts = options.fp8_gather, experts
-    keep_init = preserve_high_precision_init_val
-    _convert(state, selected.layers, selected_experts, fp8_weights, keep_init)
+    state = ModelState(options.recipe, amax_reduction_group=amax_reduction_group)
+    state.fp8_gather, state.experts = bool(options.enable_fsdp_float8_all_gather), experts
+    _convert(state, selected, fp8_weights, preserve_high_precision_init_val)
     state.attach(module)
-    record(module, left)
-    _log_conversion(module, recipe, left)
+    record(module, selected.left)
+    _log_conversion(module, options.recipe)
     return module
 
 
-def _convert(
-    state: ModelState,
-    layers: Sequence[tuple[str, nn.Linear]],
-    experts: Sequence[Experts],
-    fp8_weights: bool,
-    keep_init: bool,
-) -> None:
+def _convert(state: ModelState, selected: Selection, fp8_weights: bool, keep_init: bool) -> None:
     """Convert layers and experts, which have been checked, and add them to ``state``.
 
     Weights are quantized first, because only that can run out of memory or lack a kernel.
     """
-    amaxes = []
-    if fp8_weights:
-        amaxes = [quantize_weight(layer, "weight", state.recipe, keep_init) for _, layer in layers]
-        for one in experts:
-            for name in one.parameters:
-                quantize_weight(one.module, name, state.recipe, keep_init)
+    layers, amaxes = selected.layers, []
+    for _, module, key in selected.parameters() if fp8_weights else ():
+        amaxes.append(quantize_weight(module, key, state.recipe, keep_init))
     standalone = []
     for name, layer in layers:
         if isinstance(layer, Float8Linear):
@@ -188,96 +161,43 @@ def _convert(
         layer._join(state, name)
     for left in standalone:
         left.detach()
-    convert_experts(state, experts)
+    convert_experts(state, selected.experts)
     if fp8_weights:
         from fp8rs.optim.warnings import watch  # imported only by models that need it
 
-        for (_, layer), amax in zip(layers, amaxes, strict=True):
+        for (_, layer), amax in zip(layers, amaxes, strict=False):
             register_handle(layer, "weight").start_history_from(amax)
         state.subscribe_to_steps()
         watch()
 
 
-def resolve_options(
-    *,
-    recipe: Any,
-    config: Any,
-    module_filter_fn: ModuleFilter | None,
-    filter_fqns: Iterable[str],
-    enable_fsdp_float8_all_gather: bool | None,
-    amax_reduction_group: Any = None,
-    fp8_weights: bool,
-    experts: ExpertsMode,
-) -> Options:
-    """Check the arguments of a conversion against each other.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong, or two arguments contradict each other.
-    """
-    if isinstance(filter_fqns, str):  # which is an iterable of letters
-        raise TypeError(f"filter_fqns must be a collection of names, not the str {filter_fqns!r}")
-    group_name(amax_reduction_group)  # raises if it is not a group
-    gather = enable_fsdp_float8_all_gather
-    if config is None:
-        recipe = resolve_recipe("current" if recipe is None else recipe)
-        gather = gather is None or gather
-    else:
-        if recipe is not None:
-            raise ValueError("recipe and config are both given: give one")
-        recipe, of_config = from_float8_linear_config(config)
-        if gather not in (None, of_config):
-            raise ValueError(
-                f"enable_fsdp_float8_all_gather={gather} contradicts "
-                f"config.enable_fsdp_float8_all_gather={of_config}: give one of them"
-            )
-        gather = of_config
-    if fp8_weights and not gather:
-        raise ValueError(
-            "enable_fsdp_float8_all_gather=False cannot be combined with fp8_weights=True: FP8 "
-            "weights have no high-precision values to gather"
-        )
-    return Options(
-        recipe,
-        module_filter_fn,
-        tuple(filter_fqns),
-        gather,
-        amax_reduction_group,
-        fp8_weights,
-        experts,
-    )
-
-
-def _log_conversion(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> None:
+def _log_conversion(root: nn.Module, recipe: Recipe) -> None:
     """Log the converted layers, and the reasons for the others, at level INFO.
 
     If the program has not configured logging, rank 0 prints the first line to stderr, so that a
     conversion is visible by default. A level above INFO on the logger silences it.
     """
-    layers = [m.weight for m in root.modules() if isinstance(m, Float8Linear)]
-    experts = [Experts.of(n, m) for n, m in root.named_modules() if isinstance(m, Float8Experts)]
-    batches: list[Any] = [one.module._parameters[key] for one in experts for key in one.parameters]
-    weights = sum(p.numel() for p in (*layers, *batches))
+    found = converted(root)
+    weights = sum(module._parameters[key].numel() for _, module, key in found.parameters())
     parameters = sum(0 if nn.parameter.is_lazy(p) else p.numel() for p in root.parameters())
     summary = (
-        f"recipe {recipe.name!r}: {counted(len(layers), len(batches))} converted, whose weights "
-        f"are {weights / max(parameters, 1):.1%} of {parameters:,} parameters"
+        f"recipe {recipe.name!r}: {found} converted, whose weights are "
+        f"{weights / max(parameters, 1):.1%} of {parameters:,} parameters"
     )
-    if left:
-        summary += f"; {len(left)} left in high precision"
-    if batches and FILTERED in left.values():
+    if found.left:
+        summary += f"; {len(found.left)} left in high precision"
+    if found.experts and FILTERED in found.left.values():
         summary += "; module_filter_fn does not select experts: experts= and filter_fqns do"
     if _log.hasHandlers():
         gemms = {"auto": "FP8 where it is faster", "fp8": "FP8", "gather": "high precision"}
-        by_gemms: dict[str, list[str]] = {}
-        for one in experts:
+        lines: dict[str, list[str]] = {}
+        for one in found.experts:
             reason = f" ({one.reason})" if one.reason else ""
-            by_gemms.setdefault(gemms[one.gemms] + reason, []).extend(one.fqns)
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in left.items():
-            by_reason.setdefault(reason, []).append(name)
-        lines = [f"  experts with grouped GEMMs in {t}: {_names(n)}" for t, n in by_gemms.items()]
-        lines += [f"  left in high precision: {_names(n)}: {r}" for r, n in by_reason.items()]
-        _log.info("%s", "\n".join([summary, *lines]))
+            text = f"experts with grouped GEMMs in {gemms[one.gemms]}{reason}"
+            lines.setdefault(text, []).extend(one.fqns)
+        for name, reason in found.left.items():
+            lines.setdefault(f"left in high precision ({reason})", []).append(name)
+        _log.info("%s", "\n".join([summary, *(f"  {t}: {_names(n)}" for t, n in lines.items())]))
     elif _log.level <= logging.INFO and _rank() == 0:
         print(f"fp8rs: {summary}", file=sys.stderr)
 

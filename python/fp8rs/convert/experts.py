@@ -6,19 +6,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from fp8rs.convert.select import (
-    NAMED,
-    SHARDED,
-    ExpertsMode,
-    Options,
-    check_converted,
-    parameter_names,
-    sharded_prefixes,
-)
+from fp8rs.convert.options import Options, fqn_of, has_fp8_gemms
 from fp8rs.gemm.estimates import (
     FP8,
     HIGH_PRECISION,
@@ -27,7 +19,7 @@ from fp8rs.gemm.estimates import (
     choose,
     prefers_gated_mlp,
 )
-from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS, reads_format
+from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS
 from fp8rs.nn.experts import Float8Experts, GroupedExperts, batched_parameters, experts_forward
 from fp8rs.nn.fp8_params import Float8Params, add_fp8_params
 from fp8rs.nn.grouped import Gemms
@@ -35,6 +27,9 @@ from fp8rs.nn.grouped_linear import GroupedLinear
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import Recipe
 from fp8rs.tensor.formats import INPUT_DTYPES
+
+#: The reason of ``filter_fqns``.
+NAMED = "named by filter_fqns"
 
 #: 3-D parameters of other modules with at least this many elements are reported.
 _LARGE = 1 << 20
@@ -72,15 +67,19 @@ class Experts:
     activation: str | None
 
     @classmethod
-    def of(cls, name: str, module: Float8Experts) -> Experts:
+    def of(cls, name: str, module: Any) -> Experts:
         """Return a converted module."""
-        gemms = module._gemms, module._gemms_reason, module._fp8_activation
-        return cls(name, module, tuple(module._fp8_params), *gemms)
+        gemms: Any = getattr(module, "_gemms", "gather")
+        reason, activation = (
+            getattr(module, "_gemms_reason", ""),
+            getattr(module, "_fp8_activation", None),
+        )
+        return cls(name, module, tuple(module._fp8_params), gemms, reason, activation)
 
     @property
     def fqns(self) -> list[str]:
         """The fully qualified names of the weights."""
-        return [f"{self.name}.{key}".lstrip(".") for key in self.parameters]
+        return [fqn_of(self.name, key) for key in self.parameters]
 
     def choices(self, rows: int, recipe: Recipe) -> dict[str, GroupedChoice]:
         """Return the GEMMs of each weight on Hopper, if FSDP2 gathers it in FP8.
@@ -103,55 +102,41 @@ class Experts:
         return {name: choose(rows * weight.experts, weight) for name, weight in weights.items()}
 
 
-def select_experts(root: nn.Module, options: Options) -> tuple[list[Experts], dict[str, str]]:
-    """Select the experts to convert, without changing the model.
+def select_experts(
+    name: str, module: nn.Module, options: Options, names: dict[int, list[str]]
+) -> tuple[Experts | None, dict[str, str]]:
+    """Select the weights of experts of a module.
 
     Args:
-        root: the model.
+        name: the module's name.
+        module: the module, which is not a linear layer.
         options: the arguments of the conversion.
+        names: all names of each parameter of the model, by id.
 
     Returns:
-        The modules in model order, and the reason for each batched parameter that stays in high
-        precision, by name.
+        The module if any of its weights is to be converted, and the reason for each of its weights
+        of experts that stays in high precision.
 
     Raises:
-        ValueError: ``experts`` is unknown, ``"fp8"`` is requested for a recipe or a weight without
-            FP8 GEMMs, or experts were converted with other options.
+        ValueError: ``experts="fp8"`` is requested for a weight without FP8 GEMMs, or the module was
+            converted with other options.
     """
-    mode, recipe = options.experts, options.recipe
-    if mode not in get_args(ExpertsMode):
-        known = ", ".join(map(repr, get_args(ExpertsMode)))
-        raise ValueError(f"experts must be one of {known}, not {mode!r}")
-    if mode == "fp8" and not has_fp8_gemms(recipe):
-        raise ValueError(
-            f"experts='fp8' requires a recipe with grouped FP8 GEMMs: 'current', 'delayed' or "
-            f"'rowwise', not {recipe.name!r}. With experts='gather', weights of experts are "
-            "gathered in FP8 and their GEMMs run in high precision"
-        )
-    found: list[Experts] = []
-    left: dict[str, str] = {}
-    sharded, names = sharded_prefixes(root), parameter_names(root)
-    for name, module in root.named_modules():
-        if isinstance(module, nn.Linear):
-            continue
-        converted = module._fp8_params if isinstance(module, Float8Params) else {}
-        fqns = {key: f"{name}.{key}".lstrip(".") for key in module._parameters}
-        if not all(options.names(fqns[key]) for key in converted):
-            check_converted(name, cast(Float8Params, module), options)
-        weights, taken = batched_parameters(module), []
-        for key in (key for key in weights if key not in converted):
-            tied = [other for other in names[id(weights[key])] if other != fqns[key]]
-            reason = _why_not(module, key, fqns[key], tied, options)
-            if reason == "" and f"{name}.".startswith(sharded):
-                reason = SHARDED
-            if reason:
-                left[fqns[key]] = reason
-            elif reason is not None:
-                taken.append(key)
-        if taken:
-            whole = len(taken) == len(weights)
-            found.append(_experts(name, module, tuple(taken), whole, options))
-    return found, left
+    converted = module._fp8_params if isinstance(module, Float8Params) else {}
+    if not all(options.names(fqn_of(name, key)) for key in converted):
+        options.check(name, cast(Float8Params, module))
+    weights = batched_parameters(module)
+    taken, left = [], {}
+    for key in (key for key in weights if key not in converted):
+        fqn = fqn_of(name, key)
+        tied = [other for other in names[id(weights[key])] if other != fqn]
+        reason = _why_not(module, key, fqn, tied, options)
+        if reason:
+            left[fqn] = reason
+        elif reason is not None:
+            taken.append(key)
+    if not taken:
+        return None, left
+    return _experts(name, module, tuple(taken), len(taken) == len(weights), options), left
 
 
 def _why_not(
@@ -208,11 +193,6 @@ def _experts(
         reason = "another weight of the module is in high precision"
     gemms = cast(Gemms, "gather" if reason else options.experts)
     return Experts(name, module, parameters, gemms, reason, _activation(module, recipe, gemms))
-
-
-def has_fp8_gemms(recipe: Recipe) -> bool:
-    """Whether grouped FP8 GEMMs read weights in a recipe's format."""
-    return reads_format(recipe.block_format("weight"))
 
 
 def is_known(module: nn.Module) -> bool:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8rs.convert.convert import resolve_options
-from fp8rs.convert.experts import Experts, select_experts
-from fp8rs.convert.left_out import recorded
+from fp8rs.convert.experts import Experts
 from fp8rs.convert.memory import STATES, Memory, States, memory_of
+from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.report_table import Left, Report
-from fp8rs.convert.select import ExpertsMode, ModuleFilter, select
-from fp8rs.convert.sizes import groups_of, layouts_of
+from fp8rs.convert.select import Selection, converted, select
+from fp8rs.convert.sizes import Layouts, groups_of, layouts_of
 from fp8rs.fsdp.shard_spec import shard_spec
-from fp8rs.nn.experts import Float8Experts
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe
 
 __all__ = ["Left", "Memory", "Report", "report"]
@@ -95,18 +93,17 @@ def report(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    options = {
-        "recipe": recipe,
-        "module_filter_fn": module_filter_fn,
-        "filter_fqns": filter_fqns,
-        "enable_fsdp_float8_all_gather": enable_fsdp_float8_all_gather,
-        "config": config,
-        "fp8_weights": fp8_weights,
-        "experts": experts,
-    }
-    modules = _converted(model, options) or _planned(model, options)
+    options = Options(
+        recipe=recipe,
+        config=config,
+        module_filter_fn=module_filter_fn,
+        filter_fqns=filter_fqns,
+        enable_fsdp_float8_all_gather=enable_fsdp_float8_all_gather,
+        fp8_weights=fp8_weights,
+        experts=experts,
+    )
+    found, options, layouts = _modules(model, options)
     world_size = _ranks(world_size, model)
-    layouts = layouts_of(modules.recipe, modules.gathered)
     fp8, plain = (
         groups_of(
             model,
@@ -125,24 +122,20 @@ def report(
     memory, memory_high_precision = (
         memory_of(of, reduce_dtype=reduce_dtype, states=_states(optimizer)) for of in (fp8, plain)
     )
-    gemms: dict[str, dict[int, str]] = {}
-    for one in modules.experts:
-        for rows in ROWS_PER_EXPERT:
-            for key, choice in one.choices(rows, modules.recipe).items():
-                gemms.setdefault(f"{one.name}.{key}".lstrip("."), {})[rows] = str(choice)
     return Report(
-        recipe=modules.recipe,
+        recipe=options.recipe,
         world_size=world_size,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         optimizer=optimizer,
-        experts=modules.mode,
-        converted=tuple(modules.parameters),
-        converted_parameters=sum(p.numel() for p in modules.fp8_parameters()),
+        experts=options.experts,
+        summary=str(found),
+        converted=tuple(dict.fromkeys(name for name, _, _ in found.parameters())),
+        converted_parameters=sum(getattr(m, key).numel() for _, m, key in found.parameters()),
         parameters=sum(p.numel() for p in model.parameters()),
-        gemms=gemms,
-        gemm_reasons={fqn: one.reason for one in modules.experts for fqn in one.fqns if one.reason},
-        left=_left(model, modules),
+        gemms={fqn: gemms for one in found.experts for fqn, gemms in _gemms(one, options.recipe)},
+        gemm_reasons={fqn: one.reason for one in found.experts for fqn in one.fqns if one.reason},
+        left=_left(model, found),
         units=tuple(group.name for group in fp8),
         gathered=sum(group.gathers * group.gathered_bytes for group in fp8),
         gathered_high_precision=sum(group.gathers * group.gathered_bytes for group in plain),
@@ -152,85 +145,42 @@ def report(
     )
 
 
-class _Modules(NamedTuple):
-    """The modules that are converted or will be.
-
-    Attributes:
-        recipe: their recipe.
-        mode: the mode of ``experts``.
-        parameters: by name of a module, the module and the names of its FP8 parameters.
-        gathered: the FP8 parameters that FSDP2 gathers in FP8: their modules and names.
-        experts: the modules of experts.
-        left: the reason for each layer and each weight of experts in high precision, by name.
-    """
-
-    recipe: Recipe
-    mode: str
-    parameters: dict[str, tuple[nn.Module, tuple[str, ...]]]
-    gathered: list[tuple[nn.Module, str]]
-    experts: list[Experts]
-    left: dict[str, str]
-
-    def fp8_parameters(self) -> list[nn.Parameter]:
-        """Return the FP8 parameters."""
-        return [getattr(m, key) for m, keys in self.parameters.values() for key in keys]
-
-
-def _converted(model: nn.Module, options: dict[str, Any]) -> _Modules | None:
-    """Return the modules of a converted model, or None for another model."""
-    found = _fp8_modules(model)
-    states = [m._fp8_state for m in found.values() if not m._fp8_state.standalone]
-    if not states:
-        return None
-    parameters = inspect.signature(report).parameters
-    given = [name for name, value in options.items() if value not in (parameters[name].default, [])]
-    if given:
-        raise ValueError(
-            f"the model is converted and is reported as it is: omit {', '.join(given)}"
-        )
-    recipes = dict.fromkeys(state.recipe for state in states)
-    if len(recipes) > 1:
-        raise ValueError(
-            f"the model has modules with different recipes ({', '.join(map(describe, recipes))}): "
-            "report on them one by one"
-        )
-    experts = [Experts.of(n, m) for n, m in found.items() if isinstance(m, Float8Experts)]
-    of_experts: Any = experts[0].module._fp8_state if experts else states[0]
-    return _Modules(
-        states[0].recipe,
-        of_experts.experts,
-        {n: (m, tuple(m._fp8_params)) for n, m in found.items()},
-        [(m, key) for m in found.values() if m._fp8_state.fp8_gather for key in m._fp8_params],
-        experts,
-        recorded(model),
+def _modules(model: nn.Module, options: Options) -> tuple[Selection, Options, Layouts]:
+    """Return what is converted or will be, with which options, and the layouts of FP8 gathers."""
+    found = converted(model)
+    states = [m._fp8_state for _, m, _ in reversed(found.parameters())]
+    states = [state for state in states if not state.standalone]
+    if states:
+        names = [f.name for f in fields(Options) if getattr(options, f.name) not in (f.default, [])]
+        if names:
+            raise ValueError(
+                f"the model is converted and is reported as it is: omit {', '.join(names)}"
+            )
+        recipes = {describe(state.recipe) for state in states}
+        if len(recipes) > 1:
+            raise ValueError(
+                f"the model has modules with different recipes ({', '.join(sorted(recipes))}): "
+                "report on them one by one"
+            )
+        options = Options(states[0].recipe, experts=states[0].experts)  # of experts, if any
+    else:
+        options = options.resolved()
+        found = select(model, options)
+        for message in found.unused:  # the table shows the other reasons
+            warnings.warn(message, stacklevel=3)
+    gathered = (
+        (m, key)
+        for _, m, key in found.parameters()
+        if (m._fp8_state.fp8_gather if states else options.enable_fsdp_float8_all_gather)
     )
+    return found, options, layouts_of(options.recipe, gathered)
 
 
-def _planned(model: nn.Module, options: dict[str, Any]) -> _Modules:
-    """Return the modules that a conversion of an unconverted model would convert."""
-    checked = resolve_options(**options)
-    selected = select(model, checked)
-    for message in selected.unused:  # the table shows the other reasons
-        warnings.warn(message, stacklevel=3)
-    experts, left = select_experts(model, checked)
-    chosen: dict[str, tuple[str, ...]] = {name: ("weight",) for name, _ in selected.layers}
-    chosen.update({one.name: one.parameters for one in experts})
-    built = {n: tuple(m._fp8_params) for n, m in _fp8_modules(model).items()}  # with recipe=
-    every = {**built, **chosen}
-    parameters = {n: (m, every[n]) for n, m in model.named_modules() if n in every}
-    gathered = [(parameters[n][0], key) for n, keys in chosen.items() for key in keys]
-    return _Modules(
-        checked.recipe,
-        checked.experts,
-        parameters,
-        gathered if checked.fp8_gather else [],
-        experts,
-        {**selected.left, **left},
-    )
-
-
-def _fp8_modules(model: nn.Module) -> dict[str, Any]:
-    return {n: m for n, m in model.named_modules() if hasattr(m, "_fp8_params")}
+def _gemms(experts: Experts, recipe: Recipe) -> Iterable[tuple[str, dict[int, str]]]:
+    """Return the names of a module's weights, and their GEMMs by rows per expert."""
+    choices = {rows: experts.choices(rows, recipe) for rows in ROWS_PER_EXPERT}
+    for fqn, key in zip(experts.fqns, experts.parameters, strict=True):
+        yield fqn, {rows: str(choice[key]) for rows, choice in choices.items()}
 
 
 def _states(optimizer: str | float) -> States:
@@ -264,24 +214,24 @@ def _ranks(world_size: int | None, model: nn.Module) -> int:
     return world_size
 
 
-def _left(model: nn.Module, modules: _Modules) -> tuple[Left, ...]:
+def _left(model: nn.Module, found: Selection) -> tuple[Left, ...]:
     """Return the parameters that are not converted, each once, grouped by reason."""
     owned = {n or "the root": list(m.parameters(False)) for n, m in model.named_modules()}
     owned.update({n: [p] for n, p in model.named_parameters(remove_duplicate=False)})
     biases = (
-        (f"{name}.{key}".lstrip("."), "biases of converted layers")
-        for name, (module, _) in modules.parameters.items()
+        (fqn_of(name, key), "biases of converted layers")
+        for name, module, _ in found.parameters()
         for key, parameter in module._parameters.items()
         if key.endswith("bias") and parameter is not None
     )
     others = ((name, "not in a linear layer") for name, _ in model.named_parameters())
     names: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
-    seen = set(map(id, modules.fp8_parameters()))
-    for name, reason in chain(modules.left.items(), biases, others):
+    seen = {id(getattr(m, key)) for _, m, key in found.parameters()}
+    for name, reason in chain(found.left.items(), biases, others):
         fresh = [p for p in owned[name] if id(p) not in seen]
         seen.update(map(id, fresh))
-        if fresh or modules.left.get(name) == reason:
+        if fresh or found.left.get(name) == reason:
             names.setdefault(reason, []).append(name)
             sizes[reason] = sizes.get(reason, 0) + sum(p.numel() for p in fresh)
-    return tuple(Left(reason, tuple(found), sizes[reason]) for reason, found in names.items())
+    return tuple(Left(reason, tuple(n), sizes[reason]) for reason, n in names.items())

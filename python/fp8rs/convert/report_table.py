@@ -45,6 +45,7 @@ class Report:
         world_size: number of shards, without replicas.
         param_dtype, reduce_dtype: the arguments of `fp8rs.report`.
         optimizer: the argument, or the default.
+        summary: the numbers of converted layers and weights of experts.
         converted: names of the converted modules.
         converted_parameters: number of elements of their weights.
         parameters: number of elements of all parameters.
@@ -67,6 +68,7 @@ class Report:
     reduce_dtype: torch.dtype | None
     optimizer: str | float
     experts: str
+    summary: str
     converted: tuple[str, ...]
     converted_parameters: int
     parameters: int
@@ -92,21 +94,15 @@ class Report:
         return fields
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _text(r: Report) -> str:
     high = _dtype(r.param_dtype)
-    modules = {name.rpartition(".")[0] for name in r.gemms}
-    layers = sum(name not in modules for name in r.converted)
-    parameters = [(f"converted: {counted(layers, len(r.gemms))}", r.converted_parameters, "")]
+    parameters = [(f"converted: {r.summary}", r.converted_parameters, "")]
     parameters += [(left.reason, left.parameters, _names(left.names)) for left in r.left]
     width = max(40, *(len(row[0]) for row in parameters))
     mode = f"experts={r.experts!r}; " if r.gemms or r.experts != "auto" else ""
     lines = [
-        f"recipe {describe(r.recipe)}; {_count(r.world_size, 'rank')}; "
-        f"{_count(len(r.units), 'FSDP2 unit')}; {mode}"
+        f"recipe {describe(r.recipe)}; {counted(r.world_size, 'rank')}; "
+        f"{counted(len(r.units), 'FSDP2 unit')}; {mode}"
         f"gradients are reduced in {_dtype(r.reduce_dtype)}",
         "",
         f"{'parameters':<{width + 2}}{'elements':>18}{'share':>8}",

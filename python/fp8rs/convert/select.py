@@ -1,45 +1,26 @@
-"""Select the linear layers to convert, and say why others stay in high precision."""
+"""Select the layers and experts to convert, and say why others stay in high precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from fp8rs._torch import own_part
+from fp8rs.convert.experts import NAMED, Experts, is_expert, select_experts
+from fp8rs.convert.options import ModuleFilter, Options, fqn_of
 from fp8rs.gemm.estimates import linear_us
-from fp8rs.nn.fp8_params import Float8Params
+from fp8rs.nn.experts import batched_parameters
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 from fp8rs.tensor.formats import INPUT_DTYPES
-from fp8rs.tensor.quantized import QuantizedTensor
 
-ModuleFilter = Callable[[nn.Module, str], bool]
-ExpertsMode = Literal["auto", "fp8", "gather", "off"]
-
-#: The reasons of filters, and of layers that can no longer be converted.
-NAMED = "named by filter_fqns"
+#: Reasons. The last one is of layers that were added or replaced after a conversion.
 FILTERED = "excluded by module_filter_fn"
 SHARDED = "it is sharded already"
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of a conversion: see ``convert_to_float8_training``."""
-
-    recipe: Recipe
-    module_filter_fn: ModuleFilter | None
-    filter_fqns: tuple[str, ...]
-    fp8_gather: bool
-    amax_reduction_group: Any
-    fp8_weights: bool
-    experts: ExpertsMode
-
-    def names(self, fqn: str) -> bool:
-        """Whether ``filter_fqns`` excludes a name."""
-        return any(part in fqn for part in self.filter_fqns)
+TORCHAO = "torchao has converted it"
+NOT_SEEN = "not in the model when it was converted"
 
 
 class Reason(NamedTuple):
@@ -121,7 +102,7 @@ def why_not(layer: nn.Linear, tied: Iterable[str] = ()) -> Reason | None:
     if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
         return Reason("its parent (nn.MultiheadAttention) reads its weight without calling it")
     if _is_from_torchao(layer):
-        return Reason("torchao has converted it")
+        return Reason(TORCHAO)
     if kind.forward is not nn.Linear.forward:
         return Reason(f"its class {kind.__name__} overrides forward")
     if tied:
@@ -142,68 +123,90 @@ def _is_from_torchao(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Selection:
-    """The layers of a model to convert.
+    """The layers and experts of a model that a conversion converts, or has converted.
 
     Attributes:
-        layers: names and layers in model order, without layers that are already converted.
-        left: the reason for each linear layer that stays in high precision, by name.
+        layers: names and linear layers in model order.
+        experts: modules with weights of experts in model order.
+        left: the reason for each linear layer and each weight of experts that stays in high
+            precision, by name.
         unused: warnings about strings in ``filter_fqns`` that match no layer.
         warnings: other warnings.
     """
 
     layers: list[tuple[str, nn.Linear]] = field(default_factory=list)
+    experts: list[Experts] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    def parameters(self) -> list[tuple[str, Any, str]]:
+        """Return the module's name, the module and the parameter's name of each weight."""
+        weights: list[tuple[str, Any, str]] = [(name, m, "weight") for name, m in self.layers]
+        return weights + [(e.name, e.module, key) for e in self.experts for key in e.parameters]
+
+    def __str__(self) -> str:
+        layers, weights = len(self.layers), len(self.parameters()) - len(self.layers)
+        text = counted(layers, "linear layer")
+        return f"{text} and {counted(weights, 'weight')} of experts" if weights else text
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and a noun, which is plural for other numbers than 1."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
 
 def select(root: nn.Module, options: Options) -> Selection:
-    """Select the linear layers to convert, without changing the model.
+    """Select the layers and experts to convert, without changing the model.
+
+    Layers and experts that are already converted are not selected.
 
     Args:
         root: the model.
-        options: the arguments of the conversion.
+        options: the arguments of the conversion, resolved.
 
     Raises:
-        ValueError: a layer was converted with other options.
+        ValueError: a module was converted with other options, or ``experts="fp8"`` is requested for
+            a weight without FP8 GEMMs.
     """
-    linears = {n: m for n, m in root.named_modules() if isinstance(m, nn.Linear)}
     found = Selection()
-    filtered = (*linears, *(n for n, p in root.named_parameters() if _is_batch(p)))
+    filtered = {n for n, m in root.named_modules() if isinstance(m, nn.Linear)}
+    filtered |= {n for n, p in root.named_parameters() if _is_batch(p)}
     unused = [part for part in options.filter_fqns if not any(part in name for name in filtered)]
     if unused:
         found.unused.append(
             f"filter_fqns has {', '.join(map(repr, unused))}, but no linear layer and no parameter "
             "of experts has that in its name"
         )
-    sharded, names = sharded_prefixes(root), parameter_names(root)
-    keep, torchao = options.module_filter_fn, []
-    for name, layer in linears.items():
-        if options.names(name):
-            reason: Reason | None = Reason(NAMED)
-        elif keep is not None and not keep(layer, name):
-            reason = Reason(FILTERED)
-        elif isinstance(layer, Float8Linear):
-            check_converted(name, layer, options)
-            if layer._fp8_state.standalone:
-                found.layers.append((name, layer))
-            continue
-        elif f"{name}.".startswith(sharded):
-            reason = Reason(SHARDED)
+    sharded, names = _sharded_prefixes(root), _parameter_names(root)
+    for name, module in root.named_modules():
+        is_sharded = f"{name}.".startswith(sharded)
+        if isinstance(module, nn.Linear):
+            reason = _why_excluded(name, module, options)
+            if isinstance(module, Float8Linear):
+                if reason is None:
+                    options.check(name, module)
+                    if module._fp8_state.standalone:
+                        found.layers.append((name, module))
+                continue
+            tied = names.get(id(module._parameters.get("weight")), ())
+            tied = [other for other in tied if other != fqn_of(name, "weight")]
+            reason = reason or (Reason(SHARDED) if is_sharded else why_not(module, tied))
+            if reason is None:
+                found.layers.append((name, module))
+            else:
+                found.left[fqn_of(name)] = reason.text
+                if reason.details:
+                    found.warnings.append(f"{fqn_of(name)} is not converted: {reason.details}")
         else:
-            own = f"{name}.weight".lstrip(".")
-            tied = [n for n in names.get(id(layer._parameters.get("weight")), ()) if n != own]
-            reason = why_not(layer, tied)
-            if _is_from_torchao(layer):
-                torchao.append(name or "the root")
-        if reason is None:
-            found.layers.append((name, layer))
-        elif not isinstance(layer, Float8Linear):
-            found.left[name or "the root"] = reason.text
-            if reason.details:
-                found.warnings.append(f"{name or 'the root'} is not converted: {reason.details}")
+            experts, left = select_experts(name, module, options, names)
+            found.left.update(left)
+            if experts and is_sharded:
+                found.left.update(dict.fromkeys(experts.fqns, SHARDED))
+            elif experts:
+                found.experts.append(experts)
     _check_whole(found.layers)
-    if torchao:
+    if torchao := [name for name, reason in found.left.items() if reason == TORCHAO]:
         found.warnings.append(
             f"{len(torchao)} layers are not converted (the first is {torchao[0]}): torchao has "
             "already converted them to FP8. Remove torchao's conversion. To keep its "
@@ -212,31 +215,48 @@ def select(root: nn.Module, options: Options) -> Selection:
     return found
 
 
-def check_converted(name: str, module: Float8Params, options: Options) -> None:
-    """Check that a module with FP8 parameters was converted or built with these options.
+def _why_excluded(name: str, layer: nn.Linear, options: Options) -> Reason | None:
+    """Return the filter that excludes a layer."""
+    if options.names(name):
+        return Reason(NAMED)
+    keep = options.module_filter_fn
+    return None if keep is None or keep(layer, name) else Reason(FILTERED)
 
-    Raises:
-        ValueError: an option differs.
+
+# --- converted models ----------------------------------------------------------------------------
+
+
+def record(root: nn.Module, left: dict[str, str]) -> None:
+    """Record why a conversion left out layers and experts.
+
+    The reasons are kept on the modules, because wrappers change names.
     """
-    state = module._fp8_state
-    given: dict[str, tuple[Any, Any]] = {"recipe": (state.recipe, options.recipe)}
-    if not state.standalone:
-        given |= {
-            "enable_fsdp_float8_all_gather": (state.fp8_gather, options.fp8_gather),
-            "amax_reduction_group": (state.group, options.amax_reduction_group),
-        }
-        if not isinstance(module, nn.Linear):
-            given["experts"] = state.experts, options.experts
-        weights = [own_part(module._parameters[key]) for key in module._fp8_params]
-        if options.fp8_weights and not all(isinstance(w, QuantizedTensor) for w in weights):
-            given["fp8_weights"] = False, True
-    for option, (before, now) in given.items():
-        if before != now:
-            raise ValueError(
-                f"{name or 'the root'} is already in FP8, with {option}={before!r}, not {now!r}. "
-                "To change it, load the state dict into an unconverted model and convert that. To "
-                "keep it, exclude it with filter_fqns"
-            )
+    for name, module in root.named_modules():
+        keys = ("",) if isinstance(module, nn.Linear) else tuple(module._parameters)
+        reasons = {key: left[fqn] for key in keys if (fqn := fqn_of(name, key)) in left}
+        if reasons:
+            module.__dict__["_fp8_left_out"] = reasons
+
+
+def converted(root: nn.Module) -> Selection:
+    """Return what is converted in a model, and the recorded reasons for the rest."""
+    found = Selection()
+    for name, module in root.named_modules():
+        fp8: Any = getattr(module, "_fp8_params", {})
+        if isinstance(module, Float8Linear):
+            found.layers.append((name, module))
+            continue
+        if fp8:
+            found.experts.append(Experts.of(name, module))
+        reasons = module.__dict__.get("_fp8_left_out", {})
+        keys = [""] if isinstance(module, nn.Linear) else batched_parameters(module)
+        for key in (key for key in keys if key not in fp8):
+            if not key or key in reasons or is_expert(module, module._parameters[key]):
+                found.left[fqn_of(name, key)] = reasons.get(key, NOT_SEEN)
+    return found
+
+
+# --- helpers -------------------------------------------------------------------------------------
 
 
 def _check_whole(layers: Iterable[tuple[str, nn.Linear]]) -> None:
@@ -261,7 +281,7 @@ def _is_batch(parameter: nn.Parameter) -> bool:
     return not nn.parameter.is_lazy(parameter) and parameter.dim() > 2
 
 
-def parameter_names(root: nn.Module) -> dict[int, list[str]]:
+def _parameter_names(root: nn.Module) -> dict[int, list[str]]:
     """Return the names of each parameter by id, with one name per module that holds it."""
     names: dict[int, list[str]] = {}
     for prefix, module in root.named_modules():  # yields each module once
@@ -270,16 +290,10 @@ def parameter_names(root: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def sharded_prefixes(root: nn.Module) -> tuple[str, ...]:
+def _sharded_prefixes(root: nn.Module) -> tuple[str, ...]:
     """Return prefixes of the names of layers inside modules that ``fully_shard`` was called on."""
     return tuple(
         f"{name}." if name else ""
         for name, module in root.named_modules()
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
     )
-
-
-def counted(layers: int, weights: int) -> str:
-    """Return the numbers of converted linear layers and weights of experts, for messages."""
-    text = f"{layers} linear layer{'s' * (layers != 1)}"
-    return f"{text} and {weights} weight{'s' * (weights != 1)} of experts" if weights else text
