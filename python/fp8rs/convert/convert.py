@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import nn
 from fp8rs.convert.experts import convert_experts
 from fp8rs.convert.fp8_weights import check_weight, quantize_weight, register_handle
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
-from fp8rs.convert.select import FILTERED, SHARDED, Selection, converted, record, select
+from fp8rs.convert.select import FILTERED, SHARDED, Selection, converted, listed, record, select
 from fp8rs.nn.fp8_params import float8_class
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.model_state import ModelState
@@ -197,14 +197,9 @@ def _log_conversion(root: nn.Module, recipe: Recipe) -> None:
             lines.setdefault(text, []).extend(one.fqns)
         for name, reason in found.left.items():
             lines.setdefault(f"left in high precision ({reason})", []).append(name)
-        _log.info("%s", "\n".join([summary, *(f"  {t}: {_names(n)}" for t, n in lines.items())]))
+        _log.info("%s", "\n".join([summary, *(f"  {t}: {listed(n)}" for t, n in lines.items())]))
     elif _log.level <= logging.INFO and _rank() == 0:
         print(f"fp8rs: {summary}", file=sys.stderr)
-
-
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
 
 
 def _rank() -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fp8rs.convert.memory import Memory
-from fp8rs.convert.select import counted
+from fp8rs.convert.select import counted, listed
 from fp8rs.gemm.estimates import CHOICE
 from fp8rs.quantize.recipes import Recipe, describe
 
@@ -97,7 +97,7 @@ class Report:
 def _text(r: Report) -> str:
     high = _dtype(r.param_dtype)
     parameters = [(f"converted: {r.summary}", r.converted_parameters, "")]
-    parameters += [(left.reason, left.parameters, _names(left.names)) for left in r.left]
+    parameters += [(left.reason, left.parameters, listed(left.names)) for left in r.left]
     width = max(40, *(len(row[0]) for row in parameters))
     mode = f"experts={r.experts!r}; " if r.gemms or r.experts != "auto" else ""
     lines = [
@@ -132,17 +132,15 @@ def _text(r: Report) -> str:
 
 def _gemms(r: Report) -> list[str]:
     """Return the table of grouped GEMMs, with a line for each choice and reason."""
-    rows: dict[str, list[str]] = {}
-    for name, gemms in r.gemms.items():
-        cells = "".join(f"{text:<27}" for text in gemms.values())
-        rows.setdefault(f"{cells}\0{r.gemm_reasons.get(name, '')}", []).append(name)
-    if not rows:
+    if not r.gemms:
         return []
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, gemms in r.gemms.items():
+        cells, reason = "".join(f"{text:<27}" for text in gemms.values()), r.gemm_reasons.get(name)
+        rows.setdefault((cells, f": {reason}" if reason else ""), []).append(name)
     counts = "".join(f"{count:<27,}" for count in next(iter(r.gemms.values())))
     lines = ["", "grouped GEMMs on Hopper, by rows per expert", f"  {counts}".rstrip()]
-    for row, names in rows.items():
-        cells, reason = row.split("\0")
-        lines.append(f"  {cells}{_names(tuple(names))}{reason and f': {reason}'}")
+    lines += [f"  {cells}{listed(names)}{reason}" for (cells, reason), names in rows.items()]
     if r.experts == "auto" and len(r.gemm_reasons) < len(r.gemms):
         lines.append(CHOICE)
     return lines
@@ -157,8 +155,3 @@ def _size(size: int) -> str:
         if size >= unit:
             return f"{size / unit:,.3f} {name}"
     return f"{size} B"
-
-
-def _names(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -156,6 +156,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
 def select(root: nn.Module, options: Options) -> Selection:
     """Select the layers and experts to convert, without changing the model.
 
@@ -186,18 +192,18 @@ def select(root: nn.Module, options: Options) -> Selection:
             if isinstance(module, Float8Linear):
                 if reason is None:
                     options.check(name, module)
-                    if module._fp8_state.standalone:
-                        found.layers.append((name, module))
-                continue
-            tied = names.get(id(module._parameters.get("weight")), ())
-            tied = [other for other in tied if other != fqn_of(name, "weight")]
-            reason = reason or (Reason(SHARDED) if is_sharded else why_not(module, tied))
+                if not module._fp8_state.standalone:
+                    continue
+            elif reason is None:
+                tied = names.get(id(module._parameters.get("weight")), ())
+                tied = [other for other in tied if other != fqn_of(name, "weight")]
+                reason = Reason(SHARDED) if is_sharded else why_not(module, tied)
             if reason is None:
                 found.layers.append((name, module))
-            else:
-                found.left[fqn_of(name)] = reason.text
-                if reason.details:
-                    found.warnings.append(f"{fqn_of(name)} is not converted: {reason.details}")
+                continue
+            found.left[fqn_of(name)] = reason.text
+            if reason.details:
+                found.warnings.append(f"{fqn_of(name)} is not converted: {reason.details}")
         else:
             experts, left = select_experts(name, module, options, names)
             found.left.update(left)
@@ -217,9 +223,9 @@ def select(root: nn.Module, options: Options) -> Selection:
 
 def _why_excluded(name: str, layer: nn.Linear, options: Options) -> Reason | None:
     """Return the filter that excludes a layer."""
+    keep = options.module_filter_fn
     if options.names(name):
         return Reason(NAMED)
-    keep = options.module_filter_fn
     return None if keep is None or keep(layer, name) else Reason(FILTERED)
 
 
