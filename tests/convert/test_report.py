@@ -118,6 +118,16 @@ def test_a_model_with_several_recipes_is_refused() -> None:
     assert fp8rs.report(model.blocks).recipe.name == "block"
 
 
+def test_layers_outside_a_converted_part_are_not_planned() -> None:
+    model = stack()
+    fp8rs.convert_to_float8_training(model.blocks)
+    found = fp8rs.report(model)
+    assert len(found.converted) == 4
+    assert {n: left.reason for left in found.left for n in left.names}["head"] == (
+        "not part of a conversion"
+    )
+
+
 def test_reasons_survive_copies_and_wrappers() -> None:
     model = fp8rs.convert_to_float8_training(stack(), filter_fqns=["0.up", "head"])
     planned = fp8rs.report(model)
@@ -127,7 +137,7 @@ def test_reasons_survive_copies_and_wrappers() -> None:
     reasons = {name: left.reason for left in fp8rs.report(model).left for name in left.names}
     assert reasons["blocks.0.up._checkpoint_wrapped_module"] == "named by filter_fqns"
     assert reasons["head.0"] == "named by filter_fqns"
-    assert reasons["head.1"] == "not in the model when it was converted"
+    assert reasons["head.1"] == "not part of a conversion"
 
 
 @pytest.mark.parametrize("way", ["an argument", "converted"])

@@ -49,7 +49,7 @@ class Report:
         converted: names of the converted modules.
         converted_parameters: number of elements of their weights.
         parameters: number of elements of all parameters.
-        experts: the argument, or that of the model's conversion.
+        experts: the argument, or the mode in which the model was converted.
         gemms: by name of a weight of experts, its GEMMs on Hopper by rows per expert: "FP8", "FP8,
             high-precision wgrad" or "high precision".
         gemm_reasons: by name of a weight of experts, why all its GEMMs run in high precision. Other

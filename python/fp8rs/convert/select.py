@@ -16,11 +16,11 @@ from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 from fp8rs.tensor.formats import INPUT_DTYPES
 
-#: Reasons. The last one is of layers that were added or replaced after a conversion.
+#: Reasons. The last one is of layers outside a converted part, or added after the conversion.
 FILTERED = "excluded by module_filter_fn"
 SHARDED = "it is sharded already"
 TORCHAO = "torchao has converted it"
-NOT_SEEN = "not in the model when it was converted"
+NOT_SEEN = "not part of a conversion"
 
 
 class Reason(NamedTuple):
@@ -62,7 +62,7 @@ def min_speedup(
         recipe: a recipe or its short name. "delayed" is estimated as "current", and is faster.
 
     Raises:
-        TypeError, ValueError: there is no such recipe, or ``tokens`` is less than 1. The filter
+        TypeError, ValueError: ``recipe`` is unknown, or ``tokens`` is less than 1. The filter
             raises TypeError for a module that is not an nn.Linear.
     """
     name = resolve_recipe(recipe).name
