@@ -147,9 +147,9 @@ pub enum Error {
     /// A device found invalid offsets of groups, in this call or an earlier one (Python: `RuntimeError`).
     #[error(
         "offs was invalid in a grouped GEMM on {device}: it was negative, decreased, or exceeded the number of \
-         rows. The GEMM ran with the nearest valid offsets, so its results are wrong. Kernels run \
-         asynchronously, and a later call may raise this error. Set CUDA_LAUNCH_BLOCKING=1 or run on the CPU, \
-         and the layer with the invalid offs raises it"
+         rows. offs are the ends of groups, the cumulative sums of their sizes. The GEMM ran with the nearest \
+         valid offsets, so its results are wrong. Kernels run asynchronously, and a later call may raise this \
+         error. Set CUDA_LAUNCH_BLOCKING=1 or run on the CPU, and the layer with the invalid offs raises it"
     )]
     Offsets {
         /// The device.

@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--steps", type=_positive, help="training steps of each run")
     demo.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
-    _add_conversion(demo)
+    _add_conversion(demo, default="current")
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the results")
     demo.add_argument("--plot", type=Path, metavar="FILE", help="plot the losses (PNG, SVG, PDF)")
     demo.set_defaults(run=_demo)
@@ -79,10 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_conversion(command: argparse.ArgumentParser) -> None:
+def _add_conversion(command: argparse.ArgumentParser, default: str | None) -> None:
     """Add the arguments of the conversion."""
     recipes = f"{', '.join(RECIPES)}; default: current"
-    command.add_argument("--recipe", default="current", help=recipes)
+    command.add_argument("--recipe", default=default, help=recipes)
     command.add_argument(
         "--weights",
         choices=("fp8", "master"),
@@ -100,7 +100,7 @@ def _add_report(report: argparse.ArgumentParser) -> None:
         help="FILE.py or FILE.py:NAME, where NAME (default: model) is a model or a function that "
         "returns one; or the name or folder of a transformers model",
     )
-    _add_conversion(report)
+    _add_conversion(report, default=None)
     report.add_argument(
         "--leave-out",
         action="append",

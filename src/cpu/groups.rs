@@ -35,7 +35,8 @@ pub(crate) fn group_bounds(
             arg: Arg::Item("offs", group),
             got: offset(group).to_string(),
             expected: format!(
-                "from {least} to {rows}, because offsets must not decrease, nor exceed the number of rows"
+                "from {least} to {rows}: offs are the ends of groups, the cumulative sums of their sizes, and must not \
+                 decrease or exceed the number of rows"
             )
             .into(),
         });

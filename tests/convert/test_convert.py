@@ -182,6 +182,11 @@ def test_wrong_arguments_of_min_speedup_are_named(arguments, message):
         fp8rs.min_speedup(**arguments)
 
 
+def test_min_speedup_refuses_modules_that_are_not_linear_layers():
+    with pytest.raises(TypeError, match=r"estimates nn\.Linear layers, not 'experts', a Gro"):
+        fp8rs.min_speedup(8192)(fp8rs.nn.GroupedLinear(2, 16, 16), "experts")
+
+
 def test_a_linear_root_is_converted_too(device):
     root = nn.Linear(16, 32, device=device)
     out = convert(root, recipe="delayed")
@@ -272,9 +277,9 @@ def test_converted_layers_are_logged(caplog):
         convert(model, recipe="current", filter_fqns=["head"])
     text = caplog.text
     assert "recipe 'current': 4 linear layers converted" in text
-    assert "head: named by filter_fqns" in text
-    assert "odd: its class Odd overrides forward" in text
-    assert "experts: 3-D parameters (experts?) are not converted" in text
+    assert "left in high precision (named by filter_fqns): head" in text
+    assert "left in high precision (its class Odd overrides forward): odd" in text
+    assert "left in high precision (not known as experts, see experts='gather'): experts" in text
 
 
 def test_weights_of_other_dtypes_are_not_converted_and_warn():
@@ -295,7 +300,7 @@ def test_converting_twice_changes_nothing():
 def test_converting_to_another_recipe_is_an_error():
     model = convert(Model(), recipe="current")
     with pytest.raises(
-        ValueError, match=r"blocks\.0\.0 is already an FP8 layer.*load the state dict"
+        ValueError, match=r"blocks\.0\.0 is already in FP8, with recipe=.*load the state dict"
     ):
         convert(model, recipe="delayed")
 
@@ -314,7 +319,7 @@ def test_manually_created_layers_join_the_model(device):
     assert state_of(model[0]) is state_of(model[1])
     assert not model[0]._forward_pre_hooks
     model(torch.ones(2, 16, device=device))
-    with pytest.raises(ValueError, match="0 is already an FP8 layer"):
+    with pytest.raises(ValueError, match="0 is already in FP8, with recipe="):
         convert(nn.Sequential(fp8nn.Linear(16, 16, recipe="delayed")))
 
 

@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+import re
 
 import pytest
 import torch
@@ -88,18 +89,80 @@ def test_experts_of_transformers_are_converted(kind, mode):
     assert "fp8rs" not in model.config.to_json_string(use_diff=False)
 
 
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @pytest.mark.parametrize("mode", ["auto", "gather", "off"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_report_of_a_model_is_that_of_its_conversion(kind, mode):
+def test_the_report_of_a_model_is_that_of_its_conversion(kind, mode, recipe):
+    """Both have the same modules, bytes, GEMMs and reasons."""
     model = mixture(kind)
-    planned = fp8rs.report(model, recipe="current", experts=mode, world_size=2)
-    experts = sum(p.numel() for p in model.parameters() if p.dim() == 3)
-    whole = fp8rs.report(model, recipe="current", experts="off", world_size=2)
+    options = {
+        "recipe": recipe,
+        "filter_fqns": ["lm_head", "layers.1.mlp.experts.down_proj"],
+        "module_filter_fn": lambda m, name: "k_proj" not in name,
+        "experts": mode,
+    }
+    planned = fp8rs.report(model, world_size=2, **options)
+    experts = sum(
+        p.numel()
+        for n, p in model.named_parameters()
+        if p.dim() == 3 and "1.mlp.experts.d" not in n
+    )
+    whole = fp8rs.report(model, world_size=2, **{**options, "experts": "off"})
     assert planned.converted_parameters - whole.converted_parameters == experts * (mode != "off")
-    convert(model, recipe="current", experts=mode)
-    found = fp8rs.report(model, world_size=2, experts=mode)
-    assert sorted(found.converted) == sorted(planned.converted)
-    assert (found.gathered, found.memory) == (planned.gathered, planned.memory)
+    convert(model, **options)
+    assert fp8rs.report(model, world_size=2) == planned
+
+
+@ranks(2)
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_the_report_of_a_sharded_model_is_that_of_its_conversion(rig, mode):
+    model = mixture("qwen3_moe", rig.device)
+    options = {"filter_fqns": ["lm_head", "up_proj"], "experts": mode}
+    planned = fp8rs.report(model, **options)
+    convert(model, **options)
+    assert fp8rs.report(shard(model, rig)) == planned
+
+
+@ranks(1)
+def test_a_sharded_model_that_is_not_converted_has_a_report(rig):
+    model = Titan().to(rig.device)
+    fully_shard(model, mesh=rig.mesh())
+    (left,) = fp8rs.report(model).left
+    assert left.reason == "it is sharded already" and len(left.names) == 3
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"experts": "off"}, "experts='off'"),
+        ({"filter_fqns": ["experts"]}, "named by filter_fqns"),
+    ],
+)
+def test_excluded_experts_are_reported_with_the_reason(options, reason):
+    with torch.device("meta"):
+        router = nn.Linear(1024, 16, bias=False)
+        model = nn.ModuleDict({"experts": Titan(4, 1024, 1024), "router": router})
+    planned = fp8rs.report(model, **options)
+    (left,) = planned.left
+    assert left.reason == reason
+    assert left.names == tuple(n for n, _ in model.named_parameters() if "experts" in n)
+    convert(model, **options)
+    assert fp8rs.report(model) == planned
+    assert ("experts='off'; " in str(planned)) == (options == {"experts": "off"})
+
+
+def test_the_log_and_the_report_count_alike(caplog):
+    for name, count in (("w3_EFD", "2 weights of experts"), ("w2_EDF", "1 weight of experts")):
+        model = nn.ModuleDict({"experts": Titan(), "head": nn.Linear(32, 32)})
+        filters = [name, "w3_EFD"]
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "fp8rs"):
+            convert(model, filter_fqns=filters)
+        found = fp8rs.report(model)
+        assert f"1 linear layer and {count} converted" in caplog.text
+        assert f"converted: 1 linear layer and {count} " in str(found)
+        names = [name for left in found.left if "filter" in left.reason for name in left.names]
+        assert f"; {len(names)} left in high precision" in caplog.text
 
 
 def test_the_report_names_experts_that_a_filter_excludes():
@@ -133,7 +196,10 @@ def test_auto_chooses_gemms_by_size_and_rows():
             if recipe != "rowwise" or name == "w2_EDF":
                 # Multiplying row scales into the wide gradients of the others takes long.
                 assert large[8192] == ("FP8" if fp8 else "high precision")
-        assert fp8rs.report(convert(model, recipe=recipe)).gemms == planned.gemms
+        reason = "" if fp8 else f"recipe '{recipe}' has no grouped FP8 GEMMs"
+        assert set(planned.gemm_reasons.values()) == ({reason} if reason else set())
+        assert ("FP8 is chosen where it is estimated to be 10% faster" in str(planned)) == fp8
+        assert fp8rs.report(convert(model, recipe=recipe)) == planned
 
 
 @pytest.mark.parametrize("mode", ["fp8", "gather"])
@@ -142,9 +208,13 @@ def test_the_report_names_the_gemms_of_each_weight(kind, mode):
     model = mixture(kind)
     named = {n for n, p in model.named_parameters() if p.dim() == 3}
     text = "FP8" if mode == "fp8" else "high precision"
+    reason = "" if mode == "fp8" else "experts='gather'"
     report = fp8rs.report(model, experts=mode)
     assert report.gemms == dict.fromkeys(named, dict.fromkeys((128, 1024, 8192), text))
-    assert f"  {text:<27}{text:<27}{text:<27}model.layers." in str(report)
+    line = rf"\n  {3 * f'{text:<27}'}model\.layers\..*{f': {reason}' if reason else ''}\n"
+    assert re.search(line, str(report))
+    assert report.gemm_reasons == (dict.fromkeys(named, reason) if reason else {})
+    assert f"; experts='{mode}'; " in str(report)
     assert not fp8rs.report(model, experts="off").gemms
 
 
@@ -175,8 +245,11 @@ def test_filter_fqns_match_names_of_parameters(caplog):
     }
     text = caplog.text
     assert "and 3 weights of experts converted" in text
-    assert f"experts gathered in FP8, with GEMMs in high precision: {layers[0]}gate_up_proj" in text
-    assert f"lm_head, {layers[0]}down_proj: named by filter_fqns" in text
+    assert (
+        "experts with grouped GEMMs in high precision (another weight of the module is in high "
+        f"precision): {layers[0]}gate_up_proj"
+    ) in text
+    assert f"(named by filter_fqns): {layers[0]}down_proj, lm_head" in text
     assert train_on(torch.arange(64).view(2, 32), model, 1)
 
 
@@ -214,12 +287,57 @@ def test_what_cannot_be_converted_is_named(model, options, message):
 
 
 def test_a_second_conversion_changes_nothing():
-    model = convert(Titan(), experts="fp8")
-    before = handle_of(model, "w1_EFD")
-    assert convert(model, experts="gather") is model
-    assert handle_of(model, "w1_EFD") is before
-    with pytest.raises(ValueError, match="already converted, with recipe Float8Current"):
-        convert(model, recipe="rowwise")
+    model = convert(nn.ModuleDict({"titan": Titan(), "head": nn.Linear(32, 32)}), experts="fp8")
+    before = handle_of(model["titan"], "w1_EFD"), len(model._forward_pre_hooks)
+    assert convert(model, experts="fp8") is model
+    assert (handle_of(model["titan"], "w1_EFD"), len(model._forward_pre_hooks)) == before
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("recipe", "rowwise"),
+        ("experts", "fp8"),
+        ("experts", "gather"),
+        ("experts", "off"),
+        ("enable_fsdp_float8_all_gather", False),
+        ("fp8_weights", True),
+    ],
+)
+@pytest.mark.parametrize("build", [Titan, lambda: nn.Linear(32, 32)])
+def test_a_second_conversion_with_other_arguments_is_refused(build, option, value):
+    """Modules that filter_fqns names keep their conversion."""
+    model = convert(nn.ModuleDict({"part": build()}))
+    other = {option: value}
+    if option == "experts" and isinstance(model["part"], nn.Linear):
+        assert convert(model, **other) is model
+        return
+    with pytest.raises(ValueError, match=f"part is already in FP8, with {option}=.*, not "):
+        convert(model, **other)
+    model["other"] = nn.Linear(32, 32)
+    before = type(model["part"])
+    convert(model, filter_fqns=["part"], **other)
+    assert type(model["part"]) is before
+    assert isinstance(model["other"], fp8rs.nn.Linear)
+
+
+def test_a_weight_that_a_conversion_left_out_stays_with_a_reason():
+    model = convert(nn.ModuleDict({"titan": Titan()}), filter_fqns=["w1_EFD"])
+    model["head"] = nn.Linear(32, 32)
+    convert(model)
+    reasons = {name: left.reason for left in fp8rs.report(model).left for name in left.names}
+    assert reasons["titan.w1_EFD"] == "its module is converted already"
+
+
+def test_a_module_filter_does_not_select_experts(caplog):
+    for filtered in (False, True):
+        caplog.clear()
+        model = nn.ModuleDict({"experts": Titan(), "head": nn.Linear(32, 32)})
+        with caplog.at_level(logging.INFO, "fp8rs"):
+            convert(model, module_filter_fn=lambda m, name, out=filtered: not out)
+        assert len(converted(model)) == 3
+        note = "module_filter_fn does not select experts: experts= and filter_fqns do"
+        assert (note in caplog.text) == filtered
 
 
 def test_tied_and_integer_parameters_stay_as_they_are():
@@ -529,5 +647,5 @@ def local_of_grad(grad):
 def test_sharded_experts_are_refused(rig):
     model = Titan().to(rig.device)
     fully_shard(model, mesh=rig.mesh())
-    with pytest.raises(ValueError, match="the root is sharded already: convert before fully_shard"):
+    with pytest.raises(ValueError, match="w1_EFD is sharded already: convert before fully_shard"):
         convert(model)

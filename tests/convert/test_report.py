@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fp8rs
 from distributed.models import ADAMWS, RECIPES, Stack
@@ -65,8 +67,7 @@ def test_it_lists_the_layers_that_a_conversion_converts() -> None:
     fp8rs.convert_to_float8_training(model, **options)
     converted = [n for n, m in model.named_modules() if isinstance(m, fp8rs.nn.Linear)]
     assert list(planned.converted) == converted == ["blocks.0.down", "blocks.1.up", "blocks.1.down"]
-    after = fp8rs.report(model, **options)
-    assert after == planned
+    assert fp8rs.report(model) == planned
     assert planned.converted_parameters == 32 * (64 + 48 + 48)
 
 
@@ -77,7 +78,7 @@ def test_every_parameter_is_counted_once_with_a_reason() -> None:
     assert found.converted == ("router",)
     assert shares(found) == {
         "its weight is tied to another module's": 64 * 256,
-        "3-D parameters (experts?) are not converted": 4 * 1024 * 256,
+        "not known as experts, see experts='gather'": 4 * 1024 * 256,
     }
     assert found.converted_parameters + sum(shares(found).values()) == found.parameters
     assert "experts" in str(found)
@@ -89,8 +90,54 @@ def test_every_parameter_is_counted_once_with_a_reason() -> None:
 def test_a_converted_model_is_reported_with_its_own_recipe() -> None:
     model = fp8rs.convert_to_float8_training(stack(), recipe="mxfp8")
     assert fp8rs.report(model).recipe == fp8rs.MXFP8BlockScaling()
-    with pytest.raises(ValueError, match="is already an FP8 layer, with recipe MXFP8"):
-        fp8rs.report(model, recipe="block")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"recipe": "block"},
+        {"module_filter_fn": lambda m, name: True},
+        {"filter_fqns": ["head"]},
+        {"enable_fsdp_float8_all_gather": False},
+        {"fp8_weights": True},
+        {"experts": "off"},
+    ],
+)
+def test_arguments_of_a_conversion_are_refused_for_a_converted_model(option: dict) -> None:
+    model = fp8rs.convert_to_float8_training(stack())
+    with pytest.raises(ValueError, match=f"is reported as it is: omit {next(iter(option))}"):
+        fp8rs.report(model, **option)
+
+
+def test_a_model_with_several_recipes_is_refused() -> None:
+    model = stack()
+    fp8rs.convert_to_float8_training(model.blocks, recipe="block")
+    fp8rs.convert_to_float8_training(model, filter_fqns=["blocks"])
+    with pytest.raises(ValueError, match=r"different recipes \(block, current\)"):
+        fp8rs.report(model)
+    assert fp8rs.report(model.blocks).recipe.name == "block"
+
+
+def test_layers_outside_a_converted_part_are_not_planned() -> None:
+    model = stack()
+    fp8rs.convert_to_float8_training(model.blocks)
+    found = fp8rs.report(model)
+    assert len(found.converted) == 4
+    assert {n: left.reason for left in found.left for n in left.names}["head"] == (
+        "not part of a conversion"
+    )
+
+
+def test_reasons_survive_copies_and_wrappers() -> None:
+    model = fp8rs.convert_to_float8_training(stack(), filter_fqns=["0.up", "head"])
+    planned = fp8rs.report(model)
+    assert fp8rs.report(copy.deepcopy(model)) == planned
+    model.blocks[0].up = checkpoint_wrapper(model.blocks[0].up)
+    model.head = nn.Sequential(model.head, nn.Linear(32, 32))
+    reasons = {name: left.reason for left in fp8rs.report(model).left for name in left.names}
+    assert reasons["blocks.0.up._checkpoint_wrapped_module"] == "named by filter_fqns"
+    assert reasons["head.0"] == "named by filter_fqns"
+    assert reasons["head.1"] == "not part of a conversion"
 
 
 @pytest.mark.parametrize("way", ["an argument", "converted"])
@@ -157,7 +204,7 @@ def test_fp8_weights_are_recognized_in_the_model(recipe: str, device: str, way: 
         else:
             model = fp8rs.convert_to_float8_training(Stack(), fp8_weights=True, **options)
     planned = fp8rs.report(stack((64, 64)), fp8_weights=True, **options)
-    found = fp8rs.report(model, filter_fqns=["head"])
+    found = fp8rs.report(model)
     assert found == planned
     assert found.optimizer == "fp8rs-adamw"
     masters = fp8rs.report(stack((64, 64)), optimizer="fp8rs-adamw", **options)

@@ -160,3 +160,11 @@ def test_gemms_of_experts_are_not_switched_to_high_precision():
     assert fp8rs.high_precision(model, "*") == ["head"]
     with pytest.raises(ValueError, match=r"'experts\.\*' matches no FP8 linear layer"):
         fp8rs.high_precision(model, "experts.*")
+    model = torch.nn.ModuleDict({"up": GroupedLinear(4, 32, 64)})
+    fp8rs.convert_to_float8_training(model)
+    with pytest.raises(ValueError, match=r"'\*' matches only weights of experts, such as 'up\.w"):
+        fp8rs.high_precision(model, "*")
+    with pytest.raises(
+        ValueError, match="'head' matches no linear layer: 1 weights of experts are"
+    ):
+        fp8rs.high_precision(model, "head")

@@ -336,6 +336,11 @@ def test_compiled_is_eager_and_any_number_of_rows_is_one_graph(device):
         ({"x": torch.zeros(8, 64, dtype=torch.float64)}, TypeError, "x is torch.float64"),
         ({"x": torch.zeros(8, 64, dtype=torch.bfloat16)}, TypeError, "weight is torch.float32"),
         ({"bias": torch.zeros(2, 64)}, ValueError, r"bias has shape \(2, 64\)"),
+        ({"bias": torch.zeros(2, 48).bfloat16()}, TypeError, "bias is torch.bfloat16 and x is"),
+        ({"x": [[0.0] * 64] * 8}, TypeError, "x must be a torch.Tensor, not list"),
+        ({"weight": [[]]}, TypeError, "weight must be a torch.Tensor, not list"),
+        ({"offs": [4, 8]}, TypeError, "offs must be a torch.Tensor, not list"),
+        ({"bias": [0.0] * 48}, TypeError, "bias must be a torch.Tensor, not list"),
         ({"weight": torch.zeros(1024, 16, 64)}, ValueError, "fewer than 1024"),
     ],
 )
@@ -347,7 +352,7 @@ def test_bad_arguments_are_named(device, change, exception, message):
         "bias": None,
         **change,
     }
-    arguments = {n: t if t is None else t.to(device) for n, t in arguments.items()}
+    arguments = {n: t.to(device) if hasattr(t, "to") else t for n, t in arguments.items()}
     bias = arguments.pop("bias")
     with pytest.raises(exception, match=message):
         grouped_linear(**arguments, bias=bias)
@@ -359,7 +364,8 @@ def test_bad_arguments_are_named(device, change, exception, message):
 def test_bad_offsets_are_errors_on_the_cpu(ends, recipe, compiled):
     run = torch.compile(grouped_linear, backend="aot_eager") if compiled else grouped_linear
     arguments = torch.zeros(8, 64), torch.zeros(2, 48, 64), torch.tensor(ends, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"offs\[.\] is .* must not decrease"):
+    message = r"offs\[.\] is .*: offs are the ends of groups, the cumulative sums of their sizes"
+    with pytest.raises(ValueError, match=message):
         run(*arguments, recipe=recipe)
 
 

@@ -50,7 +50,7 @@ def test_a_report_has_the_requested_options(
     assert main(["report", script, "--recipe", "mxfp8", "--ranks", "4"]) == 0
     output = capsys.readouterr().out
     assert output.startswith("recipe mxfp8; 4 ranks")
-    assert "converted: 1 layer " in output
+    assert "converted: 1 linear layer " in output
 
 
 def test_a_report_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:

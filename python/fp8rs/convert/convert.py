@@ -6,26 +6,20 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
-from fp8rs.convert.experts import (
-    Experts,
-    ExpertsMode,
-    convert_experts,
-    select_experts,
-)
+from fp8rs.convert.experts import convert_experts
 from fp8rs.convert.fp8_weights import check_weight, quantize_weight
-from fp8rs.convert.select import LARGE_3D, SHARDED, ModuleFilter, large_3d, select
-from fp8rs.convert.torchao import from_float8_linear_config
+from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
+from fp8rs.convert.select import FILTERED, SHARDED, Selection, converted, listed, record, select
 from fp8rs.nn.fp8_params import float8_class
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.model_state import ModelState
-from fp8rs.quantize.quantizers import group_name
-from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName
 
 _log = logging.getLogger("fp8rs")
 
@@ -50,8 +44,9 @@ def convert_to_float8_training(
     Layers become ``fp8rs.nn.Linear`` in place: objects, hooks and names stay. Call this before
     parallelizing the model.
 
-    A layer that already has this recipe is not changed, so a second call has no effect. A layer
-    with another recipe is an error. A subclass of nn.Linear that inherits its forward is converted
+    A second call with the same arguments has no effect. A module that was converted with another
+    recipe, another mode of ``experts`` or other arguments is an error, unless ``filter_fqns``
+    excludes it. A subclass of nn.Linear that inherits its forward is converted
     and remains an instance of its class.
 
     These layers stay in high precision: subclasses that override forward and, with a warning,
@@ -72,8 +67,9 @@ def convert_to_float8_training(
     Args:
         module: the model, or a single nn.Linear. Parameters may be on the meta device.
         recipe: a recipe or its short name. The default is "current".
-        module_filter_fn: called with each layer and its fully qualified name. A layer for which it
-            returns False stays in high precision.
+        module_filter_fn: called with each nn.Linear and its fully qualified name. A layer for which
+            it returns False stays in high precision. It is not called with experts, which are
+            selected by ``experts`` and ``filter_fqns``.
         filter_fqns: layers, and parameters of experts, whose name contains one of these strings
             stay in high precision.
         enable_fsdp_float8_all_gather: under FSDP2, quantize weights before the all-gather. The
@@ -101,71 +97,60 @@ def convert_to_float8_training(
 
     Raises:
         TypeError, ValueError: an argument is wrong, ``config`` requires something that no recipe
-            supports or contradicts another argument, a layer has another recipe, or ``fully_shard``
-            was already called on ``module``.
+            supports or contradicts another argument, a layer was converted with other arguments, or
+            ``fully_shard`` was already called on ``module``.
         RuntimeError: with ``fp8_weights``, a graph or a weak reference holds a weight's tensor.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    recipe, enable_fsdp_float8_all_gather = resolve_options(
-        recipe, config, enable_fsdp_float8_all_gather, fp8_weights
-    )
-    group_name(amax_reduction_group)  # raises if it is not a group
+    options = Options(
+        recipe,
+        config,
+        module_filter_fn,
+        filter_fqns,
+        enable_fsdp_float8_all_gather,
+        amax_reduction_group,
+        fp8_weights,
+        experts,
+    ).resolved()
     if preserve_high_precision_init_val and not fp8_weights:
         raise ValueError(
             "preserve_high_precision_init_val=True requires fp8_weights=True: other weights keep "
             "their high-precision values anyway"
         )
-    if not isinstance(filter_fqns, str):
-        filter_fqns = tuple(filter_fqns)
-    selected = select(module, module_filter_fn, filter_fqns, recipe, fp8_weights)
+    selected = select(module, options)
     for name, reason in selected.left.items():
         if reason == SHARDED:
             raise ValueError(f"{name} is sharded already: convert before fully_shard")
-    selected_experts = select_experts(module, experts, filter_fqns, recipe)
-    for name, layer in selected.layers:
-        check_weight(layer, "weight", name or "the root", recipe, fp8_weights)
-    for one in selected_experts.modules:
-        for name in one.parameters:
-            check_weight(one.module, name, one.name or "the root", recipe, fp8_weights)
+    for name, owner, key in selected.parameters():
+        check_weight(owner, key, fqn_of(name), options.recipe, fp8_weights)
     for message in (*selected.unused, *selected.warnings):
         warnings.warn(message, stacklevel=2)
-    if not selected.layers and not selected_experts.modules:
-        if not any(hasattr(m, "_fp8_params") for m in module.modules()):
+    if not selected.parameters():
+        if not converted(module).parameters():
             warnings.warn(
-                "no layer was converted: the module has no nn.Linear that can be converted, or "
-                "module_filter_fn and filter_fqns exclude all of them",
+                "no layer was converted: the module has no nn.Linear and no experts that can be "
+                "converted, or module_filter_fn, filter_fqns and experts exclude all of them",
                 stacklevel=2,
             )
         return module
-    state = ModelState(recipe, amax_reduction_group=amax_reduction_group)
-    state.fp8_gather = enable_fsdp_float8_all_gather
-    keep_init = preserve_high_precision_init_val
-    _convert(state, selected.layers, selected_experts.modules, fp8_weights, keep_init)
+    state = ModelState(options.recipe, amax_reduction_group=amax_reduction_group)
+    state.fp8_gather, state.experts = bool(options.enable_fsdp_float8_all_gather), experts
+    _convert(state, selected, fp8_weights, preserve_high_precision_init_val)
     state.attach(module)
-    _log_conversion(
-        module, recipe, {**selected.left, **selected_experts.left}, selected_experts.modules
-    )
+    record(module, selected.left)
+    _log_conversion(module, options.recipe)
     return module
 
 
-def _convert(
-    state: ModelState,
-    layers: Sequence[tuple[str, nn.Linear]],
-    experts: Sequence[Experts],
-    fp8_weights: bool,
-    keep_init: bool,
-) -> None:
+def _convert(state: ModelState, selected: Selection, fp8_weights: bool, keep_init: bool) -> None:
     """Convert layers and experts, which have been checked, and add them to ``state``.
 
     Weights are quantized first, because only that can run out of memory or lack a kernel.
     """
-    amaxes = []
-    if fp8_weights:
-        amaxes = [quantize_weight(layer, "weight", state.recipe, keep_init) for _, layer in layers]
-        for one in experts:
-            for name in one.parameters:
-                quantize_weight(one.module, name, state.recipe, keep_init)
+    layers, amaxes = selected.layers, []
+    for _, module, key in selected.parameters() if fp8_weights else ():
+        amaxes.append(quantize_weight(module, key, state.recipe, keep_init))
     standalone = []
     for name, layer in layers:
         if isinstance(layer, Float8Linear):
@@ -176,94 +161,45 @@ def _convert(
         layer._join(state, name)
     for left in standalone:
         left.detach()
-    convert_experts(state, experts)
+    convert_experts(state, selected.experts)
     if fp8_weights:
         from fp8rs.optim.warnings import watch  # imported only by models that need it
 
-        for (_, layer), amax in zip(layers, amaxes, strict=True):
-            cast(Any, layer)._fp8_params["weight"].start_history_from(amax)
+        for (_, layer), amax in zip(layers, amaxes, strict=False):
+            layer._fp8_params["weight"].start_history_from(amax)
         state.subscribe_to_steps()
         watch()
 
 
-def resolve_options(
-    recipe: Any, config: Any, gather: bool | None, fp8_weights: bool
-) -> tuple[Recipe, bool]:
-    """Return the recipe, and whether weights are quantized before the all-gather.
-
-    Args:
-        recipe: the caller's ``recipe``.
-        config: the caller's ``config``.
-        gather: the caller's ``enable_fsdp_float8_all_gather``.
-        fp8_weights: the caller's ``fp8_weights``.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong, or two arguments contradict each other.
-    """
-    if config is None:
-        recipe = resolve_recipe("current" if recipe is None else recipe)
-        gather = gather is None or gather
-    else:
-        if recipe is not None:
-            raise ValueError("recipe and config are both given: give one")
-        recipe, config_gather = from_float8_linear_config(config)
-        if gather not in (None, config_gather):
-            raise ValueError(
-                f"enable_fsdp_float8_all_gather={gather} contradicts "
-                f"config.enable_fsdp_float8_all_gather={config_gather}: give one of them"
-            )
-        gather = config_gather
-    if fp8_weights and not gather:
-        raise ValueError(
-            "enable_fsdp_float8_all_gather=False cannot be combined with fp8_weights=True: FP8 "
-            "weights have no high-precision values to gather"
-        )
-    return recipe, gather
-
-
-def _log_conversion(
-    root: nn.Module, recipe: Recipe, left: dict[str, str], experts: Sequence[Experts]
-) -> None:
+def _log_conversion(root: nn.Module, recipe: Recipe) -> None:
     """Log the converted layers, and the reasons for the others, at level INFO.
 
     If the program has not configured logging, rank 0 prints the first line to stderr, so that a
     conversion is visible by default. A level above INFO on the logger silences it.
     """
-    converted = [m for m in root.modules() if isinstance(m, Float8Linear)]
-    batches = [m.module._parameters[name] for m in experts for name in m.parameters]
-    weights = sum(p.numel() for p in (*(m.weight for m in converted), *batches) if p is not None)
+    found = converted(root)
+    weights = sum(module._parameters[key].numel() for _, module, key in found.parameters())
     parameters = sum(0 if nn.parameter.is_lazy(p) else p.numel() for p in root.parameters())
-    count = len(converted)
     summary = (
-        f"recipe {recipe.name!r}: {count} linear layer{'s' * (count != 1)} "
-        f"{f'and {len(batches)} weights of experts ' if batches else ''}converted, whose weights "
-        f"are {weights / max(parameters, 1):.1%} of {parameters:,} parameters"
+        f"recipe {recipe.name!r}: {found} converted, whose weights are "
+        f"{weights / max(parameters, 1):.1%} of {parameters:,} parameters"
     )
-    by_text: dict[str, list[str]] = {}
-    for one in experts:
-        gemms = {"auto": "FP8 where it is faster", "fp8": "FP8", "gather": "high precision"}
-        text = f"experts gathered in FP8, with GEMMs in {gemms[one.gemms]}"
-        names = (f"{one.name}.{name}".lstrip(".") for name in one.parameters)
-        by_text.setdefault(text, []).extend(names)
-    large = ((name, LARGE_3D) for name, _ in large_3d(root) if name not in left)
-    reasons = (*left.items(), *large)
-    if reasons:
-        summary += f"; {len(reasons)} left in high precision"
+    if found.left:
+        summary += f"; {len(found.left)} left in high precision"
+    if found.experts and FILTERED in found.left.values():
+        summary += "; module_filter_fn does not select experts: experts= and filter_fqns do"
     if _log.hasHandlers():
-        lines = [summary, *(f"  {text}: {_names(names)}" for text, names in by_text.items())]
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in reasons:
-            by_reason.setdefault(reason, []).append(name)
-        for reason, names_left in by_reason.items():
-            lines.append(f"  left in high precision: {_names(names_left)}: {reason}")
-        _log.info("%s", "\n".join(lines))
+        gemms = {"auto": "FP8 where it is faster", "fp8": "FP8", "gather": "high precision"}
+        lines: dict[str, list[str]] = {}
+        for one in found.experts:
+            reason = f" ({one.reason})" if one.reason else ""
+            text = f"experts with grouped GEMMs in {gemms[one.gemms]}{reason}"
+            lines.setdefault(text, []).extend(one.fqns)
+        for name, reason in found.left.items():
+            lines.setdefault(f"left in high precision ({reason})", []).append(name)
+        _log.info("%s", "\n".join([summary, *(f"  {t}: {listed(n)}" for t, n in lines.items())]))
     elif _log.level <= logging.INFO and _rank() == 0:
         print(f"fp8rs: {summary}", file=sys.stderr)
-
-
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
 
 
 def _rank() -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
-from fp8rs.convert.select import parameter_names, sharded_prefixes
+from fp8rs.convert.options import Options, fqn_of, has_fp8_gemms
 from fp8rs.gemm.estimates import (
     FP8,
     HIGH_PRECISION,
@@ -19,7 +19,7 @@ from fp8rs.gemm.estimates import (
     choose,
     prefers_gated_mlp,
 )
-from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS, reads_format
+from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS
 from fp8rs.nn.experts import Float8Experts, GroupedExperts, batched_parameters, experts_forward
 from fp8rs.nn.fp8_params import Float8Params, add_fp8_params
 from fp8rs.nn.grouped import Gemms
@@ -28,7 +28,11 @@ from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import Recipe
 from fp8rs.tensor.formats import INPUT_DTYPES
 
-ExpertsMode = Literal["auto", "fp8", "gather", "off"]
+#: The reason of ``filter_fqns``.
+NAMED = "named by filter_fqns"
+
+#: 3-D parameters of other modules with at least this many elements are reported.
+_LARGE = 1 << 20
 
 #: The name of `experts_forward` in the registry of transformers.
 TRANSFORMERS_KEY = "fp8rs"
@@ -51,6 +55,7 @@ class Experts:
         module: the module.
         parameters: the names of its weights.
         gemms: which of its grouped GEMMs run on FP8 operands.
+        reason: why all GEMMs run in high precision, or an empty string.
         activation: the activation of experts of transformers that `gated_mlp` supports, or None.
     """
 
@@ -58,7 +63,23 @@ class Experts:
     module: nn.Module
     parameters: tuple[str, ...]
     gemms: Gemms
+    reason: str
     activation: str | None
+
+    @classmethod
+    def of(cls, name: str, module: Any) -> Experts:
+        """Return a converted module."""
+        gemms: Any = getattr(module, "_gemms", "gather")
+        reason, activation = (
+            getattr(module, "_gemms_reason", ""),
+            getattr(module, "_fp8_activation", None),
+        )
+        return cls(name, module, tuple(module._fp8_params), gemms, reason, activation)
+
+    @property
+    def fqns(self) -> list[str]:
+        """The fully qualified names of the weights."""
+        return [fqn_of(self.name, key) for key in self.parameters]
 
     def choices(self, rows: int, recipe: Recipe) -> dict[str, GroupedChoice]:
         """Return the GEMMs of each weight on Hopper, if FSDP2 gathers it in FP8.
@@ -81,91 +102,97 @@ class Experts:
         return {name: choose(rows * weight.experts, weight) for name, weight in weights.items()}
 
 
-@dataclass(frozen=True)
-class ExpertSelection:
-    """The experts of a model to convert.
-
-    Attributes:
-        modules: the modules in model order.
-        left: the reason for each batched parameter that stays in high precision, by name.
-    """
-
-    modules: list[Experts] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
-
-
 def select_experts(
-    root: nn.Module, mode: str, filter_fqns: Iterable[str], recipe: Recipe
-) -> ExpertSelection:
-    """Select the experts to convert, without changing the model.
+    name: str, module: nn.Module, options: Options, names: dict[int, list[str]]
+) -> tuple[Experts | None, dict[str, str]]:
+    """Select the weights of experts of a module.
 
     Args:
-        root: the model.
-        mode: the caller's ``experts``.
-        filter_fqns: the caller's ``filter_fqns``, which also match names of parameters.
-        recipe: the recipe to convert to.
+        name: the module's name.
+        module: the module, which is not a linear layer.
+        options: the arguments of the conversion.
+        names: all names of each parameter of the model, by id.
+
+    Returns:
+        The module if any of its weights is to be converted, and the reason for each of its weights
+        of experts that stays in high precision.
 
     Raises:
-        ValueError: ``mode`` is unknown, ``"fp8"`` is requested for a recipe or a weight without FP8
-            GEMMs, or experts are sharded already or have another recipe.
+        ValueError: ``experts="fp8"`` is requested for a weight without FP8 GEMMs, or the module was
+            converted with other options.
     """
-    if mode not in get_args(ExpertsMode):
-        known = ", ".join(map(repr, get_args(ExpertsMode)))
-        raise ValueError(f"experts must be one of {known}, not {mode!r}")
-    found = ExpertSelection()
+    converted = module._fp8_params if isinstance(module, Float8Params) else {}
+    if not all(options.names(fqn_of(name, key)) for key in converted):
+        options.check(name, cast(Float8Params, module))
+    weights = batched_parameters(module)
+    taken, left = [], {}
+    for key in (key for key in weights if key not in converted):
+        fqn = fqn_of(name, key)
+        tied = [other for other in names[id(weights[key])] if other != fqn]
+        reason = _why_not(module, key, fqn, tied, options)
+        if reason:
+            left[fqn] = reason
+        elif reason is not None:
+            taken.append(key)
+    if not taken:
+        return None, left
+    return _experts(name, module, tuple(taken), len(taken) == len(weights), options), left
+
+
+def _why_not(
+    module: nn.Module, key: str, fqn: str, tied: Sequence[str], options: Options
+) -> str | None:
+    """Return why a batched parameter stays in high precision.
+
+    The result is an empty string if it is converted, and None if it is not a weight of experts.
+    """
+    weight, mode = module._parameters[key], options.experts
+    assert weight is not None
+    if not (is_expert(module, weight) if mode in ("auto", "off") else _may_be(module)):
+        return None
+    if options.names(fqn):
+        return NAMED
+    if isinstance(module, Float8Params):
+        return "its module is converted already"
     if mode == "off":
-        return found
-    if mode == "fp8" and not has_fp8_gemms(recipe):
+        return "experts='off'"
+    if mode == "auto" and not is_known(module):
+        return "not known as experts, see experts='gather'"
+    if weight.dtype not in INPUT_DTYPES:
+        return f"its dtype is {weight.dtype}"
+    return f"it is tied to {', '.join(tied)}" if tied else ""
+
+
+def _experts(
+    name: str, module: nn.Module, parameters: tuple[str, ...], whole: bool, options: Options
+) -> Experts:
+    """Choose the GEMMs of a module that is converted.
+
+    Args:
+        name: the module's name.
+        module: the module.
+        parameters: its weights that are converted.
+        whole: whether these are all of its weights.
+        options: the arguments of the conversion.
+    """
+    name_of, recipe = name or "the root", options.recipe
+    if isinstance(module, GroupedLinear) and module.recipe != recipe:
         raise ValueError(
-            f"experts='fp8' requires a recipe with grouped FP8 GEMMs: 'current', 'delayed' or "
-            f"'rowwise', not {recipe.name!r}. With experts='gather', weights of experts are "
-            "gathered in FP8 and their GEMMs run in high precision"
+            f"{name_of} is a GroupedLinear with recipe {module.recipe}, not {recipe}. Build it "
+            "with that recipe, or exclude it by filter_fqns"
         )
-    parts, sharded, names = tuple(filter_fqns), sharded_prefixes(root), parameter_names(root)
-    for name, module in root.named_modules():
-        if isinstance(module, Float8Params) and not isinstance(module, nn.Linear):
-            _check_recipe(name, module, recipe)
-            continue
-        weights = batched_parameters(module)
-        if not weights or not (is_known(module) if mode == "auto" else _may_be_experts(module)):
-            continue
-        taken = []
-        for key, weight in weights.items():
-            fqn = f"{name}.{key}".lstrip(".")
-            tied = [other for other in names[id(weight)] if other != fqn]
-            if any(part in fqn for part in parts):
-                found.left[fqn] = "named by filter_fqns"
-            elif weight.dtype not in INPUT_DTYPES:
-                found.left[fqn] = f"its dtype is {weight.dtype}"
-            elif tied:
-                found.left[fqn] = f"it is tied to {', '.join(tied)}"
-            else:
-                taken.append(key)
-        if not taken:
-            continue
-        if f"{name}.".startswith(sharded):
-            raise ValueError(f"{name or 'the root'} is sharded already: convert before fully_shard")
-        reason = _why_no_fp8_gemms(module, taken, recipe)
-        whole = len(taken) == len(weights)
-        if isinstance(module, GroupedLinear) and module.recipe != recipe:
-            raise ValueError(
-                f"{name or 'the root'} is a GroupedLinear with recipe {module.recipe}, not "
-                f"{recipe}. Build it with that recipe, or exclude it by filter_fqns"
-            )
-        if mode == "fp8" and reason:
-            raise ValueError(
-                f"experts='fp8' is not possible for {name or 'the root'}: {reason}. Use "
-                "experts='gather', or exclude it by filter_fqns"
-            )
-        gemms = cast(Gemms, "gather" if reason or not whole else mode)
-        activation = None if gemms == "gather" else _activation(module, recipe)
-        found.modules.append(Experts(name, module, tuple(taken), gemms, activation))
-    return found
-
-
-def has_fp8_gemms(recipe: Recipe) -> bool:
-    """Whether grouped FP8 GEMMs read weights in a recipe's format."""
-    return reads_format(recipe.block_format("weight"))
+    reason = _why_no_fp8_gemms(module, parameters, recipe)
+    if options.experts == "fp8" and reason:
+        raise ValueError(
+            f"experts='fp8' is not possible for {name_of}: {reason}. Use experts='gather', or "
+            "exclude it by filter_fqns"
+        )
+    if options.experts == "gather":
+        reason = "experts='gather'"
+    elif not whole:
+        reason = "another weight of the module is in high precision"
+    gemms = cast(Gemms, "gather" if reason else options.experts)
+    return Experts(name, module, parameters, gemms, reason, _activation(module, recipe, gemms))
 
 
 def is_known(module: nn.Module) -> bool:
@@ -179,7 +206,13 @@ def is_known(module: nn.Module) -> bool:
     return "down_proj" in weights and ("gate_up_proj" in weights or "up_proj" in weights)
 
 
-def _may_be_experts(module: nn.Module) -> bool:
+def is_expert(module: nn.Module, weight: Tensor) -> bool:
+    """Whether a batched parameter is a weight of experts, or large enough to be one."""
+    large = weight.dim() == 3 and weight.numel() >= _LARGE
+    return is_known(module) or (large and _may_be(module))
+
+
+def _may_be(module: nn.Module) -> bool:
     """Whether a module's batched parameters may be weights of experts.
 
     Convolutions and other modules of torch have parameters of three dimensions too.
@@ -212,15 +245,6 @@ def _why_no_fp8_gemms(module: nn.Module, names: Sequence[str], recipe: Recipe) -
     return ""
 
 
-def _check_recipe(name: str, module: Float8Params, recipe: Recipe) -> None:
-    if module._fp8_state.recipe != recipe:
-        raise ValueError(
-            f"{name} is already converted, with recipe {module._fp8_state.recipe}, not {recipe}. "
-            "To change it, load the state dict into an unconverted model and convert that. To keep "
-            "it, convert the other modules one by one"
-        )
-
-
 def convert_experts(state: ModelState, modules: Iterable[Experts]) -> None:
     """Convert modules of experts, which have been checked, and add them to ``state``."""
     for experts in modules:
@@ -229,7 +253,7 @@ def convert_experts(state: ModelState, modules: Iterable[Experts]) -> None:
         own = registered or isinstance(module, GroupedLinear)
         mixin = Float8Experts if own else GroupedExperts
         add_fp8_params(module, experts.parameters, state, experts.name, mixin)
-        module._gemms = experts.gemms
+        module._gemms, module._gemms_reason = experts.gemms, experts.reason
         if registered and (
             experts.gemms != "gather" or module.config._experts_implementation == "grouped_mm"
         ):
@@ -238,9 +262,10 @@ def convert_experts(state: ModelState, modules: Iterable[Experts]) -> None:
             module.config._experts_implementation = TRANSFORMERS_KEY
 
 
-def _activation(module: Any, recipe: Recipe) -> str | None:
+def _activation(module: Any, recipe: Recipe, gemms: Gemms) -> str | None:
     """Return the activation of transformers' experts if `gated_mlp` supports them, else None."""
-    if not uses_registry(module) or not recipe.block_format("weight").per_tensor:
+    per_tensor = recipe.block_format("weight").per_tensor
+    if gemms == "gather" or not per_tensor or not uses_registry(module):
         return None
     plain = module.has_gate and module.is_concatenated and not module.has_bias
     if not plain or module.is_transposed or _apply_gate(module) != "_default_apply_gate":

@@ -14,7 +14,8 @@ from torch.nn.modules.module import (
 
 from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.convert.fp8_weights import dequantize_weight, quantize_weight
-from fp8rs.convert.select import ModuleFilter, why_not
+from fp8rs.convert.options import ModuleFilter
+from fp8rs.convert.select import why_not
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 

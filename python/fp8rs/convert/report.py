@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import fields
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,20 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8rs.convert.convert import resolve_options
-from fp8rs.convert.experts import Experts, ExpertsMode, select_experts
+from fp8rs.convert.experts import Experts
 from fp8rs.convert.memory import STATES, Memory, States, memory_of
+from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.report_table import Left, Report
-from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
-from fp8rs.convert.sizes import groups_of, layouts_of
+from fp8rs.convert.select import Selection, converted, select
+from fp8rs.convert.sizes import Layouts, groups_of, layouts_of
 from fp8rs.fsdp.shard_spec import ShardSpec
-from fp8rs.nn.experts import Float8Experts
-from fp8rs.quantize.recipes import Recipe, RecipeName
+from fp8rs.quantize.recipes import Recipe, RecipeName, describe
 
 __all__ = ["Left", "Memory", "Report", "report"]
-
-#: A module, and the names of its parameters that are converted.
-_Fp8Params = tuple[nn.Module, tuple[str, ...]]
 
 #: Rows per expert for which a report names GEMMs.
 ROWS_PER_EXPERT = (128, 1024, 8192)
@@ -52,12 +50,14 @@ def report(
 ) -> Report:
     """Estimate communication volume and memory of ``model`` under FSDP2, without changing it.
 
-    Parameters may be on the meta device. A model that is already converted is reported as it is.
-    For a sharded model, groups and ranks come from FSDP2. Sizes are of FSDP2's own collectives.
+    Parameters may be on the meta device. A converted model is reported as it is, with the reasons
+    that its conversion had. For a sharded model, groups and ranks come from FSDP2. Sizes are of
+    FSDP2's own collectives.
 
     Args:
-        model: the model, usually before its conversion.
-        recipe: as in ``convert_to_float8_training``. The default is a converted model's recipe.
+        model: the model, converted or not. For a converted model, omit the arguments of
+            ``convert_to_float8_training``.
+        recipe: as in ``convert_to_float8_training``.
         module_filter_fn: as in ``convert_to_float8_training``.
         filter_fqns: as in ``convert_to_float8_training``.
         enable_fsdp_float8_all_gather: as in ``convert_to_float8_training``.
@@ -81,49 +81,29 @@ def report(
             A number counts tensors of the parameter's size and dtype: for fp32 parameters, 0.5
             means two states of one byte. The default is "fp8rs-adamw" if FP8 weights are trained,
             else "adamw".
-        fp8_weights: count converted weights as FP8 weights, without masters. FP8 weights of a
-            converted model are always counted as such.
+        fp8_weights: as in ``convert_to_float8_training``.
         experts: as in ``convert_to_float8_training``.
 
     Warns:
-        UserWarning: a string in ``filter_fqns`` matches no linear layer.
+        UserWarning: a string in ``filter_fqns`` matches no linear layer and no experts.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or a layer has another recipe.
+        TypeError, ValueError: an argument is wrong, the model is converted and an argument of the
+            conversion is given, or its modules have different recipes.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    converted: dict[str, Any] = {
-        n: m for n, m in model.named_modules() if hasattr(m, "_fp8_params")
-    }
-    if recipe is None and config is None and converted:
-        recipe = next(iter(converted.values()))._fp8_state.recipe
-    recipe, fp8_gather = resolve_options(recipe, config, enable_fsdp_float8_all_gather, fp8_weights)
-    world_size = _ranks(world_size, model)
-    selected = select(model, module_filter_fn, filter_fqns, recipe)
-    for message in selected.unused:  # the table shows the other reasons
-        warnings.warn(message, stacklevel=2)
-    selected_experts = select_experts(model, experts, filter_fqns, recipe)
-    chosen: dict[str, _Fp8Params] = {
-        n: (m, tuple(m._fp8_params))
-        for n, m in converted.items()
-        if (n or "the root") not in selected.left
-    }
-    chosen.update({n: (m, ("weight",)) for n, m in selected.layers})
-    chosen.update({one.name: (one.module, one.parameters) for one in selected_experts.modules})
-    experts_modules = [
-        Experts(n, m, tuple(m._fp8_params), m._gemms, m._fp8_activation)
-        for n, m in converted.items()
-        if n in chosen and isinstance(m, Float8Experts)
-    ]
-    experts_modules += selected_experts.modules
-    in_fp8 = {
-        n: converted[n]._fp8_state.fp8_gather if n in converted else fp8_gather for n in chosen
-    }
-    layouts = layouts_of(
-        recipe, ((m, name) for n, (m, names) in chosen.items() if in_fp8[n] for name in names)
+    options = Options(
+        recipe=recipe,
+        config=config,
+        module_filter_fn=module_filter_fn,
+        filter_fqns=filter_fqns,
+        enable_fsdp_float8_all_gather=enable_fsdp_float8_all_gather,
+        fp8_weights=fp8_weights,
+        experts=experts,
     )
-    fp8_parameters = [getattr(m, name) for m, names in chosen.values() for name in names]
+    found, options, layouts = _modules(model, options)
+    world_size = _ranks(world_size, model)
     fp8, plain = (
         groups_of(
             model,
@@ -143,16 +123,19 @@ def report(
         memory_of(of, reduce_dtype=reduce_dtype, states=_states(optimizer)) for of in (fp8, plain)
     )
     return Report(
-        recipe=recipe,
+        recipe=options.recipe,
         world_size=world_size,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         optimizer=optimizer,
-        converted=tuple(chosen),
-        converted_parameters=sum(p.numel() for p in fp8_parameters),
+        experts=options.experts,
+        summary=str(found),
+        converted=tuple(dict.fromkeys(name for name, _, _ in found.parameters())),
+        converted_parameters=sum(getattr(m, key).numel() for _, m, key in found.parameters()),
         parameters=sum(p.numel() for p in model.parameters()),
-        gemms=_gemms(experts_modules, recipe),
-        left=_left(model, selected.left, selected_experts.left, chosen, fp8_parameters),
+        gemms={fqn: gemms for one in found.experts for fqn, gemms in _gemms(one, options.recipe)},
+        gemm_reasons={fqn: one.reason for one in found.experts for fqn in one.fqns if one.reason},
+        left=_left(model, found),
         units=tuple(group.name for group in fp8),
         gathered=sum(group.gathers * group.gathered_bytes for group in fp8),
         gathered_high_precision=sum(group.gathers * group.gathered_bytes for group in plain),
@@ -162,14 +145,42 @@ def report(
     )
 
 
-def _gemms(modules: Iterable[Experts], recipe: Recipe) -> dict[str, dict[int, str]]:
-    """Return the GEMMs of each weight of experts, by rows per expert."""
-    gemms: dict[str, dict[int, str]] = {}
-    for module in modules:
-        for rows in ROWS_PER_EXPERT:
-            for name, choice in module.choices(rows, recipe).items():
-                gemms.setdefault(f"{module.name}.{name}".lstrip("."), {})[rows] = str(choice)
-    return gemms
+def _modules(model: nn.Module, options: Options) -> tuple[Selection, Options, Layouts]:
+    """Return what is converted or will be, with which options, and the layouts of FP8 gathers."""
+    found = converted(model)
+    states = [m._fp8_state for _, m, _ in reversed(found.parameters())]
+    states = [state for state in states if not state.standalone]
+    if states:
+        names = [f.name for f in fields(Options) if getattr(options, f.name) not in (f.default, [])]
+        if names:
+            raise ValueError(
+                f"the model is converted and is reported as it is: omit {', '.join(names)}"
+            )
+        recipes = {describe(state.recipe) for state in states}
+        if len(recipes) > 1:
+            raise ValueError(
+                f"the model has modules with different recipes ({', '.join(sorted(recipes))}): "
+                "report on them one by one"
+            )
+        options = Options(states[0].recipe, experts=states[0].experts)  # of experts, if any
+    else:
+        options = options.resolved()
+        found = select(model, options)
+        for message in found.unused:  # the table shows the other reasons
+            warnings.warn(message, stacklevel=3)
+    gathered = (
+        (m, key)
+        for _, m, key in found.parameters()
+        if (m._fp8_state.fp8_gather if states else options.enable_fsdp_float8_all_gather)
+    )
+    return found, options, layouts_of(options.recipe, gathered)
+
+
+def _gemms(experts: Experts, recipe: Recipe) -> Iterable[tuple[str, dict[int, str]]]:
+    """Return the names of a module's weights, and their GEMMs by rows per expert."""
+    choices = {rows: experts.choices(rows, recipe) for rows in ROWS_PER_EXPERT}
+    for fqn, key in zip(experts.fqns, experts.parameters, strict=True):
+        yield fqn, {rows: str(choice[key]) for rows, choice in choices.items()}
 
 
 def _states(optimizer: str | float) -> States:
@@ -203,47 +214,24 @@ def _ranks(world_size: int | None, model: nn.Module) -> int:
     return world_size
 
 
-def _left(
-    model: nn.Module,
-    layers: dict[str, str],
-    parameters: dict[str, str],
-    chosen: dict[str, _Fp8Params],
-    fp8_parameters: list[nn.Parameter],
-) -> tuple[Left, ...]:
-    """Return the parameters that are not converted, each once, grouped by reason.
-
-    Args:
-        model: the model.
-        layers: the reason for each linear layer that is not converted.
-        parameters: the reason for each batched parameter that is not converted.
-        chosen: the modules that are converted.
-        fp8_parameters: their FP8 parameters.
-    """
+def _left(model: nn.Module, found: Selection) -> tuple[Left, ...]:
+    """Return the parameters that are not converted, each once, grouped by reason."""
+    owned = {n or "the root": list(m.parameters(False)) for n, m in model.named_modules()}
+    owned.update({n: [p] for n, p in model.named_parameters(remove_duplicate=False)})
+    biases = (
+        (fqn_of(name, key), "biases of converted layers")
+        for name, module, _ in found.parameters()
+        for key, parameter in module._parameters.items()
+        if key.endswith("bias") and parameter is not None
+    )
+    others = ((name, "not in a linear layer") for name, _ in model.named_parameters())
     names: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
-    seen = set(map(id, fp8_parameters))
-
-    def leave(reason: str, name: str, parameters: Iterable[nn.Parameter]) -> None:
-        fresh = [p for p in parameters if id(p) not in seen]
+    seen = {id(getattr(m, key)) for _, m, key in found.parameters()}
+    for name, reason in chain(found.left.items(), biases, others):
+        fresh = [p for p in owned[name] if id(p) not in seen]
         seen.update(map(id, fresh))
-        names.setdefault(reason, []).append(name)
-        sizes[reason] = sizes.get(reason, 0) + sum(p.numel() for p in fresh)
-
-    modules = {name or "the root": module for name, module in model.named_modules()}
-    for name, reason in layers.items():
-        leave(reason, name, modules[name].parameters())
-    for name, reason in parameters.items():
-        leave(reason, name, [model.get_parameter(name)])
-    for name, parameter in large_3d(model):
-        if id(parameter) not in seen:
-            leave(LARGE_3D, name, [parameter])
-    for name, (module, _) in chosen.items():
-        bias = module._parameters.get("bias")
-        if bias is not None and id(bias) not in seen:
-            leave("biases of converted layers", f"{name}.bias".lstrip("."), [bias])
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in seen:
-            leave("not in a linear layer", name, [parameter])
-    return tuple(
-        Left(reason, tuple(dict.fromkeys(found)), sizes[reason]) for reason, found in names.items()
-    )
+        if fresh or found.left.get(name) == reason:
+            names.setdefault(reason, []).append(name)
+            sizes[reason] = sizes.get(reason, 0) + sum(p.numel() for p in fresh)
+    return tuple(Left(reason, tuple(n), sizes[reason]) for reason, n in names.items())

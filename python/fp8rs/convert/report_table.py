@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from fp8rs.convert.memory import Memory
+from fp8rs.convert.select import counted, listed
+from fp8rs.gemm.estimates import CHOICE
 from fp8rs.quantize.recipes import Recipe, describe
 
 NOT_COUNTED = (
@@ -43,11 +45,15 @@ class Report:
         world_size: number of shards, without replicas.
         param_dtype, reduce_dtype: the arguments of `fp8rs.report`.
         optimizer: the argument, or the default.
+        summary: the numbers of converted layers and weights of experts.
         converted: names of the converted modules.
         converted_parameters: number of elements of their weights.
         parameters: number of elements of all parameters.
+        experts: the argument, or the mode in which the model was converted.
         gemms: by name of a weight of experts, its GEMMs on Hopper by rows per expert: "FP8", "FP8,
             high-precision wgrad" or "high precision".
+        gemm_reasons: by name of a weight of experts, why all its GEMMs run in high precision. Other
+            weights have FP8 GEMMs, or the number of rows decides.
         left: parameters that stay in high precision, by reason.
         units: names of the modules that ``fully_shard`` is called on. The root is "".
         gathered, gathered_high_precision: bytes of the outputs of a step's all-gathers, padding
@@ -61,10 +67,13 @@ class Report:
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     optimizer: str | float
+    experts: str
+    summary: str
     converted: tuple[str, ...]
     converted_parameters: int
     parameters: int
     gemms: dict[str, dict[int, str]]
+    gemm_reasons: dict[str, str]
     left: tuple[Left, ...]
     units: tuple[str, ...]
     gathered: int
@@ -85,34 +94,23 @@ class Report:
         return fields
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _text(r: Report) -> str:
     high = _dtype(r.param_dtype)
-    converted = f"converted: {_count(len(r.converted), 'layer')}"
-    parameters = [(converted, r.converted_parameters, "")]
-    parameters += [(left.reason, left.parameters, _names(left.names)) for left in r.left]
+    parameters = [(f"converted: {r.summary}", r.converted_parameters, "")]
+    parameters += [(left.reason, left.parameters, listed(left.names)) for left in r.left]
     width = max(40, *(len(row[0]) for row in parameters))
+    mode = f"experts={r.experts!r}; " if r.gemms or r.experts != "auto" else ""
     lines = [
-        f"recipe {describe(r.recipe)}; {_count(r.world_size, 'rank')}; "
-        f"{_count(len(r.units), 'FSDP2 unit')}; gradients are reduced in {_dtype(r.reduce_dtype)}",
+        f"recipe {describe(r.recipe)}; {counted(r.world_size, 'rank')}; "
+        f"{counted(len(r.units), 'FSDP2 unit')}; {mode}"
+        f"gradients are reduced in {_dtype(r.reduce_dtype)}",
         "",
         f"{'parameters':<{width + 2}}{'elements':>18}{'share':>8}",
     ]
     for what, elements, names in parameters:
         share = elements / max(r.parameters, 1)
         lines.append(f"  {what:<{width}}{elements:>18,}{share:>8.1%}  {names}".rstrip())
-    by_gemms: dict[tuple[tuple[int, str], ...], list[str]] = {}
-    for name, gemms in r.gemms.items():
-        by_gemms.setdefault(tuple(gemms.items()), []).append(name)
-    for number, (by_rows, weights) in enumerate(by_gemms.items()):
-        if number == 0:
-            counts = "".join(f"{rows:<27,}" for rows, _ in by_rows)
-            lines += ["", "grouped GEMMs on Hopper, by rows per expert", f"  {counts}".rstrip()]
-        cells = "".join(f"{text:<27}" for _, text in by_rows)
-        lines.append(f"  {cells}{_names(tuple(weights))}")
+    lines += _gemms(r)
     plain, fp8 = r.memory_high_precision, r.memory
     sizes = [
         ("all-gathers of a step", r.gathered_high_precision, r.gathered),
@@ -132,6 +130,22 @@ def _text(r: Report) -> str:
     return "\n".join([*lines, f"Not counted: {NOT_COUNTED}."])
 
 
+def _gemms(r: Report) -> list[str]:
+    """Return the table of grouped GEMMs, with a line for each choice and reason."""
+    if not r.gemms:
+        return []
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, gemms in r.gemms.items():
+        cells, reason = "".join(f"{text:<27}" for text in gemms.values()), r.gemm_reasons.get(name)
+        rows.setdefault((cells, f": {reason}" if reason else ""), []).append(name)
+    counts = "".join(f"{count:<27,}" for count in next(iter(r.gemms.values())))
+    lines = ["", "grouped GEMMs on Hopper, by rows per expert", f"  {counts}".rstrip()]
+    lines += [f"  {cells}{listed(names)}{reason}" for (cells, reason), names in rows.items()]
+    if r.experts == "auto" and len(r.gemm_reasons) < len(r.gemms):
+        lines.append(CHOICE)
+    return lines
+
+
 def _dtype(dtype: torch.dtype | None) -> str:
     return "stored dtype" if dtype is None else str(dtype).removeprefix("torch.")
 
@@ -141,8 +155,3 @@ def _size(size: int) -> str:
         if size >= unit:
             return f"{size / unit:,.3f} {name}"
     return f"{size} B"
-
-
-def _names(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

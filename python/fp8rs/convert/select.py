@@ -1,27 +1,26 @@
-"""Select the linear layers to convert, and say why others stay in high precision."""
+"""Select the layers and experts to convert, and say why others stay in high precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from fp8rs.convert.experts import NAMED, Experts, is_expert, select_experts
+from fp8rs.convert.options import ModuleFilter, Options, fqn_of
 from fp8rs.gemm.estimates import linear_us
+from fp8rs.nn.experts import batched_parameters
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 from fp8rs.tensor.formats import INPUT_DTYPES
-from fp8rs.tensor.quantized import QuantizedTensor
 
-ModuleFilter = Callable[[nn.Module, str], bool]
-
-#: 3-D parameters with at least this many elements are reported.
-_LARGE = 1 << 20
-#: The reason for parameters of `large_3d`.
-LARGE_3D = "3-D parameters (experts?) are not converted"
-#: The reason for layers that can no longer be converted.
+#: Reasons. The last one is of layers outside a converted part, or added after the conversion.
+FILTERED = "excluded by module_filter_fn"
 SHARDED = "it is sharded already"
+TORCHAO = "torchao has converted it"
+NOT_SEEN = "not part of a conversion"
 
 
 class Reason(NamedTuple):
@@ -47,6 +46,9 @@ def min_speedup(
     quantize their whole weight in each forward. Under FSDP2, a rank quantizes only its shard and
     gathers half of the bytes, so layers can be faster than estimated.
 
+    It does not apply to experts. With ``experts="auto"``, each call of experts chooses the faster
+    GEMMs.
+
     Combine it with a filter of your own by ``and``::
 
         fast = fp8rs.min_speedup(tokens=8192)
@@ -60,7 +62,8 @@ def min_speedup(
         recipe: a recipe or its short name. "delayed" is estimated as "current", and is faster.
 
     Raises:
-        TypeError, ValueError: there is no such recipe, or ``tokens`` is less than 1.
+        TypeError, ValueError: ``recipe`` is unknown, or ``tokens`` is less than 1. The filter
+            raises TypeError for a module that is not an nn.Linear.
     """
     name = resolve_recipe(recipe).name
     name = "current" if name == "delayed" else name
@@ -68,7 +71,11 @@ def min_speedup(
         raise ValueError(f"tokens must be at least 1, not {tokens}")
 
     def keep(module: nn.Module, fqn: str) -> bool:
-        assert isinstance(module, nn.Linear)
+        if not isinstance(module, nn.Linear):
+            raise TypeError(
+                f"min_speedup estimates nn.Linear layers, not {fqn!r}, a {type(module).__name__}. "
+                "GEMMs of experts are chosen by the argument experts of the conversion"
+            )
         sizes = tokens, module.out_features, module.in_features
         return linear_us("bf16", *sizes) >= speedup * linear_us(name, *sizes)
 
@@ -95,7 +102,7 @@ def why_not(layer: nn.Linear, tied: Iterable[str] = ()) -> Reason | None:
     if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
         return Reason("its parent (nn.MultiheadAttention) reads its weight without calling it")
     if _is_from_torchao(layer):
-        return Reason("torchao has converted it")
+        return Reason(TORCHAO)
     if kind.forward is not nn.Linear.forward:
         return Reason(f"its class {kind.__name__} overrides forward")
     if tied:
@@ -116,81 +123,96 @@ def _is_from_torchao(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Selection:
-    """The layers of a model to convert.
+    """The layers and experts of a model that a conversion converts, or has converted.
 
     Attributes:
-        layers: names and layers in model order, without layers that are already converted.
-        left: the reason for each linear layer that stays in high precision, by name.
+        layers: names and linear layers in model order.
+        experts: modules with weights of experts in model order.
+        left: the reason for each linear layer and each weight of experts that stays in high
+            precision, by name.
         unused: warnings about strings in ``filter_fqns`` that match no layer.
         warnings: other warnings.
     """
 
     layers: list[tuple[str, nn.Linear]] = field(default_factory=list)
+    experts: list[Experts] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    def parameters(self) -> list[tuple[str, Any, str]]:
+        """Return the module's name, the module and the parameter's name of each weight."""
+        weights: list[tuple[str, Any, str]] = [(name, m, "weight") for name, m in self.layers]
+        return weights + [(e.name, e.module, key) for e in self.experts for key in e.parameters]
 
-def select(
-    root: nn.Module,
-    keep: ModuleFilter | None,
-    filter_fqns: Iterable[str],
-    recipe: Recipe,
-    fp8_weights: bool = False,
-) -> Selection:
-    """Select the layers to convert to ``recipe``, without changing the model.
+    def __str__(self) -> str:
+        layers, weights = len(self.layers), len(self.parameters()) - len(self.layers)
+        text = counted(layers, "linear layer")
+        return f"{text} and {counted(weights, 'weight')} of experts" if weights else text
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and a noun, which is plural for other numbers than 1."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def select(root: nn.Module, options: Options) -> Selection:
+    """Select the layers and experts to convert, without changing the model.
+
+    Layers and experts that are already converted are not selected.
 
     Args:
         root: the model.
-        keep: the caller's ``module_filter_fn``.
-        filter_fqns: the caller's ``filter_fqns``.
-        recipe: the recipe to convert to.
-        fp8_weights: whether weights become FP8.
+        options: the arguments of the conversion, resolved.
 
     Raises:
-        TypeError: ``filter_fqns`` is a str.
-        ValueError: a layer has another recipe, or a layer was converted with high-precision
-            weights and ``fp8_weights`` is set.
+        ValueError: a module was converted with other options, or ``experts="fp8"`` is requested for
+            a weight without FP8 GEMMs.
     """
-    if isinstance(filter_fqns, str):  # which is an iterable of letters
-        raise TypeError(f"filter_fqns must be a collection of names, not the str {filter_fqns!r}")
-    filter_fqns = tuple(filter_fqns)
-    linears = {n: m for n, m in root.named_modules() if isinstance(m, nn.Linear)}
     found = Selection()
-    filtered = (*linears, *(n for n, p in root.named_parameters() if is_batch(p)))
-    unused = [part for part in filter_fqns if not any(part in name for name in filtered)]
+    filtered = {n for n, m in root.named_modules() if isinstance(m, nn.Linear)}
+    filtered |= {n for n, p in root.named_parameters() if _is_batch(p)}
+    unused = [part for part in options.filter_fqns if not any(part in name for name in filtered)]
     if unused:
         found.unused.append(
             f"filter_fqns has {', '.join(map(repr, unused))}, but no linear layer and no parameter "
             "of experts has that in its name"
         )
-    sharded, names = sharded_prefixes(root), parameter_names(root)
-    torchao = []
-    for name, layer in linears.items():
-        if any(part in name for part in filter_fqns):
-            reason: Reason | None = Reason("named by filter_fqns")
-        elif keep is not None and not keep(layer, name):
-            reason = Reason("excluded by module_filter_fn")
-        elif isinstance(layer, Float8Linear):
-            reason = None
-        elif f"{name}.".startswith(sharded):
-            reason = Reason(SHARDED)
-        else:
-            own = f"{name}.weight".lstrip(".")
-            tied = [n for n in names.get(id(layer._parameters.get("weight")), ()) if n != own]
-            reason = why_not(layer, tied)
-            if _is_from_torchao(layer):
-                torchao.append(name or "the root")
-        if reason is not None:
-            found.left[name or "the root"] = reason.text
+    sharded, names = _sharded_prefixes(root), _parameter_names(root)
+    for name, module in root.named_modules():
+        is_sharded = f"{name}.".startswith(sharded)
+        if isinstance(module, nn.Linear):
+            reason = _why_excluded(name, module, options)
+            if isinstance(module, Float8Linear):
+                if reason is None:
+                    options.check(name, module)
+                if not module._fp8_state.standalone:
+                    continue
+            elif reason is None:
+                tied = names.get(id(module._parameters.get("weight")), ())
+                tied = [other for other in tied if other != fqn_of(name, "weight")]
+                reason = Reason(SHARDED) if is_sharded else why_not(module, tied)
+            if reason is None:
+                found.layers.append((name, module))
+                continue
+            found.left[fqn_of(name)] = reason.text
             if reason.details:
-                found.warnings.append(f"{name or 'the root'} is not converted: {reason.details}")
-        elif not isinstance(layer, Float8Linear) or _is_standalone(
-            layer, name, recipe, fp8_weights
-        ):
-            found.layers.append((name, layer))
+                found.warnings.append(f"{fqn_of(name)} is not converted: {reason.details}")
+        else:
+            experts, left = select_experts(name, module, options, names)
+            found.left.update(left)
+            if experts and is_sharded:
+                found.left.update(dict.fromkeys(experts.fqns, SHARDED))
+            elif experts:
+                found.experts.append(experts)
     _check_whole(found.layers)
-    if torchao:
+    if torchao := [name for name, reason in found.left.items() if reason == TORCHAO]:
         found.warnings.append(
             f"{len(torchao)} layers are not converted (the first is {torchao[0]}): torchao has "
             "already converted them to FP8. Remove torchao's conversion. To keep its "
@@ -199,27 +221,48 @@ def select(
     return found
 
 
-def _is_standalone(layer: Float8Linear, name: str, recipe: Recipe, fp8_weights: bool) -> bool:
-    """Return whether an FP8 layer was built directly and has not been added to a converted model.
+def _why_excluded(name: str, layer: nn.Linear, options: Options) -> Reason | None:
+    """Return the filter that excludes a layer."""
+    keep = options.module_filter_fn
+    if options.names(name):
+        return Reason(NAMED)
+    return None if keep is None or keep(layer, name) else Reason(FILTERED)
 
-    Raises:
-        ValueError: the layer has another recipe, or a high-precision weight that should be FP8.
+
+# --- converted models ----------------------------------------------------------------------------
+
+
+def record(root: nn.Module, left: dict[str, str]) -> None:
+    """Record why a conversion left out layers and experts.
+
+    The reasons are kept on the modules, because wrappers change names.
     """
-    name = name or "the root"
-    if layer.recipe != recipe:
-        raise ValueError(
-            f"{name} is already an FP8 layer, with recipe {layer.recipe}, not {recipe}. To change "
-            "it, load the state dict into an unconverted model and convert that. To keep it, "
-            "exclude the layer with filter_fqns or module_filter_fn"
-        )
-    if layer._fp8_state.standalone:
-        return True
-    if fp8_weights and not isinstance(layer._parameters["weight"], QuantizedTensor):
-        raise ValueError(
-            f"{name} is already an FP8 layer, with high-precision weights. Convert it once, with "
-            "fp8_weights=True, or exclude it"
-        )
-    return False
+    for name, module in root.named_modules():
+        keys = ("",) if isinstance(module, nn.Linear) else tuple(module._parameters)
+        reasons = {key: left[fqn] for key in keys if (fqn := fqn_of(name, key)) in left}
+        if reasons:
+            module.__dict__["_fp8_left_out"] = reasons
+
+
+def converted(root: nn.Module) -> Selection:
+    """Return what is converted in a model, and the recorded reasons for the rest."""
+    found = Selection()
+    for name, module in root.named_modules():
+        fp8: Any = getattr(module, "_fp8_params", {})
+        if isinstance(module, Float8Linear):
+            found.layers.append((name, module))
+            continue
+        if fp8:
+            found.experts.append(Experts.of(name, module))
+        reasons = module.__dict__.get("_fp8_left_out", {})
+        keys = [""] if isinstance(module, nn.Linear) else batched_parameters(module)
+        for key in (key for key in keys if key not in fp8):
+            if not key or key in reasons or is_expert(module, module._parameters[key]):
+                found.left[fqn_of(name, key)] = reasons.get(key, NOT_SEEN)
+    return found
+
+
+# --- helpers -------------------------------------------------------------------------------------
 
 
 def _check_whole(layers: Iterable[tuple[str, nn.Linear]]) -> None:
@@ -239,25 +282,12 @@ def _check_whole(layers: Iterable[tuple[str, nn.Linear]]) -> None:
                 )
 
 
-def is_batch(parameter: nn.Parameter) -> bool:
+def _is_batch(parameter: nn.Parameter) -> bool:
     """Whether a parameter has the shape of a batch of matrices."""
     return not nn.parameter.is_lazy(parameter) and parameter.dim() > 2
 
 
-def large_3d(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return names and values of large 3-D parameters in high precision, maybe of experts."""
-    return [
-        (f"{prefix}.{name}".lstrip("."), p)
-        for prefix, module in root.named_modules()
-        for name, p in module.named_parameters(recurse=False)
-        if is_batch(p)
-        and p.dim() == 3
-        and p.numel() >= _LARGE
-        and name not in getattr(module, "_fp8_params", ())
-    ]
-
-
-def parameter_names(root: nn.Module) -> dict[int, list[str]]:
+def _parameter_names(root: nn.Module) -> dict[int, list[str]]:
     """Return the names of each parameter by id, with one name per module that holds it."""
     names: dict[int, list[str]] = {}
     for prefix, module in root.named_modules():  # yields each module once
@@ -266,7 +296,7 @@ def parameter_names(root: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def sharded_prefixes(root: nn.Module) -> tuple[str, ...]:
+def _sharded_prefixes(root: nn.Module) -> tuple[str, ...]:
     """Return prefixes of the names of layers inside modules that ``fully_shard`` was called on."""
     return tuple(
         f"{name}." if name else ""

@@ -55,10 +55,8 @@ class ShardedParameter:
             return self.plain_bytes
         scales = 0
         if self.layout.gathers_codes_alone(self.spec):
-            format, batch = (
-                self.layout.format,
-                self.spec.unsharded_shape[:1] if self.spec.batched else (),
-            )
+            format = self.layout.format
+            batch = self.spec.unsharded_shape[:1] if self.spec.batched else ()
             count = prod(format.scale_shape(*self.spec.matrix_shape, batch))
             scales = count * format.scale_dtype.itemsize
         return self.layout.nbytes(self.spec) + scales
@@ -113,9 +111,7 @@ class Group:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of an all-gather's output, padding included. 0 with one rank."""
-        if not any(p.spec.num_shards > 1 for p in self.parameters):
-            return 0
-        return self.whole_bytes
+        return self.whole_bytes if self._is_sharded else 0
 
     @property
     def whole_bytes(self) -> int:
@@ -124,13 +120,15 @@ class Group:
 
     def scattered_bytes(self, reduce_dtype: torch.dtype | None) -> int:
         """Return the bytes of a reduce-scatter's input, padding included. 0 with one rank."""
-        if not any(p.spec.num_shards > 1 for p in self.parameters):
-            return 0
-        return self.reduced_bytes(reduce_dtype)
+        return self.reduced_bytes(reduce_dtype) if self._is_sharded else 0
 
     def reduced_bytes(self, reduce_dtype: torch.dtype | None) -> int:
         """Return the bytes of the unsharded gradients as they are reduced."""
         return sum(p.reduced_bytes(reduce_dtype) for p in self.parameters)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(p.spec.num_shards > 1 for p in self.parameters)
 
 
 #: The layout of each parameter that is gathered in FP8, by the ``id`` of its module and its name.

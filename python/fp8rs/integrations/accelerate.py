@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8rs.convert.convert import convert_to_float8_training
-from fp8rs.convert.select import ModuleFilter
+from fp8rs.convert.options import ModuleFilter
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
 _log = logging.getLogger("fp8rs")

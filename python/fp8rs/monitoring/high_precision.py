@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8rs.nn.debug import GEMMS, set_debug
 
-from .layers import layers_of
+from .layers import batched_weights, linear_layers, no_layers
 
 
 def high_precision(
@@ -39,22 +39,32 @@ def high_precision(
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: ``gemms`` has another name, or a pattern matches no FP8 linear layer.
+        ValueError: ``gemms`` has another name, ``model`` has no FP8 layer, or a pattern matches no
+            layer.
     """
     chosen = (gemms,) if isinstance(gemms, str) else tuple(gemms)
     if unknown := [gemm for gemm in chosen if gemm not in GEMMS]:
         raise ValueError(f"gemms must be among {', '.join(GEMMS)}, not {unknown[0]!r}")
-    layers = layers_of(model)
+    layers, experts = linear_layers(model), batched_weights(model)
+    if not layers and not experts:
+        raise no_layers()
     found: dict[str, None] = {}
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         names = [name for name in layers if fnmatchcase(name, pattern)]
         if not names:
-            first = (
-                f"The first of {len(layers)} is {next(iter(layers))!r}"
+            if matched := [name for name in experts if fnmatchcase(name, pattern)]:
+                raise ValueError(
+                    f"patterns: {pattern!r} matches only weights of experts, such as "
+                    f"{matched[0]!r}, whose GEMMs cannot be switched. Pass names of linear layers, "
+                    "or convert with experts='gather' or 'off'"
+                )
+            raise ValueError(
+                f"patterns: {pattern!r} matches no FP8 layer. The first of {len(layers)} is "
+                f"{next(iter(layers))!r}"
                 if layers
-                else ("The model has none: call fp8rs.convert_to_float8_training(model) first")
+                else f"patterns: {pattern!r} matches no linear layer: {len(experts)} weights of "
+                "experts are all that is converted, and their GEMMs cannot be switched"
             )
-            raise ValueError(f"patterns: {pattern!r} matches no FP8 linear layer. {first}")
         found.update(dict.fromkeys(names))
     forward, dgrad, wgrad = (gemm in chosen for gemm in GEMMS)
     for name in found:

@@ -12,8 +12,12 @@ from fp8rs.nn.linear import Float8Linear
 ROOT = "root"
 
 
-def layers_of(model: nn.Module) -> dict[str, Float8Linear]:
-    """Return the converted linear layers by name, in model order. There may be none."""
+def linear_layers(model: nn.Module) -> dict[str, Float8Linear]:
+    """Return the converted layers by name, in model order.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     return {
@@ -32,3 +36,8 @@ def batched_weights(model: nn.Module) -> dict[str, tuple[Float8Params, str]]:
         for key in module._fp8_params
         if module.get_parameter(key).dim() > 2
     }
+
+
+def no_layers() -> ValueError:
+    """Return the error for a model that is not converted."""
+    return ValueError("model has no FP8 layer: call fp8rs.convert_to_float8_training(model) first")

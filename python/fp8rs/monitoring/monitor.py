@@ -19,7 +19,7 @@ from fp8rs.nn.spec import ROLES
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, check_int
 
 from .experts import plane_of
-from .layers import batched_weights, layers_of
+from .layers import batched_weights, linear_layers
 from .records import Lossy, Record, append, name_of, worst
 
 
@@ -45,7 +45,7 @@ class Monitor:
         self.every = every
         self.latest: dict[str, float] = {}
         self._step = first_step
-        self._layers, self._weights = layers_of(model), batched_weights(model)
+        self._layers, self._weights = linear_layers(model), batched_weights(model)
         if not self._layers and not self._weights:
             raise ValueError(
                 "model has no FP8 layer: call fp8rs.convert_to_float8_training(model) first"

@@ -32,11 +32,13 @@ class Float8Experts(Float8Params):
 
     Attributes:
         _gemms: which grouped GEMMs run on FP8 operands, if recipe and device have such GEMMs.
+        _gemms_reason: why all of them run in high precision, or an empty string.
         _fp8_activation: the gated activation of experts of transformers that `gated_mlp` supports,
             or None.
     """
 
     _gemms: Gemms
+    _gemms_reason: str = ""
     _fp8_activation: str | None = None
 
 

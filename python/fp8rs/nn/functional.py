@@ -48,9 +48,10 @@ def grouped_linear(
             example the gathered weight of a converted module or ``to_local()`` of its DTensor.
             ``in`` and ``out`` are multiples of 16, and E is less than 1,024. A transposed view of a
             weight that is stored as (E, in, out) is quantized as it is stored.
-        offs: int32 (E,), the row after the last one of each group. Rows after the last group give 0
-            and receive no gradient. They are not read.
-        bias: (E, out) or None.
+        offs: int32 (E,), the row after the last one of each group, which is the cumulative sum of
+            the groups' sizes. Rows after the last group give 0 and receive no gradient. They are
+            not read.
+        bias: (E, out), with the dtype of ``x``, or None.
         recipe: a recipe or its short name. The default is "current". For a quantized weight, the
             weight's format decides.
 
@@ -60,7 +61,7 @@ def grouped_linear(
     Raises:
         ValueError: a shape or device does not fit. On the CPU, also if ``offs`` decreases or
             exceeds the number of rows.
-        TypeError: a dtype is not supported.
+        TypeError: an argument is not a tensor, or a dtype is not supported.
         RuntimeError: on CUDA, ``offs`` of this call or an earlier one decreased or exceeded the
             number of rows. See `check_offsets`.
     """
@@ -106,7 +107,13 @@ def _key_of(recipe: Recipe | RecipeName) -> str:
 
 
 def as_stored(weight: Tensor) -> tuple[Tensor, bool]:
-    """Return a weight (E, out, in) as it is stored, and whether that is (E, in, out)."""
+    """Return a weight (E, out, in) as it is stored, and whether that is (E, in, out).
+
+    Raises:
+        TypeError: it is not a tensor.
+    """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight must be a torch.Tensor, not {type(weight).__name__}")
     if weight.dim() != 3:
         return weight, False
     transposed = weight.stride(-1) != 1 and weight.stride(-2) == 1

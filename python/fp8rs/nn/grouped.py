@@ -168,8 +168,11 @@ def check(
 
     Raises:
         ValueError: a shape or device does not fit.
-        TypeError: a dtype is not supported.
+        TypeError: an argument is not a tensor, or a dtype is not supported.
     """
+    for name, given in (("x", x), ("offs", offs), ("bias", bias)):
+        if not isinstance(given, Tensor) and (name != "bias" or given is not None):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(given).__name__}")
     if weight.dim() < 3:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be (experts, out, in)")
     experts, n, k = weight.shape[0], prod(weight.shape[1:-1]), weight.shape[-1]
@@ -189,13 +192,16 @@ def check(
         raise TypeError(f"offs is {offs.dtype}; it must be torch.int32")
     if x.dtype not in INPUT_DTYPES:
         raise TypeError(f"x is {x.dtype}; it must be float32, bfloat16 or float16")
-    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise TypeError(f"weight is {weight.dtype} and x is {x.dtype}: both must have one dtype")
     if bias is not None and bias.shape != (experts, n):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({experts}, {n})")
     for name, other in (("weight", weight), ("offs", offs), ("bias", bias)):
         if other is not None and other.device != x.device:
             raise ValueError(f"{name} is on {other.device} and x is on {x.device}")
+    if torch.is_autocast_enabled(x.device.type):
+        return
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is not None and other.dtype != x.dtype:
+            raise TypeError(f"{name} is {other.dtype} and x is {x.dtype}: both must have one dtype")
 
 
 class _How(NamedTuple):

@@ -90,7 +90,8 @@ class GroupedLinear(nn.Module):
 
         Args:
             input: the rows. Rows of one group are consecutive.
-            offs: int32 (num_groups,), the row after the last one of each group.
+            offs: int32 (num_groups,), the row after the last one of each group, which is the
+                cumulative sum of the groups' sizes.
 
         Raises:
             ValueError, TypeError: as for ``fp8rs.nn.functional.grouped_linear``.

@@ -50,6 +50,8 @@ class ModelState:
         linears: weak references to the layers, by index.
         names: their fully qualified names, for messages.
         fp8_gather: whether weights are quantized before FSDP gathers them.
+        group: the ``amax_reduction_group``.
+        experts: the conversion's ``experts``, for reports and later conversions.
         delayed: the state of delayed scaling, or None for other recipes.
         sharded_model: the `fp8rs.fsdp.sharded_model.ShardedModel`. None while no weight is sharded,
             and in a new copy.
@@ -71,16 +73,17 @@ class ModelState:
         self.linears: list[weakref.ref[nn.Module]] = []
         self.names: list[str] = []
         self.fp8_gather = False
+        self.experts = "off"
         self.sharded_model: Any = None
         self.standalone = standalone
-        self._group = amax_reduction_group
+        self.group = amax_reduction_group
         self._root: weakref.ref[nn.Module] | None = None
         self._warned_of_fsdp1 = False
         self._begin()
 
     def _begin(self) -> None:
         """Create the state that is not copied or pickled."""
-        group = self._group
+        group = self.group
         by_tensor = group is not None and not self.recipe.delayed
         prepare_compilers()
         self.key = register(self.recipe, group.group_name if by_tensor else None)
@@ -254,13 +257,13 @@ class ModelState:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._group is not None:
+        if self.group is not None:
             warnings.warn(
                 "a pickle cannot hold the amax_reduction_group of a converted model: amaxes of "
                 "the model that is loaded are reduced as if none had been given",
                 stacklevel=2,
             )
-        return {**self._contents(), "_group": None}
+        return {**self._contents(), "group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         recorded = state.pop("delayed")

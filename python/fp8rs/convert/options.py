@@ -1,0 +1,117 @@
+"""The arguments of a conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from fp8rs._torch import own_part
+from fp8rs.convert.torchao import from_float8_linear_config
+from fp8rs.gemm.grouped import reads_format
+from fp8rs.nn.fp8_params import Float8Params
+from fp8rs.quantize.quantizers import group_name
+from fp8rs.quantize.recipes import Recipe, resolve_recipe
+from fp8rs.tensor.quantized import QuantizedTensor
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+ExpertsMode = Literal["auto", "fp8", "gather", "off"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of a conversion: see ``convert_to_float8_training``."""
+
+    recipe: Any = None
+    config: Any = None
+    module_filter_fn: ModuleFilter | None = None
+    filter_fqns: Iterable[str] = ()
+    enable_fsdp_float8_all_gather: bool | None = None
+    amax_reduction_group: Any = None
+    fp8_weights: bool = False
+    experts: ExpertsMode = "auto"
+
+    def resolved(self) -> Options:
+        """Return the options with a Recipe and without None.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or two arguments contradict each other.
+        """
+        if isinstance(self.filter_fqns, str):  # which is an iterable of letters
+            raise TypeError(
+                f"filter_fqns must be a collection of names, not the str {self.filter_fqns!r}"
+            )
+        group_name(self.amax_reduction_group)  # raises if it is not a group
+        gather = self.enable_fsdp_float8_all_gather
+        if self.config is None:
+            recipe = resolve_recipe("current" if self.recipe is None else self.recipe)
+            gather = gather is None or gather
+        else:
+            if self.recipe is not None:
+                raise ValueError("recipe and config are both given: give one")
+            recipe, of_config = from_float8_linear_config(self.config)
+            if gather not in (None, of_config):
+                raise ValueError(
+                    f"enable_fsdp_float8_all_gather={gather} contradicts "
+                    f"config.enable_fsdp_float8_all_gather={of_config}: give one of them"
+                )
+            gather = of_config
+        if self.fp8_weights and not gather:
+            raise ValueError(
+                "enable_fsdp_float8_all_gather=False cannot be combined with fp8_weights=True: FP8 "
+                "weights have no high-precision values to gather"
+            )
+        if self.experts not in get_args(ExpertsMode):
+            known = ", ".join(map(repr, get_args(ExpertsMode)))
+            raise ValueError(f"experts must be one of {known}, not {self.experts!r}")
+        if self.experts == "fp8" and not has_fp8_gemms(recipe):
+            raise ValueError(
+                f"experts='fp8' requires a recipe with grouped FP8 GEMMs: 'current', 'delayed' or "
+                f"'rowwise', not {recipe.name!r}. With experts='gather', weights of experts are "
+                "gathered in FP8 and their GEMMs run in high precision"
+            )
+        filters = tuple(self.filter_fqns)
+        return replace(
+            self, recipe=recipe, filter_fqns=filters, enable_fsdp_float8_all_gather=gather
+        )
+
+    def names(self, fqn: str) -> bool:
+        """Whether ``filter_fqns`` excludes a name."""
+        return any(part in fqn for part in self.filter_fqns)
+
+    def check(self, name: str, module: Float8Params) -> None:
+        """Check that a module with FP8 parameters was converted or built with these options.
+
+        Raises:
+            ValueError: an option differs.
+        """
+        state = module._fp8_state
+        given: dict[str, tuple[Any, Any]] = {"recipe": (state.recipe, self.recipe)}
+        if not state.standalone:
+            gather = state.fp8_gather, self.enable_fsdp_float8_all_gather
+            given["enable_fsdp_float8_all_gather"] = gather
+            given["amax_reduction_group"] = state.group, self.amax_reduction_group
+            if not isinstance(module, nn.Linear):
+                given["experts"] = state.experts, self.experts
+            weights = [own_part(module._parameters[key]) for key in module._fp8_params]
+            if self.fp8_weights and not all(isinstance(w, QuantizedTensor) for w in weights):
+                given["fp8_weights"] = False, True
+        for option, (before, now) in given.items():
+            if before != now:
+                raise ValueError(
+                    f"{name or 'the root'} is already in FP8, with {option}={before!r}, not "
+                    f"{now!r}. To change it, load the state dict into an unconverted model and "
+                    "convert that. To keep it, exclude it with filter_fqns"
+                )
+
+
+def has_fp8_gemms(recipe: Recipe) -> bool:
+    """Whether grouped FP8 GEMMs read weights in a recipe's format."""
+    return reads_format(recipe.block_format("weight"))
+
+
+def fqn_of(module: str, parameter: str = "") -> str:
+    """Return the name of a module or of its parameter, for messages."""
+    return f"{module}.{parameter}".strip(".") or "the root"
