@@ -153,9 +153,7 @@ def test_patterns_name_layers():
     }
     assert high == {"0.0": (False, True, False), "0.1": None, "1": None}
     assert fp8rs.high_precision(torch.compile(model), "0.0") == ["0.0"]
-    with pytest.raises(
-        ValueError, match=r"'2' matches no FP8 linear layer. The first of 3 is '0\.0'"
-    ):
+    with pytest.raises(ValueError, match=r"'2' matches no FP8 layer. The first of 3 is '0\.0'"):
         fp8rs.high_precision(model, "2")
     with pytest.raises(ValueError, match="gemms must be among forward, dgrad, wgrad, not 'fwd'"):
         fp8rs.high_precision(model, "1", gemms=["fwd"])

@@ -42,8 +42,8 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     for name in ("nn", "nn.functional", "optim", "checkpoint", "export", "tensor_parallel"):
         module = importlib.import_module(f"fp8rs.{name}")
         public |= {f"fp8rs.{name}.{public}" for public in module.__all__}
-    # An alias of Float8Linear, and a module.
-    public -= {"fp8rs.nn.Linear", "fp8rs.nn.functional"}
+    # An alias of Float8Linear, a module, and a function that is listed under its module.
+    public -= {"fp8rs.nn.Linear", "fp8rs.nn.functional", "fp8rs.export.tensors"}
     assert public <= set(names)
 
 
@@ -65,6 +65,13 @@ def test_every_integration_is_in_the_reference() -> None:
 def test_the_reference_lists_only_existing_names() -> None:
     for name, found in objects():
         assert found.__doc__ or issubclass(found, RuntimeError), name
+
+
+@pytest.mark.newest_torch
+def test_the_reference_lists_no_module() -> None:
+    """For a module and a function of one name, the site would show everything in the module."""
+    package = Path(fp8rs.__file__).parents[1]
+    assert not [n for n in documented() if (package / f"{n.replace('.', '/')}.py").exists()]
 
 
 @pytest.mark.newest_torch

@@ -19,7 +19,7 @@ from fp8rs.nn.spec import ROLES
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, check_int
 
 from .experts import plane_of
-from .layers import batched_weights, linear_layers
+from .layers import batched_weights, linear_layers, no_layers
 from .records import Lossy, Record, append, name_of, worst
 
 
@@ -47,9 +47,7 @@ class Monitor:
         self._step = first_step
         self._layers, self._weights = linear_layers(model), batched_weights(model)
         if not self._layers and not self._weights:
-            raise ValueError(
-                "model has no FP8 layer: call fp8rs.convert_to_float8_training(model) first"
-            )
+            raise no_layers()
         self._group = group
         self._file = None if file is None else Path(file)
         operands = len(self._layers) * len(ROLES)
