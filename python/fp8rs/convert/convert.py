@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -166,7 +166,7 @@ def _convert(state: ModelState, selected: Selection, fp8_weights: bool, keep_ini
         from fp8rs.optim.warnings import watch  # imported only by models that need it
 
         for (_, layer), amax in zip(layers, amaxes, strict=False):
-            layer._fp8_params["weight"].start_history_from(amax)
+            cast(Any, layer)._fp8_params["weight"].start_history_from(amax)
         state.subscribe_to_steps()
         watch()
 
