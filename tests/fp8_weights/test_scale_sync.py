@@ -657,7 +657,8 @@ def test_a_synchronization_frees_the_values(rig, recipe):
     with torch.no_grad():
         for layer in linears(model).values():
             local_of(layer.weight).copy_(torch.ones(local_of(layer.weight).shape))
-    assert any(handle.pending is not None for handle in handles)
+    # A shard has all elements of the scales of its rows, so nothing is synchronized.
+    assert any(handle.pending is not None for handle in handles) == (recipe != "rowwise")
     model(batch(rig))
     assert all(handle.pending is None for handle in handles)
 

@@ -332,7 +332,7 @@ def _entries(state: Any, path: str = "") -> Iterator[tuple[dict[str, Any], str, 
 
 
 def _adapt(owner: dict[str, Any], path: str, key: Any, saved: dict[str, Any]) -> None:
-    name, value = f"{path}{key}", owner[key]
+    name, value = f"{path}{key}", owner.get(key)  # None: already removed below
     if isinstance(value, Tensor) and value.is_meta:
         raise ValueError(
             f"{name} is on the meta device, without memory to load into: call "
