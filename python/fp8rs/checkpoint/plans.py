@@ -142,6 +142,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """
         assert metadata is not None
         saved = metadata.state_dict_metadata
+        _check_memory(state_dict)
         for entry in list(_entries(state_dict)):
             _adapt(*entry, saved)
         self._asked = tuple(f"{key}." for key in state_dict)
@@ -331,13 +332,18 @@ def _entries(state: Any, path: str = "") -> Iterator[tuple[dict[str, Any], str, 
             yield state, path, key
 
 
+def _check_memory(state: Any) -> None:
+    """Raise ValueError if a tensor of a state is on the meta device."""
+    for owner, path, key in _entries(state):
+        if isinstance(owner[key], Tensor) and owner[key].is_meta:
+            raise ValueError(
+                f"{path}{key} is on the meta device, without memory to load into: call "
+                "model.to_empty(device=...) first"
+            )
+
+
 def _adapt(owner: dict[str, Any], path: str, key: Any, saved: dict[str, Any]) -> None:
-    name, value = f"{path}{key}", owner.get(key)  # None: already removed below
-    if isinstance(value, Tensor) and value.is_meta:
-        raise ValueError(
-            f"{name} is on the meta device, without memory to load into: call "
-            "model.to_empty(device=...) first"
-        )
+    name = f"{path}{key}"
     if name in saved or not isinstance(key, str):
         return
     if key.rpartition(".")[2] in BUFFERS:

@@ -165,6 +165,7 @@ def _convert(state: ModelState, selected: Selection, fp8_weights: bool, keep_ini
     if fp8_weights:
         from fp8rs.optim.warnings import watch  # imported only by models that need it
 
+        # The amaxes of experts come last. Batched weights have no history.
         for (_, layer), amax in zip(layers, amaxes, strict=False):
             cast(Any, layer)._fp8_params["weight"].start_history_from(amax)
         state.subscribe_to_steps()

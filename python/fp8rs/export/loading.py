@@ -323,7 +323,7 @@ def read_weight_scales(stored: StoredTensors, target: Target) -> Tensor | None:
     if format is MX_32X32:
         if len(shape) > 3:
             return None
-        # The rows of a block need equal scales, also those of other ranks.
+        # The rows of a block need equal scales, also rows of other ranks.
         stop = min(-(-(begin[-2] + size[-2]) // 32) * 32, shape[-2]) if size[-2] else begin[-2]
         begin[-2] -= begin[-2] % 32 if size[-2] else 0
         size[-2] = stop - begin[-2]

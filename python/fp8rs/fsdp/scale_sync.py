@@ -23,8 +23,6 @@ whose scale changes rounds its shard again. If its last write replaced the whole
 the values of that write, and the bytes equal the unsharded weight's. Otherwise it rounds its
 codes. In-place arithmetic moves scales by powers of two (`QuantSpec.keep_scale`), so rounding codes
 again is then exact except for subnormal numbers.
-
-To decide which shards to round, the host reads the reduced scales.
 """
 
 from __future__ import annotations

@@ -359,7 +359,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         """Return the amaxes of the blocks of shards that have rows of blocks to reduce.
 
         Returns:
-            For each of these shards the amaxes of its own blocks, and those of the reduced rows.
+            For each of these shards, the amaxes of its own blocks and of the reduced rows.
         """
         shards = [s for s in shards if rows_of(s.shard_spec)]
         grids = [

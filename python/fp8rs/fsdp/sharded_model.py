@@ -47,7 +47,7 @@ from .shard_quantizer import (
     ShardQuantizer,
     TensorwiseShardQuantizer,
 )
-from .wrap import needs_wrapping, tied_modules, wrap_sharded_param
+from .wrap import needs_wrapping, tied_modules, unconverted_modules, wrap_sharded_param
 
 #: The result of a pre-all-gather hook.
 _Inputs = tuple[tuple[Tensor, ...], AllGatherMetadata]
@@ -78,6 +78,8 @@ class ShardedModel:
         self.quantizer = quantizer_for(state)
         #: Parameters that are gathered in high precision, because others are tied to them.
         self._high_precision: set[ParamHandle] = set()
+        #: Listed once, because each weight is compared with all of them.
+        self._unconverted: list[tuple[str, weakref.ref[nn.Module]]] | None = None
         #: The parameters that FSDP2 gathers together, by each of them.
         self._groups: dict[ParamHandle, list[ParamHandle]] | None = None
         #: Shards of the all-gather that is being prepared: FSDP2 calls the hook of each parameter.
@@ -120,12 +122,14 @@ class ShardedModel:
         if not isinstance(local_tensor(parameter), QuantizedTensor):
             if handles[name] in self._high_precision or not state.fp8_gather:
                 return
-            if tied := tied_modules(state.root, module, name, parameter):
+            if self._unconverted is None and state.root is not None:
+                self._unconverted = unconverted_modules(state.root)
+            if tied := tied_modules(self._unconverted or (), module, name, parameter):
                 self._high_precision.add(handles[name])
                 warnings.warn(
                     f"the weight of {state.names[index] or 'the layer'} is gathered in high "
-                    f"precision: it is tied to that of {', '.join(tied)}, which would be given "
-                    "what it was rounded to",
+                    f"precision: it is tied to that of {', '.join(tied)}, which is not converted "
+                    "and would read rounded values",
                     stacklevel=2,
                 )
                 return
@@ -142,7 +146,7 @@ class ShardedModel:
         """Return the handle of every parameter whose module holds the shard now, once.
 
         Args:
-            of: handles of modules. By default, those of all layers. Tied modules share a handle.
+            of: handles of modules, by default of all layers. Tied modules share a handle.
         """
         locals_ = (handle.local for handle in (self._all_handles() if of is None else of))
         return list(dict.fromkeys(local._handle for local in locals_ if local is not None))

@@ -9,6 +9,8 @@ synchronized first.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -40,20 +42,34 @@ def needs_wrapping(module: nn.Module, name: str, parameter: Any) -> bool:
     return other is not module and (other is None or other._parameters.get(name) is not parameter)
 
 
-def tied_modules(root: Any, module: nn.Module, name: str, parameter: Any) -> list[str]:
-    """Return the names of modules of a model that are not converted and have a parameter as theirs.
+def unconverted_modules(root: nn.Module) -> list[tuple[str, weakref.ref[nn.Module]]]:
+    """Return the modules of a model that have parameters and are not converted, by name."""
+    return [
+        (name or type(module).__name__, weakref.ref(module))
+        for name, module in root.named_modules()
+        if module._parameters and not hasattr(module, "_fp8_params")
+    ]
+
+
+def tied_modules(
+    others: Iterable[tuple[str, weakref.ref[nn.Module]]],
+    module: nn.Module,
+    name: str,
+    parameter: Any,
+) -> list[str]:
+    """Return the names of modules that have a converted module's parameter as theirs.
 
     Args:
-        root: the model, or None if it is not known.
+        others: the `unconverted_modules` of the model.
         module: the converted module.
         name: the parameter's name in the module.
         parameter: the parameter that FSDP2 puts on the module.
     """
     own = {id(parameter), id(module._parameters.get(name))}  # tied modules are set one by one
     return [
-        other or type(part).__name__
-        for other, part in (() if root is None else root.named_modules())
-        if not hasattr(part, "_fp8_params")
+        other
+        for other, reference in others
+        if (part := reference()) is not None
         and any(id(p) in own for p in part._parameters.values() if p is not None)
     ]
 

@@ -7,8 +7,6 @@ and multiplied group by group in fp32. Other devices have high-precision GEMMs o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -86,8 +84,15 @@ def grouped_mm(
 
 
 @grouped_mm.register_fake
-def _(a: Tensor, a_scale: Tensor, b: Tensor, *others: Any) -> Tensor:
-    *_, out_dtype, _ = others
+def _(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    zero_tail: bool,
+) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
@@ -145,8 +150,14 @@ def grouped_wgrad(
 
 
 @grouped_wgrad.register_fake
-def _(a: Tensor, a_scale: Tensor, b: Tensor, *others: Any) -> Tensor:
-    _, padded_ends, out_dtype = others
+def _(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    padded_ends: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
     return a.new_empty((padded_ends.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
 
 

@@ -58,12 +58,14 @@ def high_precision(
                     f"{matched[0]!r}, whose GEMMs cannot be switched. Pass names of linear layers, "
                     "or convert with experts='gather' or 'off'"
                 )
+            if not layers:
+                raise ValueError(
+                    f"patterns: {pattern!r} matches no linear layer: {len(experts)} weights of "
+                    "experts are all that is converted, and their GEMMs cannot be switched"
+                )
             raise ValueError(
                 f"patterns: {pattern!r} matches no FP8 layer. The first of {len(layers)} is "
                 f"{next(iter(layers))!r}"
-                if layers
-                else f"patterns: {pattern!r} matches no linear layer: {len(experts)} weights of "
-                "experts are all that is converted, and their GEMMs cannot be switched"
             )
         found.update(dict.fromkeys(names))
     forward, dgrad, wgrad = (gemm in chosen for gemm in GEMMS)
