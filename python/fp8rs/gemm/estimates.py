@@ -74,14 +74,16 @@ class GroupedCosts(NamedTuple):
 
 #: The costs of bf16 (False) and FP8 (True), with rows distributed evenly.
 GROUPED_GEMMS = {
-    False: GroupedCosts(Cost(0.781, 765, 9852), Cost(0.41, 735, 2279)),
-    True: GroupedCosts(Cost(0.672, 1196, inf), Cost(1.029, 1314, 1859)),
+    False: GroupedCosts(Cost(0.788, 769, 9833), Cost(0.353, 741, 2078)),
+    True: GroupedCosts(Cost(0.671, 1203, inf), Cost(1.028, 1283, 1862)),
 }
 
 #: The quantization of rows, by whether columnwise codes are written too.
-QUANTIZE = {False: Cost(14.4, inf, 608), True: Cost(40.8, inf, 488)}
+QUANTIZE = {False: Cost(13.5, inf, 606), True: Cost(38.7, inf, 477)}
 
-#: The quantization of tokens in both directions with their copy to rows, less the copy in bf16.
+#: The quantization of tokens in both directions with their copy to rows, less the copy in bf16. The
+#: difference was 171, 76 and 412 us for 131,072 rows of 2,048 values, 16,384 of 4,096 and 65,536 of
+#: 7,168.
 QUANTIZE_TOKENS = Cost(0, inf, 1250)
 
 #: The transposition of a weight's codes.
@@ -97,9 +99,10 @@ QUANTIZE_WEIGHT = Cost(9, inf, 340)
 ROW_SCALES = Cost(0, inf, 150)
 
 #: FP8 is chosen if it is estimated to be at least this many times as fast, and to save at least
-#: these microseconds per weight. Estimates are within 12% of measured times, and smaller savings
-#: did not shorten whole steps. Those of a model like Qwen3 on two H100s took 180 ms with FP8 GEMMs
-#: and 171 ms without for 512 rows per expert (642 us), and 255 and 271 ms for 1,024 rows (927 us).
+#: these microseconds per weight. Steps of a model like Qwen3 (6 layers, two H100s) bound the
+#: saving. With 512 rows per expert (estimated 637 us), 096092d took 172.2 ms with FP8 GEMMs and
+#: 170.3 ms without. FP8 kernels took 6.5 ms less, or 540 us per weight, but the host limited both.
+#: With 1,024 rows (909 us), an earlier run of 2026-11-25 took 254.7 and 271.0 ms.
 LEAST_SPEEDUP = 1.1
 LEAST_SAVING = 750
 
@@ -180,23 +183,36 @@ def choose(rows: int, weight: GroupedWeight) -> GroupedChoice:
 def prefers_gated_mlp(rows: int, down: GroupedWeight) -> bool:
     """Whether `fp8rs.nn.grouped.gated_mlp` is faster than the choices of its two weights.
 
+    Args:
+        rows: rows of the input, of all experts.
+        down: the second weight, (experts, hidden, width).
+    """
+    fused = gated_mlp_us(rows, down)
+    weights = _gate_up(down), down
+    plain = sum(grouped_us(HIGH_PRECISION, rows, weight) for weight in weights)
+    separate = sum(grouped_us(choose(rows, weight), rows, weight) for weight in weights)
+    faster = fused < separate and fused < _most_us(plain, 2)
+    return faster and rows <= MOST_WGRAD_ROWS * down.experts
+
+
+def gated_mlp_us(rows: int, down: GroupedWeight) -> float:
+    """Return the microseconds of forward and backward of `fp8rs.nn.grouped.gated_mlp`.
+
     It quantizes tokens as it copies them, and activations as it computes them, which takes no
-    longer than computing them in bf16. Only the gradient of the output is quantized on its own.
+    longer than computing them in bf16. Only the gradient of the output is quantized on its own. The
+    copy of tokens and the activation itself are not included.
 
     Args:
         rows: rows of the input, of all experts.
         down: the second weight, (experts, hidden, width).
     """
-    gate_up = down._replace(n=2 * down.k, k=down.n)
     elements = rows * down.n
-    fused = QUANTIZE_TOKENS.us(1, 0, elements) + QUANTIZE[True].us(1, 0, elements)
-    plain = separate = 0.0
-    for weight in (gate_up, down):
-        fused += _gemms_us(FP8, rows, weight)
-        plain += grouped_us(HIGH_PRECISION, rows, weight)
-        separate += grouped_us(choose(rows, weight), rows, weight)
-    faster = fused < separate and fused < _most_us(plain, 2)
-    return faster and rows <= MOST_WGRAD_ROWS * down.experts
+    us = QUANTIZE_TOKENS.us(1, 0, elements) + QUANTIZE[True].us(1, 0, elements)
+    return us + _gemms_us(FP8, rows, _gate_up(down)) + _gemms_us(FP8, rows, down)
+
+
+def _gate_up(down: GroupedWeight) -> GroupedWeight:
+    return down._replace(n=2 * down.k, k=down.n)
 
 
 def _most_us(plain: float, weights: int) -> float:
