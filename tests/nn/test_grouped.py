@@ -247,6 +247,17 @@ def test_wgrad_alone_runs_in_high_precision(device, monkeypatch, recipe, transpo
     assert torch.equal(found["fp8"][2], found["gather"][2]) == (case == "no rows in groups")
 
 
+def test_each_number_of_rows_is_estimated_once(monkeypatch):
+    estimated = []
+    monkeypatch.setattr(
+        estimates, "choose", lambda rows, _: estimated.append(rows) or estimates.HIGH_PRECISION
+    )
+    weight, offs = torch.randn(3, OUT, IN), torch.tensor([4, 7, 16], dtype=torch.int32)
+    for rows in (32, 16, 32, 16):
+        grouped(torch.randn(rows, IN), weight, offs, None, key_of("current"), gemms="auto")
+    assert estimated == [32, 16]
+
+
 @pytest.mark.parametrize("choice", [estimates.HIGH_PRECISION_WGRAD, estimates.FP8])
 def test_codes_or_the_input_are_saved_for_wgrad(device, monkeypatch, choice):
     force(monkeypatch, choice)

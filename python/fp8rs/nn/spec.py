@@ -7,7 +7,7 @@ constant. Layers with equal specs have equal keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -97,10 +97,11 @@ class GroupedSpec:
     power_2_scale: bool
     amax_epsilon: float
 
-    @property
+    @cached_property
     def scale_options(self) -> dict[str, Any]:
-        """The options as arguments of ``fp8rs::quantize_groups``."""
-        return {"power_2_scale": self.power_2_scale, "amax_epsilon": self.amax_epsilon}
+        """The arguments of ``fp8rs::quantize_groups`` that are not its defaults."""
+        options = {"power_2_scale": self.power_2_scale, "amax_epsilon": self.amax_epsilon}
+        return {name: value for name, value in options.items() if value}
 
 
 def grouped_spec_for(key: str) -> GroupedSpec:
