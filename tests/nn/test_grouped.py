@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fp8rs
 from cases import data
 from fp8rs.gemm import estimates
+from fp8rs.gemm import grouped as grouped_gemm
 from fp8rs.nn.functional import grouped_linear, key_of
 from fp8rs.nn.grouped import grouped
 from fp8rs.quantize.quantizers import Quantizer
@@ -245,6 +246,41 @@ def test_wgrad_alone_runs_in_high_precision(device, monkeypatch, recipe, transpo
     for i, other in enumerate(("fp8", "fp8", "gather", "fp8")):
         assert torch.equal(found["auto"][i], found[other][i])
     assert torch.equal(found["fp8"][2], found["gather"][2]) == (case == "no rows in groups")
+
+
+def test_parts_of_groups_are_equal_and_aligned():
+    ends = torch.tensor([0, 16, 64, 64, 288], dtype=torch.int32)
+    expected = [0, 0, 0, 16, 16, 16, 32, 48, 64, 64, 64, 64, 144, 224, 288]
+    assert grouped_gemm.part_ends(ends, 3).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "case, parts", [("even", 2), ("uneven", 2), ("rows after the last group", 4)]
+)
+def test_wgrad_of_long_groups_is_the_sum_of_parts(device, monkeypatch, case, parts):
+    given = operands(device, case)
+    expected, split, part_ends = run(*given), [], grouped_gemm.part_ends
+    monkeypatch.setattr(grouped_gemm, "MOST_WGRAD_ROWS", 8)
+    monkeypatch.setattr(grouped_gemm, "part_ends", lambda *a: split.append(a[1]) or part_ends(*a))
+    found = run(*given)
+    assert split == [parts] * grouped_gemm.has_grouped_gemm(device)
+    torch.testing.assert_close(found[2], expected[2], rtol=0.02, atol=0.05)
+    for i in (0, 1, 3):
+        assert torch.equal(found[i], expected[i])
+
+
+def test_a_long_sum_of_terms_with_a_mean_is_accurate(device):
+    """Hopper's error of one sum of 65,536 terms is 16%."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (
+        torch.randn(65536, n, generator=generator) + 0.3 * torch.randn(n, generator=generator)
+        for n in (IN, OUT)
+    )
+    weight = torch.zeros(1, OUT, IN, device=device, dtype=torch.bfloat16).requires_grad_()
+    offs = torch.tensor([65536], dtype=torch.int32, device=device)
+    x, dy = (t.to(device, torch.bfloat16) for t in (x, dy))
+    grouped_linear(x, weight, offs).backward(dy)
+    assert error(weight.grad[0], dy.double().t() @ x.double()) < 0.04
 
 
 def test_each_number_of_rows_is_estimated_once(monkeypatch):

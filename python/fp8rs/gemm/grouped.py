@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fp8rs._core import zero_tail
 from fp8rs.gemm.devices import capability
+from fp8rs.gemm.estimates import MOST_WGRAD_ROWS
 from fp8rs.ops.define import in_python
 from fp8rs.tensor.formats import BlockFormat
 
@@ -114,25 +116,56 @@ def _scaled_wgrad(
     groups, n, k = padded_ends.shape[0], a.shape[0], b.shape[0]
     if not (a.numel() and b.numel() and groups):
         return a.new_zeros((groups, n, k), dtype=out_dtype)
+    rows = a.shape[1] - (ALIGNMENT - 1) * groups  # without the columns between groups
+    parts = min(-(-rows // (MOST_WGRAD_ROWS * groups)), (MAX_GROUPS - 1) // groups)
+    if parts > 1:
+        a_scale, b_scale = (s.repeat_interleave(parts, 0) for s in (a_scale, b_scale))
+        out = _products(a, b, a_scale, b_scale, part_ends(padded_ends, parts))
+        # Summed in fp32.
+        return out.view(groups, parts, n, k).sum(1).to(out_dtype)
+    return _products(a, b, a_scale, b_scale, padded_ends).to(out_dtype)
+
+
+def part_ends(ends: Tensor, parts: int) -> Tensor:
+    """Divide each group into parts of equal length, and return where they end.
+
+    Parts begin at multiples of 16. If a group is too short, its last parts are empty.
+
+    Args:
+        ends: int32 (groups,), multiples of 16.
+        parts: the number of parts of a group.
+
+    Returns:
+        int32 (groups * parts,).
+    """
+    starts = functional.pad(ends[:-1], (1, 0))
+    unit = parts * ALIGNMENT
+    length = (ends - starts + (unit - 1)) // unit * ALIGNMENT
+    number = torch.arange(1, parts + 1, dtype=ends.dtype, device=ends.device)
+    all_ends = starts.unsqueeze(1) + length.unsqueeze(1) * number
+    return all_ends.minimum(ends.unsqueeze(1)).flatten()
+
+
+def _products(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor) -> Tensor:
+    """Return the products of columns of all groups, bf16 on CUDA and fp32 on the CPU."""
     if a.is_cuda:
-        out = torch._scaled_grouped_mm(
+        return torch._scaled_grouped_mm(
             a,
             b.t(),
             a_scale.view(-1),
             b_scale.view(-1),
-            offs=padded_ends,
+            offs=ends,
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
-        return out.to(out_dtype)
-    out = a.new_zeros((groups, n, k), dtype=torch.float32)
+    out = a.new_zeros((ends.shape[0], a.shape[0], b.shape[0]), dtype=torch.float32)
     start = 0
-    for group, end in enumerate(padded_ends.tolist()):
+    for group, end in enumerate(ends.tolist()):
         left = a[:, start:end].float() * a_scale[group].unsqueeze(1)
         right = b[:, start:end].float() * b_scale[group].unsqueeze(1)
         out[group] = left @ right.t()
         start = end
-    return out.to(out_dtype)
+    return out
 
 
 @in_python(_scaled_wgrad)
@@ -145,6 +178,10 @@ def grouped_wgrad(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply columns of each group: out[g] = a[:, columns of g] @ b[:, columns of g].T.
+
+    Hopper sums products with about 14 bits, so that long sums of terms with a mean lose accuracy.
+    If groups have more than `MOST_WGRAD_ROWS` rows on average, each is divided into equal parts
+    with at most so many rows on average, and their products are summed in fp32.
 
     Args:
         a: codes (n, columns), contiguous, from ``fp8rs::quantize_groups``.
