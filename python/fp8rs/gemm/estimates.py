@@ -101,9 +101,9 @@ ROW_SCALES = Cost(0, inf, 150)
 #: FP8 is chosen if it is estimated to be at least this many times as fast, and to save at least
 #: these microseconds per weight. Steps of a model like Qwen3 (6 layers, two H100s) bound the
 #: saving. With 512 rows per expert (estimated 637 us), 096092d took 172.2 ms with FP8 GEMMs and
-#: 170.3 ms without, although its kernels took 6.5 ms less, or 540 us per weight. Steps waited for the
-#: host or for communication. With 1,024 rows (909 us), an earlier run of 2026-11-25 took 254.7 and
-#: 271.0 ms.
+#: 170.3 ms without, although its kernels took 6.5 ms less, or 540 us per weight. The rest of a step
+#: waited for the host or for communication. With 1,024 rows (909 us), an earlier run of 2026-11-25
+#: took 254.7 and 271.0 ms.
 LEAST_SPEEDUP = 1.1
 LEAST_SAVING = 750
 
