@@ -287,7 +287,7 @@ def _operand(
             return _Operand(col.data, col.scale.view(-1, 1), None, col.scale)
         assert row is not None
         plane = row
-    codes, scale = plane.matrix, plane.scale
+    codes, scale = plane.data.flatten(1, -2), plane.scale
     per_row = scale.view(codes.shape[0], -1)
     if not turned:
         return _Operand(codes.contiguous(), per_row, None, scale)
