@@ -210,8 +210,8 @@ def test_two_tied_linears_name_each_other():
     with pytest.warns(UserWarning, match="tied") as caught:
         convert(model)
     assert [str(w.message).split(":")[1] for w in caught] == [
-        " its weight is tied to 2.weight",
-        " its weight is tied to 0.weight",
+        " the weight is tied to 2.weight",
+        " the weight is tied to 0.weight",
     ]
     assert converted(model) == ["1"]
 
@@ -284,9 +284,19 @@ def test_converted_layers_are_logged(caplog):
 
 def test_weights_of_other_dtypes_are_not_converted_and_warn():
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4))
-    with pytest.warns(UserWarning, match=r"0 is not converted: its weight is torch.float64"):
+    with pytest.warns(UserWarning, match=r"^0 is not converted: the weight is torch.float64"):
         convert(model)
     assert converted(model) == ["1"]
+
+
+def test_one_warning_lists_the_layers_of_a_dtype():
+    layers = (nn.Linear(4, 4, dtype=d) for d in [torch.float64] * 5 + [torch.float32])
+    with pytest.warns(UserWarning) as caught:
+        convert(nn.Sequential(*layers))
+    (warning,) = caught
+    assert str(warning.message).startswith(
+        "0, 1, 2 and 2 more are not converted: the weight is torch.float64"
+    )
 
 
 def test_converting_twice_changes_nothing():
@@ -396,7 +406,7 @@ def test_parametrized_weights_are_not_converted_and_warn(kind):
     else:
         getattr(nn.utils, kind)(model.head)
     tokens = torch.arange(3)
-    with pytest.warns(UserWarning, match="head is not converted: its weight is not a param"):
+    with pytest.warns(UserWarning, match="head is not converted: the weight is not a param"):
         convert(model)
     assert converted(model) == ALL[:-1]
     model(tokens).sum().backward()

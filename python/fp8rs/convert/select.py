@@ -94,7 +94,7 @@ def why_not(layer: nn.Linear, tied: Iterable[str] = ()) -> Reason | None:
     if weight is None:
         return Reason(
             "its weight is computed from other parameters",
-            "its weight is not a parameter, but computed from others (weight_norm, spectral_norm, "
+            "the weight is not a parameter, but computed from others (weight_norm, spectral_norm, "
             "pruning or another parametrization)",
         )
     if isinstance(weight, nn.parameter.UninitializedParameter):
@@ -107,12 +107,12 @@ def why_not(layer: nn.Linear, tied: Iterable[str] = ()) -> Reason | None:
         return Reason(f"its class {kind.__name__} overrides forward")
     if tied:
         return Reason(
-            "its weight is tied to another module's", f"its weight is tied to {', '.join(tied)}"
+            "its weight is tied to another module's", f"the weight is tied to {', '.join(tied)}"
         )
     if weight.dtype not in INPUT_DTYPES:
         return Reason(
             f"its weight is {weight.dtype}",
-            f"its weight is {weight.dtype}, not float32, bfloat16 or float16",
+            f"the weight is {weight.dtype}, not float32, bfloat16 or float16",
         )
     return None
 
@@ -185,6 +185,7 @@ def select(root: nn.Module, options: Options) -> Selection:
             "of experts has that in its name"
         )
     sharded, names = _sharded_prefixes(root), _parameter_names(root)
+    unexpected: dict[str, list[str]] = {}
     for name, module in root.named_modules():
         is_sharded = f"{name}.".startswith(sharded)
         if isinstance(module, nn.Linear):
@@ -203,7 +204,7 @@ def select(root: nn.Module, options: Options) -> Selection:
                 continue
             found.left[fqn_of(name)] = reason.text
             if reason.details:
-                found.warnings.append(f"{fqn_of(name)} is not converted: {reason.details}")
+                unexpected.setdefault(reason.details, []).append(fqn_of(name))
         else:
             experts, left = select_experts(name, module, options, names)
             found.left.update(left)
@@ -212,6 +213,9 @@ def select(root: nn.Module, options: Options) -> Selection:
             elif experts:
                 found.experts.append(experts)
     _check_whole(found.layers)
+    for details, layers in unexpected.items():
+        verb = "is" if len(layers) == 1 else "are"
+        found.warnings.append(f"{listed(layers)} {verb} not converted: {details}")
     if torchao := [name for name, reason in found.left.items() if reason == TORCHAO]:
         found.warnings.append(
             f"{len(torchao)} layers are not converted (the first is {torchao[0]}): torchao has "
