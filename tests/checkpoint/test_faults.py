@@ -85,7 +85,6 @@ DAMAGE = {
     "the last byte of a tensor is changed": lambda folder: flip(folder, 1.0),
     "the metadata is missing": lambda folder: os.remove(f"{folder}/.metadata"),
     "the metadata is cut short": lambda folder: cut_short(f"{folder}/.metadata"),
-    "all is missing": shutil.rmtree,
 }
 
 
@@ -108,6 +107,17 @@ def test_a_damaged_checkpoint_raises_on_all_ranks_and_leaves_the_model(rig, kept
         assert same(contents(model, optimizer), before), what
     checkpoint.load(state_of(model, optimizer), f"{folder}/whole")
     assert not same(contents(model, optimizer), before)
+
+
+@ranks(2)
+def test_loading_a_directory_that_does_not_exist_names_it_on_all_ranks(rig):
+    absent = f"{shared_folder(rig)}/absent"
+    state = {"a": torch.ones(2)}
+    says = f"^{absent} was not loaded\\nrank 0, 1: FileNotFoundError: {absent} does not exist"
+    with pytest.raises(CheckpointError, match=says) as raised:
+        checkpoint.load(state, absent)
+    assert {type(cause) for cause in raised.value.causes.values()} == {FileNotFoundError}
+    assert torch.equal(state["a"], torch.ones(2))
 
 
 def saved(how, state, folder, group):

@@ -115,6 +115,11 @@ def test_a_save_replaces_the_remains_of_a_killed_save_in_a_store(store):
     assert files(f"{store}/1") == [".metadata", "__0_0.distcp"]
 
 
+def test_loading_what_a_store_does_not_have_names_it(store):
+    with pytest.raises(CheckpointError, match="FileNotFoundError: memory://bucket/run/1 does not"):
+        checkpoint.load({"a": torch.ones(8)}, f"{store}/1")
+
+
 def test_damage_in_a_store_is_detected(store):
     checkpoint.save({"a": torch.ones(64)}, f"{store}/1")
     memory, path = fsspec.core.url_to_fs(f"{store}/1/__0_0.distcp")

@@ -138,8 +138,9 @@ def load(
 
     Raises:
         ValueError: fsspec does not support the URL.
-        CheckpointError: on all ranks, if one of them could not load. Files are missing or damaged,
-            or the state does not match the checkpoint. Nothing was written.
+        CheckpointError: on all ranks, if one of them could not load. The directory does not exist,
+            files are missing or damaged, or the state does not match the checkpoint. Nothing was
+            written.
     """
     reader = Reader(directory)
     live = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}

@@ -198,14 +198,19 @@ class Reader(FileSystemReader):
         raises it.
         """
         path = self.fs.concat_path(self.path, METADATA)
-        self.problem: DamagedError | None = None
+        self.problem: Exception | None = None
         try:
             with self.fs.create_stream(path, "rb") as file:
                 data = file.read()
         except Exception as error:  # stores have their own types
-            self.problem = DamagedError(
-                f"{self.path} is not a checkpoint, or is incomplete: {_first_line(error)}"
-            )
+            if isinstance(error, FileNotFoundError) and not self.fs.exists(self.path):
+                self.problem = FileNotFoundError(
+                    f"{self.path} does not exist. Expected the directory of a checkpoint"
+                )
+            else:
+                self.problem = DamagedError(
+                    f"{self.path} is not a checkpoint, or is incomplete: {_first_line(error)}"
+                )
             return Metadata({})
         try:
             metadata = parse_metadata(data)
@@ -219,6 +224,7 @@ class Reader(FileSystemReader):
         """Set up DCP's reader.
 
         Raises:
+            FileNotFoundError: the directory does not exist.
             DamagedError: the metadata could not be read.
         """
         if self.problem is not None:
