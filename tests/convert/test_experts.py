@@ -321,6 +321,34 @@ def test_a_second_conversion_with_other_arguments_is_refused(build, option, valu
     assert isinstance(model["other"], fp8rs.nn.Linear)
 
 
+@pytest.mark.parametrize("mode", ["auto", "fp8", "gather"])
+@pytest.mark.parametrize("lone", [True, False])
+def test_quantized_init_converts_experts_in_the_given_mode(lone, mode):
+    """Also if the model has no linear layer. A later conversion in the same mode has no effect."""
+    with fp8rs.quantized_init("current", experts=mode):
+        layer = fp8rs.nn.GroupedLinear(4, 32, 32)
+        model = layer if lone else nn.ModuleDict({"experts": layer, "head": nn.Linear(32, 32)})
+    assert isinstance(layer.weight, QuantizedTensor)
+    assert gemms_of(layer) == mode
+    assert convert(model, experts=mode, fp8_weights=True) is model
+    other = "gather" if mode == "fp8" else "fp8"
+    with pytest.raises(ValueError, match=f"with experts='{mode}', not '{other}'"):
+        convert(model, experts=other, fp8_weights=True)
+
+
+def test_quantized_init_can_leave_experts_in_high_precision():
+    with fp8rs.quantized_init("current", experts="off"):
+        model = nn.ModuleDict({"experts": Titan(), "head": nn.Linear(32, 32)})
+    assert converted(model) == {}
+    assert isinstance(model["head"].weight, QuantizedTensor)
+
+
+def test_quantized_init_refuses_a_mode_that_its_recipe_lacks_before_anything_is_built():
+    with pytest.raises(ValueError, match="experts='fp8' requires a recipe with grouped FP8 GEMMs"):
+        with fp8rs.quantized_init("mxfp8", experts="fp8"):
+            pytest.fail("the body runs")
+
+
 def test_a_weight_that_a_conversion_left_out_stays_with_a_reason():
     model = convert(nn.ModuleDict({"titan": Titan()}), filter_fqns=["w1_EFD"])
     model["head"] = nn.Linear(32, 32)

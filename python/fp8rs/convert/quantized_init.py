@@ -14,10 +14,10 @@ from torch.nn.modules.module import (
 
 from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.convert.fp8_weights import dequantize_weight, quantize_weight
-from fp8rs.convert.options import ModuleFilter
-from fp8rs.convert.select import why_not
+from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options
+from fp8rs.convert.select import select, why_not
 from fp8rs.nn.linear import Float8Linear
-from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName
 
 
 @contextmanager
@@ -28,6 +28,7 @@ def quantized_init(
     module_filter_fn: ModuleFilter | None = None,
     filter_fqns: Iterable[str] = (),
     amax_reduction_group: Any = None,
+    experts: ExpertsMode = "auto",
 ) -> Iterator[None]:
     """Context manager in which layers and experts are built with FP8 weights and train in FP8.
 
@@ -46,25 +47,34 @@ def quantized_init(
         module_filter_fn: as in ``convert_to_float8_training``.
         filter_fqns: as in ``convert_to_float8_training``.
         amax_reduction_group: as in ``convert_to_float8_training``.
+        experts: as in ``convert_to_float8_training``.
 
     Raises:
         TypeError, ValueError: as in ``convert_to_float8_training``.
     """
-    recipe = resolve_recipe(recipe)
-    filter_fqns = tuple(filter_fqns)
+    options = Options(
+        recipe,
+        module_filter_fn=module_filter_fn,
+        filter_fqns=filter_fqns,
+        amax_reduction_group=amax_reduction_group,
+        fp8_weights=True,
+        experts=experts,
+    ).resolved()
+    recipe, filter_fqns = options.recipe, options.filter_fqns
     quantizes_early = module_filter_fn is None and not filter_fqns
     linears: dict[int, nn.Linear] = {}
-    parents: dict[int, nn.Module] = {}
+    built: dict[int, nn.Module] = {}
     children: set[int] = set()
 
     def on_parameter(module: nn.Module, name: str, parameter: Any) -> None:
+        built[id(module)] = module
         if isinstance(module, nn.Linear):
             linears[id(module)] = module
 
     def on_child(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is None:
             return
-        parents[id(parent)] = parent
+        built[id(parent)] = parent
         children.add(id(child))
         layer = linears.get(id(child))
         if quantizes_early and layer is not None and _can_be_converted(layer):
@@ -83,10 +93,9 @@ def quantized_init(
     finally:
         for hook in hooks:
             hook.remove()
-    built = {**parents, **linears}
     for root in (module for key, module in built.items() if key not in children):
         inside = [m for m in root.modules() if id(m) in linears]
-        if not inside:
+        if not inside and not select(root, options).experts:
             continue
         convert_to_float8_training(
             root,
@@ -95,6 +104,7 @@ def quantized_init(
             filter_fqns=filter_fqns,
             amax_reduction_group=amax_reduction_group,
             fp8_weights=True,
+            experts=experts,
             preserve_high_precision_init_val=preserve_high_precision_init_val,
         )
         for layer in inside:
