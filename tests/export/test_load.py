@@ -661,17 +661,18 @@ def test_a_sharded_model_loads_the_values_of_an_unsharded_one(rig, recipe, fp8_w
 
 @ranks(2)
 @both_weights
-def test_a_rank_reads_only_its_own_part(rig, fp8_weights):
+def test_a_rank_reads_only_its_own_part_and_each_tensor_once(rig, fp8_weights):
     folder = folder_for(rig)
     options = {"recipe": "block", "fp8_weights": fp8_weights, "device": rig.device}
     save_pretrained(make((256,), **options), folder, "fp8-block", dtype=torch.float32)
     dist.barrier()
     model = shard(make((256,), **options), rig)
     own = sum(p.to_local().numel() for p in model.parameters())
-    read, original = [], StoredTensors.read
+    names, read, original = [], [], StoredTensors.read
 
     def counted(self, name, part):
         found = original(self, name, part)
+        names.append(name)
         if "scale" not in name:
             read.append(found.numel())
         return found
@@ -682,6 +683,7 @@ def test_a_rank_reads_only_its_own_part(rig, fp8_weights):
     finally:
         StoredTensors.read = original
     assert sum(read) == own
+    assert len(names) == len(set(names))
 
 
 @ranks(2)

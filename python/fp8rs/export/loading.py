@@ -65,12 +65,14 @@ class Target:
         layer: the converted module that the tensor is a weight of, or None.
         name: its name in the unconverted model. The first one of a tied parameter.
         sources: for each of its names that the files have, the tensors that contain it.
+        scale: the scales of this rank's part if its codes and scales can be loaded unchanged.
     """
 
     tensor: Tensor
     layer: Any
     name: str
     sources: list[list[Part]] = field(default_factory=list)
+    scale: Tensor | None = None
 
     @property
     def part(self) -> Slice:
@@ -232,7 +234,8 @@ def compare(stored: StoredTensors, found: Iterable[Target], findings: RankFindin
                 "(tie_word_embeddings=False in transformers)"
             )
         elif target.fp8_weight is not None:
-            findings.fp8[target.name] = read_weight_scales(stored, target) is not None
+            target.scale = read_weight_scales(stored, target)
+            findings.fp8[target.name] = target.scale is not None
     if problems:
         raise ValueError(
             f"{stored.directory} does not match the model, and nothing was loaded"
@@ -360,10 +363,9 @@ def write(stored: StoredTensors, target: Target, exact: bool) -> None:
 def write_codes(stored: StoredTensors, target: Target) -> None:
     """Load the codes and scales of an FP8 weight unchanged."""
     weight, parts = target.fp8_weight, parts_of(target.tensor)
-    scale = read_weight_scales(stored, target)
-    assert weight is not None and parts is not None and scale is not None
+    assert weight is not None and parts is not None and target.scale is not None
     if (own := own_part(parts[SCALE])).numel():
-        parts[SCALE] = scale.view(own.shape)
+        parts[SCALE] = target.scale.view(own.shape)
     if weight.numel():
         shape = tuple(target.tensor.shape)
         codes = read_parts(target.sources[0], target.part, shape, stored.read)
