@@ -40,29 +40,40 @@ TITAN, LIGHTNING, AXOLOTL = (f"clients/test_{n}" for n in ("torchtitan", "lightn
 ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "accelerate",
-        "FSDP2: losses as bf16's, every parameter moves, weights gathered at 1 byte an element",
+        "training with FSDP2: losses close to bf16's, every parameter is updated, weights are "
+        "gathered with 1 byte per element",
         [(ACCELERATE, "test_losses_agree")],
     ),
     ("accelerate", "`save_state`, `load_state`", [(ACCELERATE, "test_a_resumed_run")]),
-    ("accelerate", "an unconverted model resumes", [(ACCELERATE, "test_sharded_state_dicts")]),
-    ("accelerate", "accumulation and clipping", [(ACCELERATE, "test_gradients_accumulate")]),
+    (
+        "accelerate",
+        "an unconverted model resumes from the checkpoint",
+        [(ACCELERATE, "test_sharded_state_dicts")],
+    ),
+    (
+        "accelerate",
+        "gradient accumulation and clipping",
+        [(ACCELERATE, "test_gradients_accumulate")],
+    ),
     ("accelerate", "`cpu_ram_efficient_loading`", [(ACCELERATE, "test_cpu_ram_efficient")]),
     (
         "accelerate",
-        '`mixed_precision="fp8"`, by `use_fp8rs`; an optimizer from before the conversion',
+        '`mixed_precision="fp8"` with `use_fp8rs`; an optimizer created before the conversion',
         [(ACCELERATE, "test_mixed_precision_fp8"), (ACCELERATE, "test_the_shim")],
     ),
     (
         "transformers",
-        "Trainer with FSDP2: losses as bf16's, every parameter moves, FP8 gathers, evaluation",
+        "Trainer with FSDP2: losses close to bf16's, every parameter is updated, FP8 all-gathers,"
+        " evaluation",
         [(TRAINER, "test_losses_agree"), (TRAINER, "test_converted_weights_are_gathered")],
     ),
     (
         "transformers",
-        "Trainer: resumed from a checkpoint; checkpoints of the unconverted model's form",
+        "Trainer: resumes from a checkpoint; checkpoints have the unconverted model's names, "
+        "shapes and dtypes",
         [(TRAINER, "test_a_resumed_run"), (TRAINER, "test_checkpoints_equal")],
     ),
-    ("transformers", "Trainer: accumulation and clipping", [(TRAINER, "test_gradients")]),
+    ("transformers", "Trainer: gradient accumulation and clipping", [(TRAINER, "test_gradients")]),
     (
         "transformers",
         "`save_pretrained`, `generate`",
@@ -70,8 +81,8 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         "transformers",
-        "Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss: experts are converted and train; sharded, "
-        "compiled, with expert parallelism's masked rows",
+        "training of Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss with converted experts: sharded,"
+        " compiled, and with the masked rows of expert parallelism",
         [
             (PARTIES, "test_a_mixture_of_experts"),
             ("convert/test_experts", "test_mixtures_train"),
@@ -83,47 +94,49 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         "peft",
-        "LoRA and DoRA, converted before or after, FSDP2: adapters alone move, FP8 gathers",
+        "LoRA and DoRA with FSDP2, converted before or after `get_peft_model`: only adapters are "
+        "updated, FP8 all-gathers",
         [(PEFT, "test_adapters_train")],
     ),
     (
         "peft",
-        "adapters saved, and merged into converted layers",
+        "saving adapters, and merging them into converted layers",
         [(PEFT, "test_adapters_have_peft_names"), (PEFT, "test_merged_adapters")],
     ),
     (
         "torchtitan",
-        "Trainer with FSDP2, selective checkpointing and the chunked loss: losses as bf16's, every "
-        "parameter moves, FP8 gathers, evaluation; `current`, `delayed`, `mxfp8`",
+        "Trainer with FSDP2, selective activation checkpointing and the chunked loss, in "
+        "`current`, `delayed` and `mxfp8`: losses close to bf16's, every parameter is updated, "
+        "FP8 all-gathers, evaluation",
         [(TITAN, "test_it_trains")],
     ),
     (
         "torchtitan",
-        "`compile` (`fullgraph=True` a block, backend `aot_eager`)",
+        "`compile` (each block with `fullgraph=True`, backend `aot_eager`)",
         [(TITAN, "test_it_compiles")],
     ),
     (
         "torchtitan",
-        "tensor parallelism, by `spmd_types` and by `partial_dtensor`",
+        "tensor parallelism, with `spmd_types` and with `partial_dtensor`",
         [(TITAN, "test_tensor_parallelism")],
     ),
     (
         "torchtitan",
-        "four ranks: HSDP, and tensor parallelism with FSDP2",
+        "HSDP, and tensor parallelism with FSDP2, on four ranks",
         [(TITAN, "test_hsdp")],
     ),
-    ("torchtitan", "resumed from a checkpoint", [(TITAN, "test_a_checkpoint")]),
+    ("torchtitan", "resumes from a checkpoint", [(TITAN, "test_a_checkpoint")]),
     (
         "lightning",
-        "Trainer with FSDP2: losses as bf16's, every parameter moves, FP8 gathers; resumed, "
-        "evaluated",
+        "Trainer with FSDP2: losses close to bf16's, every parameter is updated, FP8 all-gathers,"
+        " evaluation; resumes from a checkpoint",
         [(LIGHTNING, "test_it_trains")],
     ),
     ("lightning", "Fabric's `parallelize_fn`", [(LIGHTNING, "test_fabric")]),
     (
         "axolotl",
-        "plugin: its hooks in the loader's order, its keys in axolotl's config, adapters after it; "
-        "no training run (that needs a GPU)",
+        "plugin: hooks run in the loader's order, axolotl's config accepts its keys, adapters are"
+        " added after the conversion. No training run, because axolotl needs a GPU",
         [(AXOLOTL, "test_")],
     ),
     ("torchao", "8-bit AdamW, on one device", [(OPTIMIZERS, "test_torchaos_8_bit_adamw_trains[")]),
@@ -135,7 +148,8 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("schedulefree", "AdamW, on one device and on shards", [(OPTIMIZERS, "test_schedule_free")]),
     (
         "torch",
-        "an optimizer built before converting; its parameters mapped by `data_ptr`",
+        "an optimizer created before the conversion; one whose parameters are replaced by the "
+        "shards with the same `data_ptr`, as in accelerate",
         [
             (PARAMETERS, "test_an_optimizer_created_before"),
             (PARAMETERS, "test_optimizers_mapped_by_pointer"),
@@ -143,19 +157,21 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         "torch",
-        "FSDP1, `use_orig_params` True and False: trains, gathers bf16 and warns of it",
+        "FSDP1, with `use_orig_params` True and False: trains, gathers in bf16, and warns about "
+        "that",
         [(PARAMETERS, "test_fsdp1")],
     ),
     ("torch", "DDP", [(PARTIES, "test_ddp")]),
     ("torch", "ZeRO-1 (`ZeroRedundancyOptimizer`)", [(PARTIES, "test_zero_1")]),
     (
         "torch",
-        "`torch.optim.Muon`; on shards it does what it does with plain ones",
+        "`torch.optim.Muon` updates every weight and every shard",
         [(PARTIES, "test_muon")],
     ),
     (
         "torch",
-        "averages: `copy.deepcopy`, `AveragedModel` (after converting, with delayed scaling)",
+        "averages: `copy.deepcopy`, `AveragedModel` (with delayed scaling, created after the "
+        "conversion)",
         [(PARTIES, "test_an_average"), (PARAMETERS, "test_an_average")],
     ),
     ("torch", "`torch.export`", [(PARTIES, "test_an_exported_model")]),
@@ -224,7 +240,7 @@ def version(client: str) -> str:
 
 def lines(results: Results, old: dict[tuple[str, ...], str]) -> list[str]:
     """Return the lines of the table. Rows that did not run are those on the page."""
-    found = ["| client | what | today | cases |", "|---|---|---|---|"]
+    found = ["| client | tested | result | cases |", "|---|---|---|---|"]
     for client, what, tests in ROWS:
         word, cases = results.row(tests)
         if word:
@@ -270,7 +286,9 @@ def main() -> int:
     print(*differ, sep="\n")
     if check:
         return int(bool(differ))
-    heading = f"torch {torch.__version__.partition('+')[0]}, CPU, gloo; two ranks where sharded."
+    heading = (
+        f"torch {torch.__version__.partition('+')[0]}, CPU, gloo. Sharded models have two ranks."
+    )
     PAGE.write("\n".join(["", heading, "", *table, ""]))
     return 0
 

@@ -115,7 +115,7 @@ def words(table: str) -> list[list[str]]:
     ]
 
 
-def run(description: str | None, test: Path, results: Results) -> argparse.Namespace:
+def run(description: str | None, test: str | Path, results: Results) -> argparse.Namespace:
     """Run a test with the options of the command line, and return these. Exit on pytest errors."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument(
