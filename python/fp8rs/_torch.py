@@ -426,8 +426,8 @@ def fsspec_file_system(url: str) -> Any:
 
 
 def dtensor_spec(parameter: Any) -> Any:
-    """Return a DTensor's spec. It is the same object as long as the sharding is unchanged."""
-    return parameter._spec
+    """Return a DTensor's spec, which is the same object until the sharding changes, or None."""
+    return getattr(parameter, "_spec", None)
 
 
 def fsdp_param_groups(module: Any) -> list[Any]:

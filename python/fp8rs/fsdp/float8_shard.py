@@ -27,7 +27,7 @@ from .shard_spec import ShardSpec, local_part
 class Float8Shard(QuantizedTensor):
     """A quantized shard. Its codes and scales are the bytes that FSDP2 gathers."""
 
-    fsdp_pre_all_gather = hooks.pre_all_gather
+    fsdp_pre_all_gather = property(hooks.PreAllGather)
     fsdp_post_all_gather = hooks.post_all_gather
 
     @property

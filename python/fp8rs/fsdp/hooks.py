@@ -1,4 +1,4 @@
-"""The hooks that FSDP2 calls around an all-gather: methods of both kinds of local tensor."""
+"""The hooks that FSDP2 calls around an all-gather, for both kinds of local tensor."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8rs._torch import own_part
+from fp8rs._torch import is_alias, own_part
 from fp8rs.scaling.streams import StreamDependency
+from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import wrap
 from fp8rs.tensor.store import Store
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class AllGatherMetadata:
     """Input of the post-all-gather hook besides the gathered bytes.
 
@@ -43,13 +44,27 @@ class AllGatherMetadata:
     ready: StreamDependency
 
 
-# In the one-argument form, codes and scales may have different sizes.
-def pre_all_gather(self: Any, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], AllGatherMetadata]:
-    """Return the shard as flat uint8 tensors, equally long on all ranks, and metadata."""
-    handle: ParamHandle = self._handle
-    found: tuple[tuple[Tensor, ...], AllGatherMetadata]
-    found = handle.state.ensure_sharded_model().all_gather_inputs(handle, self)
-    return found
+class PreAllGather:
+    """A local tensor's ``fsdp_pre_all_gather``, in the form with one argument.
+
+    In this form, codes and scales may have different sizes. FSDP2 reads the signature at every
+    all-gather. Computing a method's takes longer than the hook.
+    """
+
+    __slots__ = ("_local",)
+    __signature__ = inspect.Signature(
+        [inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    )
+
+    def __init__(self, local: Any) -> None:
+        self._local = local
+
+    def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], AllGatherMetadata]:
+        """Return the shard as flat uint8 tensors, equally long on all ranks, and metadata."""
+        handle: ParamHandle = self._local._handle
+        found: tuple[tuple[Tensor, ...], AllGatherMetadata]
+        found = handle.state.ensure_sharded_model().all_gather_inputs(handle, self._local)
+        return found
 
 
 def post_all_gather(
@@ -71,6 +86,12 @@ def post_all_gather(
     outputs = (*all_gather_outputs, *metadata.inputs[len(all_gather_outputs) :])
     layout, shard_spec = metadata.layout, metadata.shard_spec
     store: Store | None = None if out is None else own_part(out)._store
+    if store is not None and layout.gathers_codes_alone(shard_spec):
+        row, scale = store.rowwise, metadata.scale
+        assert row is not None and scale is not None
+        if is_alias(row.data, outputs[0]):  # gathered into the same memory
+            store.rowwise, store.columnwise = Plane(row.data, scale, layout.format), None
+            return None
     # A training forward may write tensors that an inference forward has created.
     with torch.inference_mode(False), torch.no_grad():
         columnwise = None if store is None else store.columnwise
@@ -82,7 +103,3 @@ def post_all_gather(
             return weight, layout.inner_tensors(planes)
         store.rowwise, store.columnwise = planes
         return None
-
-
-# FSDP2 reads the signature at every all-gather. Computing it takes longer than the hook.
-pre_all_gather.__signature__ = inspect.signature(pre_all_gather)  # type: ignore[attr-defined]

@@ -52,16 +52,30 @@ class AllGatherLayout:
 
     # --- shards ----------------------------------------------------------------------------------
 
-    def allocate(self, specs: Sequence[ShardSpec], device: torch.device) -> list[Tensor]:
-        """Allocate the codes of shards with one scale per tensor, as flat uint8, in one buffer."""
+    def allocate(
+        self, specs: Sequence[ShardSpec], shapes: Sequence[torch.Size], device: torch.device
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Allocate the codes of shards with one scale per tensor, in one buffer.
+
+        Args:
+            specs: how the parameters are sharded.
+            shapes: the shapes of the shards without padding.
+            device: where to allocate.
+
+        Returns:
+            The shards with padding, as flat uint8, and the codes of the shapes in them, as views.
+        """
         lengths = [spec.padded_numel for spec in specs]
         sizes = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        return [part[:n] for part, n in zip(buffer.split(sizes), lengths, strict=True)]
+        padded = map(first, buffer.split_with_sizes(sizes), lengths)
+        codes = buffer.view(self.fp8_dtype).split_with_sizes(sizes)
+        shaped = zip(codes, shapes, strict=True)
+        return list(padded), [first(part, shape.numel()).view(shape) for part, shape in shaped]
 
     def codes(self, buffer: Tensor, shape: torch.Size) -> Tensor:
         """Return the codes of shape ``shape`` in a flat uint8 buffer, as a view."""
-        return buffer[: shape.numel()].view(self.fp8_dtype).view(shape)
+        return first(buffer, shape.numel()).view(self.fp8_dtype).view(shape)
 
     def pack(self, planes: Planes, spec: ShardSpec) -> tuple[Tensor, ...]:
         """Return the planes of a shard as flat uint8 tensors, as long as on any other rank.
@@ -177,6 +191,11 @@ class AllGatherLayout:
         """Return the gathered scales of a batch of (rows, cols) matrices."""
         shape = self.format.scale_shape(rows, cols, (spec.unsharded_shape[0],))
         return output.view(self.format.scale_dtype)[: prod(shape)].view(shape)
+
+
+def first(t: Tensor, numel: int) -> Tensor:
+    """Return the first elements of a flat tensor."""
+    return t if t.shape[0] == numel else t[:numel]
 
 
 def flat(t: Tensor, rows: int, cols: int) -> Tensor:

@@ -61,7 +61,7 @@ class MasterWeight(Tensor):
         self._handle = handle
         return self
 
-    fsdp_pre_all_gather = hooks.pre_all_gather
+    fsdp_pre_all_gather = property(hooks.PreAllGather)
     fsdp_post_all_gather = hooks.post_all_gather
 
     # Operators go to __torch_dispatch__ directly.

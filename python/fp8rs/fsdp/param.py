@@ -110,18 +110,21 @@ class ParamHandle:
 
         For a tied parameter, its handle may be another module's.
         """
-        return local_of(self.parameter) if self.in_place else None
+        module = self._module()
+        return None if module is None else local_of(module._parameters.get(self.name))
 
     @property
     def shard_spec(self) -> ShardSpec:
         """How the parameter is sharded, or was sharded before the module held it unsharded."""
         parameter: Any = self.parameter
+        known = self._shard_spec
         # Reading a mesh's groups is slow. The DTensor's specification stays the same object.
-        known = None if self._shard_spec is None else self._shard_spec[0]
-        if local_of(parameter) is not None and known is not dtensor_spec(parameter):
-            self._shard_spec = dtensor_spec(parameter), ShardSpec.from_dtensor(parameter)
-        assert self._shard_spec is not None, f"{self.fqn} is not sharded"
-        return self._shard_spec[1]
+        if known is None or dtensor_spec(parameter) is not known[0]:
+            if local_of(parameter) is not None:
+                known = dtensor_spec(parameter), ShardSpec.from_dtensor(parameter)
+                self._shard_spec = known
+            assert known is not None, f"{self.fqn} is not sharded"
+        return known[1]
 
     # --- scales and writes -----------------------------------------------------------------------
 
@@ -215,7 +218,7 @@ def local_of(parameter: Any) -> Any:
     return local if isinstance(getattr(local, "_handle", None), ParamHandle) else None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class LocalShard:
     """The values of one parameter's shard on this rank.
 

@@ -153,10 +153,12 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         set_scales(shards, torch.cat([s.row.scale.view(-1).to(s.device) for s in shards]))
 
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
-        buffers = self.layout.allocate([s.shard_spec for s in shards], shards[0].device)
+        buffers, codes = self.layout.allocate(
+            [s.shard_spec for s in shards], [s.data.shape for s in shards], shards[0].device
+        )
         for shard, buffer in zip(shards, buffers, strict=True):
-            buffer[shard.data.numel() :].zero_()  # padding is gathered too
-        codes = [self.layout.codes(b, s.data.shape) for s, b in zip(shards, buffers, strict=True)]
+            if (numel := shard.data.numel()) < buffer.numel():
+                buffer[numel:].zero_()  # padding is gathered too
         self._cast_into(shards, codes)
         return [
             (b, flat(scale_of(s).view(-1, 1), s.shard_spec.padded_length, 1))
@@ -166,7 +168,7 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         ]
 
     def _cast_into(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
-        scales = torch.cat([scale_of(s).view(-1) for s in shards])
+        scales = torch.hstack([scale_of(s) for s in shards])
         _multi_quantize([s.data for s in shards], scales, codes, True)
 
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:

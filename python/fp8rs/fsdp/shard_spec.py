@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class ShardSpec:
     """How one parameter is sharded.
 
@@ -46,12 +47,14 @@ class ShardSpec:
     global_offset: tuple[int, ...]
     matrix_groups: tuple[Any, ...] = ()
 
-    @property
+    # Read at every all-gather.
+
+    @cached_property
     def batched(self) -> bool:
         """Whether the parameter is a batch of matrices."""
         return len(self.unsharded_shape) > 2
 
-    @property
+    @cached_property
     def shards_batch(self) -> bool:
         """Whether FSDP2 gives each rank whole matrices of a batch."""
         return self.batched and self.shard_dim == 0
@@ -61,12 +64,12 @@ class ShardSpec:
         """Rows and columns of each gathered matrix."""
         return split(self.unsharded_shape, True)[1]
 
-    @property
+    @cached_property
     def padded_length(self) -> int:
         """Length of the longest shard along ``shard_dim``."""
         return -(-self.unsharded_shape[self.shard_dim] // self.num_shards)
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """Number of elements of the longest shard. FSDP2 pads all shards to it."""
         shape = list(self.unsharded_shape)

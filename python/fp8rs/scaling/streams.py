@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fp8rs._torch import is_traced
+from fp8rs._torch import in_fake_mode
 
 
 class StreamDependency:
@@ -16,7 +16,7 @@ class StreamDependency:
     def __init__(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
         self._stream: torch.cuda.Stream | None = None
         # Under FakeTensorMode, nothing runs on a stream.
-        if device.type == "cuda" and not is_traced(torch.empty(0, device=device)):
+        if device.type == "cuda" and not in_fake_mode():
             self._stream = torch.cuda.current_stream(device)
             self._event = self._stream.record_event()
             # Views of one buffer share its storage.
