@@ -62,7 +62,6 @@ from routing import ROUTINGS, rows_per_expert, top_k_index
 from torch import Tensor
 from torch.nn import functional
 
-from fp8rs.gemm.grouped import grouped_mm, grouped_wgrad
 from fp8rs.nn.functional import key_of
 from fp8rs.nn.grouped import gated_mlp
 from fp8rs.quantize.quantizers import Quantizer
@@ -219,13 +218,13 @@ def measure_gemms(case: Case, timer: Timer, report: dict[str, Any]) -> None:
         turned = ops.transpose(weight_codes, None, True)
         scale = torch.full((size.experts, 1), 0.01, device=device)
         fp8 = {
-            "forward": lambda a=x_row, s=x_scale, w=weight_codes, t=scale: grouped_mm(
+            "forward": lambda a=x_row, s=x_scale, w=weight_codes, t=scale: ops.grouped_mm(
                 a, s, w, t, case.ends, BF16, False
             ),
-            "dgrad": lambda a=dy_row, s=dy_scale, w=turned, t=scale: grouped_mm(
+            "dgrad": lambda a=dy_row, s=dy_scale, w=turned, t=scale: ops.grouped_mm(
                 a, s, w, t, case.ends, BF16, False
             ),
-            "wgrad": lambda a=dy_col, s=dy_col_scale, b=x_col, t=x_col_scale: grouped_wgrad(
+            "wgrad": lambda a=dy_col, s=dy_col_scale, b=x_col, t=x_col_scale: ops.grouped_wgrad(
                 a, s, b, t, case.padded_ends, BF16
             ),
         }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8rs._core import zero_tail
 from fp8rs.gemm.devices import capability
+from fp8rs.ops.define import in_python
 from fp8rs.tensor.formats import BlockFormat
 
 #: The compute capability whose GPUs have grouped FP8 GEMMs in torch.
@@ -34,7 +35,39 @@ def has_grouped_gemm(device: torch.device) -> bool:
     return device.type in ("cpu", "meta")
 
 
-@torch.library.custom_op("fp8rs::grouped_mm", mutates_args=())
+def _mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    zero_tail: bool,
+) -> Tensor:
+    if not (a.numel() and b.numel()):
+        return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
+    if a.is_cuda:
+        out = torch._scaled_grouped_mm(
+            a,
+            b.transpose(-1, -2),
+            a_scale.view(-1),
+            b_scale.expand(b.shape[:2]).contiguous(),
+            offs=ends,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        return _zero_tail(out, ends, zero_tail).to(out_dtype)
+    out = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        values = a[start:end].float() * a_scale[start:end]
+        weight = b[group].float() * b_scale[group].unsqueeze(1)
+        out[start:end] = values @ weight.t()
+        start = end
+    return out.to(out_dtype)
+
+
+@in_python(_mm)
 def grouped_mm(
     a: Tensor,
     a_scale: Tensor,
@@ -60,39 +93,6 @@ def grouped_mm(
     Returns:
         (rows, n).
     """
-    if not (a.numel() and b.numel()):
-        return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
-    if a.is_cuda:
-        out = torch._scaled_grouped_mm(
-            a,
-            b.transpose(-1, -2),
-            a_scale.view(-1),
-            b_scale.expand(b.shape[:2]).contiguous(),
-            offs=ends,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
-        return _zero_tail(out, ends, zero_tail).to(out_dtype)
-    out = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)
-    start = 0
-    for group, end in enumerate(ends.tolist()):
-        values = a[start:end].float() * a_scale[start:end]
-        weight = b[group].float() * b_scale[group].unsqueeze(1)
-        out[start:end] = values @ weight.t()
-        start = end
-    return out.to(out_dtype)
-
-
-@grouped_mm.register_fake
-def _(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    ends: Tensor,
-    out_dtype: torch.dtype,
-    zero_tail: bool,
-) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
@@ -103,8 +103,7 @@ def _zero_tail(out: Tensor, ends: Tensor, wanted: bool) -> Tensor:
     return out
 
 
-@torch.library.custom_op("fp8rs::grouped_wgrad", mutates_args=())
-def grouped_wgrad(
+def _wgrad(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -112,19 +111,6 @@ def grouped_wgrad(
     padded_ends: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply columns of each group: out[g] = a[:, columns of g] @ b[:, columns of g].T.
-
-    Args:
-        a: codes (n, columns), contiguous, from ``fp8rs::quantize_groups``.
-        a_scale: fp32 (groups, n).
-        b: codes (k, columns), contiguous.
-        b_scale: fp32 (groups, k).
-        padded_ends: int32 (groups,), from ``fp8rs::group_bounds``.
-        out_dtype: dtype of the result.
-
-    Returns:
-        (groups, n, k).
-    """
     groups, n, k = padded_ends.shape[0], a.shape[0], b.shape[0]
     if not (a.numel() and b.numel() and groups):
         return a.new_zeros((groups, n, k), dtype=out_dtype)
@@ -149,8 +135,8 @@ def grouped_wgrad(
     return out.to(out_dtype)
 
 
-@grouped_wgrad.register_fake
-def _(
+@in_python(_wgrad)
+def grouped_wgrad(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -158,10 +144,32 @@ def _(
     padded_ends: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
+    """Multiply columns of each group: out[g] = a[:, columns of g] @ b[:, columns of g].T.
+
+    Args:
+        a: codes (n, columns), contiguous, from ``fp8rs::quantize_groups``.
+        a_scale: fp32 (groups, n).
+        b: codes (k, columns), contiguous.
+        b_scale: fp32 (groups, k).
+        padded_ends: int32 (groups,), from ``fp8rs::group_bounds``.
+        out_dtype: dtype of the result.
+
+    Returns:
+        (groups, n, k).
+    """
     return a.new_empty((padded_ends.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-@torch.library.custom_op("fp8rs::grouped_mm_plain", mutates_args=())
+def _mm_plain(a: Tensor, b: Tensor, ends: Tensor, zero_tail: bool) -> Tensor:
+    groups = ends.shape[0]
+    if not (a.numel() and b.numel() and groups):
+        shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (groups, a.shape[0], b.shape[1])
+        return a.new_zeros(shape)
+    out = torch._grouped_mm(a, b, offs=ends)
+    return _zero_tail(out, ends, zero_tail and b.dim() == 3)
+
+
+@in_python(_mm_plain)
 def grouped_mm_plain(a: Tensor, b: Tensor, ends: Tensor, zero_tail: bool) -> Tensor:
     """Multiply high-precision operands as ``torch.nn.functional.grouped_mm`` does.
 
@@ -174,16 +182,6 @@ def grouped_mm_plain(a: Tensor, b: Tensor, ends: Tensor, zero_tail: bool) -> Ten
     Returns:
         (rows, n), or (groups, n, k) if ``b`` has two dimensions, with the dtype of ``a``.
     """
-    groups = ends.shape[0]
-    if not (a.numel() and b.numel() and groups):
-        shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (groups, a.shape[0], b.shape[1])
-        return a.new_zeros(shape)
-    out = torch._grouped_mm(a, b, offs=ends)
-    return _zero_tail(out, ends, zero_tail and b.dim() == 3)
-
-
-@grouped_mm_plain.register_fake
-def _(a: Tensor, b: Tensor, ends: Tensor, zero_tail: bool) -> Tensor:
     if b.dim() == 3:
         return a.new_empty((a.shape[0], b.shape[2]))
     return a.new_empty((ends.shape[0], a.shape[0], b.shape[1]))

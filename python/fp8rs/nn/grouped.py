@@ -26,9 +26,6 @@ from fp8rs.gemm import estimates
 from fp8rs.gemm.grouped import (
     ALIGNMENT,
     MAX_GROUPS,
-    grouped_mm,
-    grouped_mm_plain,
-    grouped_wgrad,
     has_grouped_gemm,
     reads_format,
 )
@@ -44,6 +41,9 @@ Gemms = Literal["auto", "fp8", "gather"]
 
 _E4M3 = torch.float8_e4m3fn
 _group_bounds = torch.ops.fp8rs.group_bounds.default
+_grouped_mm = torch.ops.fp8rs.grouped_mm.default
+_grouped_mm_plain = torch.ops.fp8rs.grouped_mm_plain.default
+_grouped_wgrad = torch.ops.fp8rs.grouped_wgrad.default
 _quantize_gated = torch.ops.fp8rs.quantize_gated.default
 _quantize_groups = torch.ops.fp8rs.quantize_groups.default
 _transpose = torch.ops.fp8rs.transpose.default
@@ -369,7 +369,7 @@ class _Grouped(torch.autograd.Function):
         b = _operand(how.spec.weight, weight, how.transposed)
         codes = needs_w and how.fp8_wgrad
         a = _quantize(how.spec, x, (ends, padded_ends), True, codes, b.factors)
-        y: Tensor = grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, how.zero_tail)
+        y: Tensor = _grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, how.zero_tail)
         if bias is not None:
             y = y + _of_rows(bias.to(y.dtype), ends, x.shape[0])
         # Without FP8 codes for wgrad, the input itself is saved.
@@ -397,13 +397,13 @@ class _Grouped(torch.autograd.Function):
             bounds = ends, padded_ends
             grads = _quantize(how.spec, dy, bounds, needs_x, codes, factors)
         if needs_x:
-            dx = grouped_mm(
+            dx = _grouped_mm(
                 grads.row, grads.row_scale, b.codes, b.scale, ends, x_dtype, how.zero_tail
             )
         if codes:
             pair = (grads.col, grads.col_scale), (col, col_scale)
             left, right = pair[::-1] if how.transposed else pair
-            dw = grouped_wgrad(*left, *right, padded_ends, weight_dtype).view(shape)
+            dw = _grouped_wgrad(*left, *right, padded_ends, weight_dtype).view(shape)
         elif needs_w:
             dw = _plain_wgrad(how, col, dy, ends).to(weight_dtype).view(shape)
         if needs_bias:
@@ -431,12 +431,12 @@ class _GatedMlp(torch.autograd.Function):
         bounds = ends, padded_ends
         a = _quantize(spec, x, bounds, True, needs_gate_up, index=index)
         b = _operand(spec.weight, gate_up, False)
-        h = grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, False)
+        h = _grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, False)
         g = _Codes(
             *_quantize_gated(h, *bounds, activation, _E4M3, True, needs_down, **spec.scale_options)
         )
         c = _operand(spec.weight, down, False)
-        y: Tensor = grouped_mm(g.row, g.row_scale, c.codes, c.scale, ends, x.dtype, how.zero_tail)
+        y: Tensor = _grouped_mm(g.row, g.row_scale, c.codes, c.scale, ends, x.dtype, how.zero_tail)
         if any(ctx.needs_input_grad):
             ctx.weights = _Saved(gate_up), _Saved(down)
             first = (gate_up, b.known) if ctx.weights[0].plain else (None, None)
@@ -461,13 +461,13 @@ class _GatedMlp(torch.autograd.Function):
         before = needs_x or needs_gate_up
         grads = _quantize(spec, dy, bounds, before, needs_down)
         if needs_down:
-            d_down = grouped_wgrad(
+            d_down = _grouped_wgrad(
                 grads.col, grads.col_scale, g_col, g_scale, padded_ends, weight_dtypes[1]
             )
         # Tensors of all rows and of all weights are large. Each is freed after its last use.
         if before:
             c = _operand(spec.weight, ctx.weights[1].read(down), True, down_known, dy)
-            dg = grouped_mm(grads.row, grads.row_scale, c.codes, c.scale, ends, h.dtype, False)
+            dg = _grouped_mm(grads.row, grads.row_scale, c.codes, c.scale, ends, h.dtype, False)
             del c, grads
             options = spec.scale_options
             dh = _Codes(
@@ -478,12 +478,12 @@ class _GatedMlp(torch.autograd.Function):
             del dg
         if needs_x:
             b = _operand(spec.weight, ctx.weights[0].read(gate_up), True, gate_up_known, dy)
-            rows = grouped_mm(dh.row, dh.row_scale, b.codes, b.scale, ends, x_dtype, how.zero_tail)
+            rows = _grouped_mm(dh.row, dh.row_scale, b.codes, b.scale, ends, x_dtype, how.zero_tail)
             del b
             dx = rows[places].sum(1)
             del rows
         if needs_gate_up:
-            d_gate_up = grouped_wgrad(
+            d_gate_up = _grouped_wgrad(
                 dh.col, dh.col_scale, x_col, x_scale, padded_ends, weight_dtypes[0]
             )
         return dx, d_gate_up, d_down, *[None] * 5
@@ -503,7 +503,7 @@ class _GroupedPlain(torch.autograd.Function):
         ends, _ = _group_bounds(offs.contiguous(), x)
         values = _values(weight, x.dtype)
         b = values if how.transposed else values.transpose(-2, -1)
-        y: Tensor = grouped_mm_plain(x, b, ends, how.zero_tail)
+        y: Tensor = _grouped_mm_plain(x, b, ends, how.zero_tail)
         if bias is not None:
             y = y + _of_rows(bias.to(y.dtype), ends, x.shape[0])
         ctx.weight = _Saved(weight)
@@ -522,7 +522,7 @@ class _GroupedPlain(torch.autograd.Function):
         if needs_x:
             values = _values(ctx.weight.read(weight), dy.dtype)
             b = values.transpose(-2, -1) if how.transposed else values
-            dx = grouped_mm_plain(dy, b, ends, how.zero_tail)
+            dx = _grouped_mm_plain(dy, b, ends, how.zero_tail)
         if needs_w:
             dw = _plain_wgrad(how, x, dy, ends).to(weight_dtype).view(shape)
         if needs_bias:
@@ -532,7 +532,7 @@ class _GroupedPlain(torch.autograd.Function):
 
 def _plain_wgrad(how: _How, x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     left, right = (x, dy) if how.transposed else (dy, x)
-    dw: Tensor = grouped_mm_plain(left.t(), right, ends, False)
+    dw: Tensor = _grouped_mm_plain(left.t(), right, ends, False)
     return dw
 
 
