@@ -1,11 +1,12 @@
 """Measure the host time of eager calls in microseconds: operators, quantizers and linear layers.
 
-    python benches/host_cost.py [cpu|cuda] [--json FILE] [--rounds N] [--features N] [--rows N]
+    python benches/host_cost.py [cpu|cuda] [--json FILE] [--seconds N] [--features N] [--rows N]
 
 Tensors are tiny, so that the time before the kernel dominates. On CUDA, the device is idle before
-each measurement, and nothing waits for it. A round times each call as the mean of a hundred, so
-that a slow phase of the machine affects all calls of a round. "us" is the minimum over rounds, and
-"median" shows the noise. "ratio" compares minima with nn.Linear.
+each measurement, and nothing waits for it. A round times each call as the mean of twenty, so that
+a slow phase of the machine affects all calls of a round. Rounds are repeated for ``--seconds``, at
+least once. "us" is the minimum over rounds, and "median" shows the noise. "ratio" compares minima
+with nn.Linear.
 
 With ``--features 512 --rows 256``, recipe block pads no operand, as in a model of real size.
 
@@ -40,9 +41,9 @@ E8M0 = torch.float8_e8m0fnu
 RECIPES = ("current", "delayed", "rowwise", "mxfp8", "block")
 
 
-def mean_us(device: str, call: Callable[[], object], calls: int = 100) -> float:
+def mean_us(device: str, call: Callable[[], object], calls: int = 20) -> float:
     """Return the mean host time of a call."""
-    for _ in range(10):
+    for _ in range(3):
         call()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -218,7 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("device", nargs="?", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", help="write the times to this file")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=25, help="repeat rounds for this time")
     parser.add_argument(
         "--features", type=int, default=128, help="input and output features of the layers"
     )
@@ -229,12 +230,16 @@ def main() -> None:
         operators(args.device),
         *(p(args.device, args.rows, args.features) for p in (gemms, calls_of_least, linears)),
     )
+    start = time.perf_counter()
     calls = dict(itertools.chain(*parts))
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(args.rounds):
+    rounds = 0
+    while not rounds or time.perf_counter() - start < args.seconds:
         for name, call in calls.items():
             layers = DEEP if name.endswith(EACH) else 1
             times[name].append(mean_us(args.device, call) / layers)
+        rounds += 1
+        print(f"{time.perf_counter() - start:.0f} s: round {rounds}", flush=True)
     shortest = {name: min(taken) for name, taken in times.items()}
     median = {name: statistics.median(taken) for name, taken in times.items()}
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU"

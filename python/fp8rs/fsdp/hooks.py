@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8rs._torch import is_alias, own_part
+from fp8rs._torch import own_part
 from fp8rs.scaling.streams import StreamDependency
-from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import wrap
 from fp8rs.tensor.store import Store
 
@@ -86,11 +85,10 @@ def post_all_gather(
     outputs = (*all_gather_outputs, *metadata.inputs[len(all_gather_outputs) :])
     layout, shard_spec = metadata.layout, metadata.shard_spec
     store: Store | None = None if out is None else own_part(out)._store
-    if store is not None and layout.gathers_codes_alone(shard_spec):
-        row, scale = store.rowwise, metadata.scale
-        assert row is not None and scale is not None
-        if is_alias(row.data, outputs[0]):  # gathered into the same memory
-            store.rowwise, store.columnwise = Plane(row.data, scale, layout.format), None
+    if store is not None:
+        known = store.rowwise, store.columnwise
+        if (again := layout.refilled(known, outputs, shard_spec, metadata.scale)) is not None:
+            store.rowwise, store.columnwise = again
             return None
     # A training forward may write tensors that an inference forward has created.
     with torch.inference_mode(False), torch.no_grad():

@@ -20,7 +20,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fp8rs._torch import preserve_version_counter
+from fp8rs._torch import is_alias, preserve_version_counter
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.planes import Plane
@@ -132,6 +132,25 @@ class AllGatherLayout:
         """Return the tensors of an unsharded weight that are not gathered ones."""
         col = planes[1]
         return () if col is None or col.batched else (col.data, col.scale)
+
+    def refilled(
+        self, planes: Planes, outputs: Sequence[Tensor], spec: ShardSpec, scale: Tensor | None
+    ) -> Planes | None:
+        """Return the planes of the last unshard if FSDP2 gathered into their memory, else None.
+
+        Building equal planes from the outputs takes several times as long. See `unpack`.
+        """
+        row, col = planes
+        assert row is not None
+        if self.gathers_codes_alone(spec):
+            assert scale is not None
+            same = col is None and is_alias(row.data, outputs[0])
+            return (Plane(row.data, scale, self.format), None) if same else None
+        tensors = (
+            [row.data, row.scale] if col is None else [row.data, row.scale, col.data, col.scale]
+        )
+        same = len(tensors) == len(outputs) and all(map(is_alias, tensors, outputs))
+        return planes if same else None
 
     def unpack(
         self,

@@ -8,12 +8,12 @@ replace the tensor at any time, so it has no state of its own beyond its `ParamH
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
 
 from fp8rs._torch import (
     disabled_torch_function,
@@ -135,9 +135,12 @@ class MasterWeight(Tensor):
         if not func.is_view and func not in NEW_TENSORS:
             return out
         handle = first._handle
-        return tree_map_only(
-            Tensor, lambda x: MasterWeight(x, handle) if x.is_floating_point() else x, out
-        )
+
+        def wrap(x: Any) -> Any:
+            own = isinstance(x, Tensor) and x.is_floating_point()
+            return MasterWeight(x, handle) if own else x
+
+        return mapped(wrap, out)
 
 
 def note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -173,13 +176,25 @@ def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on the plain tensors. Written tensors are returned as they were passed."""
     masters: dict[int, MasterWeight] = {}
 
-    def unwrap(master: MasterWeight) -> Tensor:
-        masters[id(master.high_precision)] = master
-        return master.high_precision
+    def unwrap(value: Any) -> Any:
+        if not isinstance(value, MasterWeight):
+            return value
+        masters[id(value.high_precision)] = value
+        return value.high_precision
 
-    args, kwargs = tree_map_only(MasterWeight, unwrap, (args, kwargs))
-    out = func(*args, **kwargs)
-    return tree_map(lambda x: masters.get(id(x), x), out)
+    plain = {name: mapped(unwrap, value) for name, value in kwargs.items()}
+    out = func(*mapped(unwrap, args), **plain)
+    return mapped(lambda x: masters.get(id(x), x), out)
+
+
+def mapped(fn: Callable[[Any], Any], values: Any) -> Any:
+    """Apply ``fn`` to a value, or to the items of nested lists and tuples.
+
+    Operators have no other containers. For the lists of a fused optimizer, pytree takes longer.
+    """
+    if isinstance(values, (list, tuple)):
+        return type(values)([mapped(fn, value) for value in values])
+    return fn(values)
 
 
 #: Operators whose results are MasterWeights of the same parameter, besides all views. `.to()`,

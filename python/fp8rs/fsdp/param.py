@@ -263,15 +263,18 @@ class LocalShard:
 
 def set_scales(shards: Sequence[LocalShard], scales: Tensor) -> None:
     """Give each handle the scales of its matrices, of scales (n,)."""
-    parts = scales.split([shard.matrices for shard in shards])
-    for shard, part in zip(shards, parts, strict=True):
-        if shard.shard_spec.batched:
-            shard.handle.scale = part
-    places = [i for i, shard in enumerate(shards) if not shard.shard_spec.batched]
-    if places:
-        single = scales if len(places) == len(shards) else torch.cat([parts[i] for i in places])
-        for i, scale in zip(places, aligned(single), strict=True):
-            shards[i].handle.scale = scale
+    single = [shard for shard in shards if not shard.shard_spec.batched]
+    if len(single) < len(shards):
+        parts = scales.split([shard.matrices for shard in shards])
+        alone = [scales[:0]]
+        for shard, part in zip(shards, parts, strict=True):
+            if shard.shard_spec.batched:
+                shard.handle.scale = part
+            else:
+                alone.append(part)
+        scales = torch.cat(alone)
+    for shard, scale in zip(single, aligned(scales), strict=True):
+        shard.handle.scale = scale
 
 
 def aligned(scales: Tensor) -> tuple[Tensor, ...]:

@@ -269,15 +269,18 @@ class StoreTensor(Tensor):
         The values are constant and compare by value: compilers guard on them.
         """
         store = self._store
-        planes = {name: p for name in PLANES if (p := getattr(store, name)) is not None}
-        kinds = tuple((name, p.format.name, p.lead) for name, p in planes.items())
-        names = [f"_{name}_{part}" for name in planes for part in ("data", "scale")]
+        names, kinds = [], []
+        for name in PLANES:
+            plane = getattr(store, name)
+            if plane is not None:
+                names += f"_{name}_data", f"_{name}_scale"
+                kinds.append((name, plane.format.name, plane.lead))
         if store.one_scale:  # twice, it would be written twice
             names.remove("_columnwise_scale")
         if store.delayed is not None:
             names += ["_delayed_scale", "_delayed_amax"]
         offset = self.storage_offset() if self._store_view else None
-        return names, (self.dtype, kinds, store.spec, offset)
+        return names, (self.dtype, tuple(kinds), store.spec, offset)
 
     @classmethod
     def __tensor_unflatten__(
