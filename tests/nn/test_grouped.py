@@ -264,7 +264,9 @@ def test_wgrad_of_long_groups_is_the_sum_of_parts(device, monkeypatch, case, par
     monkeypatch.setattr(grouped_gemm, "part_ends", lambda *a: split.append(a[1]) or part_ends(*a))
     found = run(*given)
     assert split == [parts] * grouped_gemm.has_grouped_gemm(device)
-    torch.testing.assert_close(found[2], expected[2], rtol=0.02, atol=0.05)
+    # On CUDA, each part is rounded to bf16.
+    largest = expected[2].abs().max().item()
+    torch.testing.assert_close(found[2], expected[2], rtol=0.02, atol=parts * 2**-9 * largest)
     for i in (0, 1, 3):
         assert torch.equal(found[i], expected[i])
 

@@ -60,7 +60,7 @@ def quantized_init(
         fp8_weights=True,
         experts=experts,
     ).resolved()
-    recipe, filter_fqns = options.recipe, options.filter_fqns
+    filter_fqns = options.filter_fqns
     quantizes_early = module_filter_fn is None and not filter_fqns
     linears: dict[int, nn.Linear] = {}
     built: dict[int, nn.Module] = {}
@@ -78,7 +78,7 @@ def quantized_init(
         children.add(id(child))
         layer = linears.get(id(child))
         if quantizes_early and layer is not None and _can_be_converted(layer):
-            quantize_weight(layer, "weight", recipe, preserve_high_precision_init_val)
+            quantize_weight(layer, "weight", options.recipe, preserve_high_precision_init_val)
 
     def keep(module: nn.Module, name: str) -> bool:
         built_here = id(module) in linears
@@ -99,7 +99,7 @@ def quantized_init(
             continue
         convert_to_float8_training(
             root,
-            recipe=recipe,
+            recipe=options.recipe,
             module_filter_fn=keep,
             filter_fqns=filter_fqns,
             amax_reduction_group=amax_reduction_group,

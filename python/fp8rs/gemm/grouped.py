@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fp8rs._core import zero_tail
+from fp8rs._torch import constant_when_traced
 from fp8rs.gemm.devices import capability
 from fp8rs.gemm.estimates import MOST_WGRAD_ROWS
 from fp8rs.ops.define import in_python
@@ -30,6 +31,7 @@ def reads_format(format: BlockFormat) -> bool:
     return (format.per_tensor or format.per_row) and not format.microscaled
 
 
+@constant_when_traced
 def has_grouped_gemm(device: torch.device) -> bool:
     """Whether grouped GEMMs on FP8 operands run on a device, which the CPU emulates."""
     if device.type == "cuda":
