@@ -8,6 +8,7 @@ parameters. An all-gather counts the bytes of its output, including padding.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -66,7 +67,7 @@ def counted(model: nn.Module, ranks: int) -> Iterator[Traffic]:
     traffic = Traffic()
     with ExitStack() as stack:
         for kind in _hooked_types(model):
-            hook = _counting_hook(kind.fsdp_pre_all_gather, traffic, ranks)
+            hook = _counting_hook(kind, traffic, ranks)
             stack.enter_context(mock.patch.object(kind, "fsdp_pre_all_gather", hook))
         stack.enter_context(_Counter(traffic))
         yield traffic
@@ -131,16 +132,23 @@ def _hooked_types(model: nn.Module) -> set[Any]:
     return {type(local) for local in locals_ if hasattr(local, "fsdp_pre_all_gather")}
 
 
-def _counting_hook(hook: Callable[..., Any], traffic: Traffic, ranks: int) -> Callable[..., Any]:
-    # `wraps` keeps the signature. FSDP2 counts the parameters of the hook.
-    @functools.wraps(hook)
-    def count(*args: Any, **kwargs: Any) -> Any:
-        handed, metadata = hook(*args, **kwargs)
-        # With one rank, FSDP2 gathers nothing.
-        traffic.handed_over += _bytes(handed) * ranks if ranks > 1 else 0
-        return handed, metadata
+def _counting_hook(kind: Any, traffic: Traffic, ranks: int) -> property:
+    descriptor = inspect.getattr_static(kind, "fsdp_pre_all_gather")  # a function or a property
 
-    return count
+    def counting(local: Any) -> Callable[..., Any]:
+        hook = descriptor.__get__(local)
+
+        # `wraps` keeps the signature. FSDP2 counts the parameters of the hook.
+        @functools.wraps(hook)
+        def count(*args: Any, **kwargs: Any) -> Any:
+            handed, metadata = hook(*args, **kwargs)
+            # With one rank, FSDP2 gathers nothing.
+            traffic.handed_over += _bytes(handed) * ranks if ranks > 1 else 0
+            return handed, metadata
+
+        return count
+
+    return property(counting)
 
 
 def _units(model: nn.Module, names: set[str], ranks: int) -> Iterator[tuple[int, int]]:
