@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -123,6 +124,30 @@ def test_a_name_that_no_rank_has_is_refused(rig):
         "model.layers.3.weight: float32 (64, 64) in the checkpoint, unknown here",
     ]
     assert same(contents(model, optimizer), before)
+
+
+def test_a_key_that_the_checkpoint_lacks_is_named_with_its_own(tmp_path):
+    saved, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    checkpoint.save({"model": Model(saved), "step": 1}, tmp_path / "ours")
+    dcp.save(saved.state_dict(), checkpoint_id=tmp_path / "torchs")
+    with pytest.raises(
+        CheckpointError, match=r"has no 'net': its names begin with 'model', 'step'"
+    ):
+        checkpoint.load({"net": Model(model), "step": 0}, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="has no 'epoch': its names begin with 'model', 'st"):
+        checkpoint.load({"model": Model(model), "epoch": 0}, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="no 'model': its names begin with 'bias', 'weight'"):
+        checkpoint.load({"model": Model(model)}, tmp_path / "torchs")
+
+
+def test_a_message_without_a_remedy_ends_with_the_differences(tmp_path):
+    checkpoint.save({"model": Model(nn.Linear(4, 4))}, tmp_path / "saved")
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.load({"model": Model(nn.Linear(8, 8))}, tmp_path / "saved")
+    assert str(raised.value).splitlines()[-1] == (
+        "  model.bias: float32 (4,) in the checkpoint, float32 (8,) here"
+    )
+    assert str(raised.value) == str(raised.value).strip()
 
 
 class WithUnused(nn.Module):

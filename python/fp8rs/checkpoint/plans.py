@@ -64,7 +64,7 @@ def mismatch(text: str, found: Differences, world_size: int, remedies: str) -> M
         differences += each
         lines += [f"{kind} ({len(each)}):", *(f"  {line}" for line in each[:SHOWN])]
         lines += [f"  and {len(each) - SHOWN} more"] if len(each) > SHOWN else []
-    return MismatchError("\n".join([*lines, remedies]), differences)
+    return MismatchError("\n".join(filter(None, [*lines, remedies])), differences)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -200,6 +200,14 @@ class LoadPlanner(DefaultLoadPlanner):
         if found:
             lines = list(chain.from_iterable(found.values()))
             remedies = [remedy for names, remedy in REMEDIES if any(map(names.search, lines))]
+            missing = [key for key in chain.from_iterable(each_asked) if self._misses(key, found)]
+            if absent := list(dict.fromkeys(missing)):
+                names = sorted(self.metadata.state_dict_metadata)
+                begin = list(dict.fromkeys(name.partition(".")[0] for name in names))
+                remedies.append(
+                    f"The checkpoint has no {', '.join(repr(key[:-1]) for key in absent)}: its "
+                    f"names begin with {', '.join(map(repr, begin[:10]))}."
+                )
             if OTHER not in found and (MISSING in found or UNKNOWN in found):
                 remedies.append(
                     "load(..., strict=False) loads the entries that both have, and does not change "
@@ -208,6 +216,13 @@ class LoadPlanner(DefaultLoadPlanner):
             text = "the checkpoint does not match the state, and nothing was loaded"
             raise mismatch(text, found, len(global_plan), " ".join(remedies))
         return super().create_global_plan(global_plan)
+
+    def _misses(self, key: str, found: Differences) -> bool:
+        """Return whether a key of the state has missing entries, and the checkpoint has none."""
+        assert self.metadata is not None
+        names = self.metadata.state_dict_metadata
+        missing = any(line.startswith((key, f"{key[:-1]}:")) for line in found.get(MISSING, ()))
+        return missing and not any(f"{name}.".startswith(key) for name in names)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Read a value that is not a tensor, without running code from the file.
