@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import runpy
 import shutil
-import signal
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -20,33 +18,6 @@ from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
 from fp8rs.demo.train import convert, converted_weights, shard
 from fp8rs.export import tensors
 from internals import local_of
-
-
-def add(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
-    total = torch.tensor(float(dist.get_rank()))
-    dist.all_reduce(total)
-    report({"step": 1})
-    report({"step": 2})
-    return {"rank": dist.get_rank(), "total": total.item(), "given": arguments["given"]}
-
-
-def fail_on_one(arguments: dict[str, Any], report: Any) -> None:
-    if dist.get_rank() == arguments["rank"]:
-        raise ValueError("the planned failure")
-    dist.barrier()
-
-
-def die_on_one(arguments: dict[str, Any], report: Any) -> None:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def hang(arguments: dict[str, Any], report: Any) -> None:
-    Path(arguments["folder"], str(os.getpid())).touch()
-    dist.barrier()
-    report({"hanging": True})
-    time.sleep(300)
 
 
 def quick_start(arguments: dict[str, Any], report: Any) -> list[float]:
