@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-import demo_jobs
 import launch_jobs
+from distributed import ranks
 from fp8rs.__main__ import main
 from fp8rs.demo import launch as launch_module
 from fp8rs.demo import report
 from fp8rs.demo.data import load_corpus
 from fp8rs.demo.launch import RankFailed, launch, threads_per_rank
-from fp8rs.demo.model import Llama, LlamaConfig
+from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
 from fp8rs.demo.train import (
     Result,
     Settings,
@@ -32,13 +32,16 @@ from fp8rs.demo.train import (
     converted_weights,
     learning_rate,
     make_optimizer,
+    shard,
 )
+from fp8rs.optim import AdamW
 
 FIELDS = ["ranks", "device", "recipe", "weights", "steps", "reference", "fp8", "seconds"]
 TINY = LlamaConfig(vocabulary=256, dim=32, layers=2, heads=4, kv_heads=2, hidden=64)
 
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benches"))
 
 
 def run_on_two_ranks(
@@ -358,19 +361,29 @@ def test_the_demo_trains_fp8_weights(recipe: str, weights: float, tmp_path: Path
     assert f"{found['weights']:.2f} B" in done.stdout
 
 
-def test_benches_count_the_collectives_of_fp8_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benches")
-    found, other = run_on_two_ranks(demo_jobs.traffic)
-    assert found == other
+@ranks(2, cuda=False)
+def test_benches_count_the_collectives_of_fp8_weights(rig: Any) -> None:
+    from traffic import counted
+
+    config = LlamaConfig(vocabulary=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=128)
+    model = Llama(config)
+    model.init_weights(torch.Generator().manual_seed(0))
+    names, elements = converted_weights(model), parameter_count(model)
+    converted = sum(p.numel() for n, p in model.named_parameters() if n in names)
+    convert(model, "current", fp8_weights=True)
+    shard(model, rig.device_type, rig.world_size)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    with counted(model, rig.world_size) as found:
+        model.loss(torch.arange(66).reshape(2, 33) % 64).backward()
+        optimizer.step()
     # One byte per element, in the forward and in the backward.
-    assert found["handed_over"] == 2 * found["converted"]
-    assert found["scatters"] == 4 * found["elements"]
+    assert found.handed_over == 2 * converted
+    assert sum(found.scatters) == 4 * elements
     # Four fp32 values per weight synchronize the scales, then fp8rs.optim reduces its amax.
-    assert found["all_reduces"] == [16 * found["weights"], 4 * found["weights"]]
+    assert found.all_reduces == [16 * len(names), 4 * len(names)]
 
 
-def test_benches_count_a_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benches")
+def test_benches_count_a_copy_of_the_weights() -> None:
     from meter import Meter
 
     meter = Meter()
