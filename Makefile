@@ -22,8 +22,9 @@ TIER ?= --strength 1 -k "not 4ranks"
 # With the oldest torch: without kernels' bytes and messages, which do not depend on torch's release.
 OLDEST_TIER ?= -m "not newest_torch"
 # What differs most between torch's releases: FSDP2, DCP, optimizers and compiled code.
-SMOKE := tests/fsdp/test_gather.py tests/fsdp/test_training.py tests/fp8_weights/test_dcp.py \
-	tests/checkpoint/test_states.py tests/optim/test_adamw.py tests/nn/test_compile.py
+# The longest file is first, so that no process waits for it in the end.
+SMOKE := tests/nn/test_compile.py tests/fsdp/test_gather.py tests/fsdp/test_training.py \
+	tests/fp8_weights/test_dcp.py tests/checkpoint/test_states.py tests/optim/test_adamw.py
 
 BIN := $(VENV)/bin
 OLDEST_BIN := $(OLDEST)/bin
@@ -78,12 +79,12 @@ lint-python: $(VENV)/.built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy python/fp8rs
-	$(BIN)/python -m mypy.stubtest fp8rs._core
+	$(BIN)/python -m mypy.stubtest fp8rs._core --mypy-config-file tools/stubtest.ini
 	$(BIN)/lint-imports --no-cache --no-logo
 
 # The pinned compiler reproduces the checked-in PTX, and ptxas assembles it for every target without
 # spills.
-lint-ptx: $(VENV)/.installed
+lint-ptx: $(VENV)/.builder
 	$(BIN)/python tools/build_ptx.py --check
 
 # nextest if it is installed (cargo install cargo-nextest --locked), else cargo's own runner. nextest
@@ -140,7 +141,8 @@ bench:
 
 wheel: dist/.built
 
-dist/.built: $(VENV)/.installed $(SOURCES)
+# Building does not need torch, so that .ci/run builds while pip installs torch.
+dist/.built: $(VENV)/.builder $(SOURCES)
 	$(BIN)/python tools/build_wheel.py
 	touch $@
 
@@ -173,8 +175,14 @@ $(OLDEST)/.built: $(OLDEST)/.installed dist/.built
 	$(OLDEST_BIN)/python -m pip install --quiet --no-deps --force-reinstall dist/fp8rs-*_$$(uname -m).whl
 	touch $@
 
-$(VENV)/.installed: requirements-dev.txt
+# What tools/build_wheel.py needs.
+$(VENV)/.builder: requirements-dev.txt
 	$(call environment,$(VENV))
+	grep -E '^(maturin|ziglang|pyelftools)\b' requirements-dev.txt | \
+		$(BIN)/python -m pip install --quiet -r /dev/stdin
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.builder
 	$(BIN)/python -m pip install --quiet --upgrade torch -r requirements-dev.txt
 	touch $@
 

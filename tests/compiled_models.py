@@ -33,7 +33,7 @@ class Model(nn.Module):
     def __init__(self, wrap=None):
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, 48)
         self.wrap = wrap
 

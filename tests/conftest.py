@@ -67,12 +67,19 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection():
+    """Disable the garbage collector until all tests exist: it would walk them again and again."""
+    gc.disable()
+
+
 def pytest_collection_finish():
     """Freeze the objects that exist after collection.
 
     The garbage collector would walk thousands of tests and all of torch, which takes a second each
     time. Tests for leaks collect often.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import runpy
 import shutil
-import signal
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -16,37 +14,9 @@ import torch
 import torch.distributed as dist
 
 import fp8rs
-from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
-from fp8rs.demo.train import convert, converted_weights, shard
+from fp8rs.demo.model import Llama, LlamaConfig
 from fp8rs.export import tensors
 from internals import local_of
-
-
-def add(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
-    total = torch.tensor(float(dist.get_rank()))
-    dist.all_reduce(total)
-    report({"step": 1})
-    report({"step": 2})
-    return {"rank": dist.get_rank(), "total": total.item(), "given": arguments["given"]}
-
-
-def fail_on_one(arguments: dict[str, Any], report: Any) -> None:
-    if dist.get_rank() == arguments["rank"]:
-        raise ValueError("the planned failure")
-    dist.barrier()
-
-
-def die_on_one(arguments: dict[str, Any], report: Any) -> None:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def hang(arguments: dict[str, Any], report: Any) -> None:
-    Path(arguments["folder"], str(os.getpid())).touch()
-    dist.barrier()
-    report({"hanging": True})
-    time.sleep(300)
 
 
 def quick_start(arguments: dict[str, Any], report: Any) -> list[float]:
@@ -153,28 +123,3 @@ def _bytes_at_rest(parameter: Any) -> float:
     return sum(t.nbytes for plane in part.planes if plane for t in (plane.data, plane.scale)) / (
         part.numel()
     )
-
-
-def traffic(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
-    """Return the collectives of one step of FP8 weights, and the sizes of the model."""
-    from traffic import counted  # in benches
-
-    config = LlamaConfig(vocabulary=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=128)
-    model = Llama(config)
-    model.init_weights(torch.Generator().manual_seed(0))
-    names, elements = converted_weights(model), parameter_count(model)
-    converted = sum(p.numel() for n, p in model.named_parameters() if n in names)
-    convert(model, "current", fp8_weights=True)
-    shard(model, "cpu", dist.get_world_size())
-    optimizer = fp8rs.optim.AdamW(model.parameters(), lr=1e-3)
-    with counted(model, dist.get_world_size()) as found:
-        model.loss(torch.arange(66).reshape(2, 33) % 64).backward()
-        optimizer.step()
-    return {
-        "elements": elements,
-        "converted": converted,
-        "weights": len(names),
-        "handed_over": found.handed_over,
-        "scatters": sum(found.scatters),
-        "all_reduces": found.all_reduces,
-    }

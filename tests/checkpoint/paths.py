@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -124,7 +125,13 @@ def save_by_rank(model, optimizer, folder, group):
 
 
 def load_by_rank(model, optimizer, folder, group):
-    put(model, optimizer, torch.load(f"{folder}/rank{dist.get_rank()}", weights_only=False))
+    path = f"{folder}/rank{dist.get_rank()}"
+    exists = torch.tensor(int(os.path.exists(path)))
+    # Without this agreement, ranks with a file wait 30 s for a rank that has raised.
+    dist.all_reduce(exists, dist.ReduceOp.MIN, group)
+    if not exists:
+        raise FileNotFoundError(f"not all ranks have a file, such as {path}")
+    put(model, optimizer, torch.load(path, weights_only=False))
 
 
 WAYS = {

@@ -69,36 +69,57 @@ def test_kernels(block, size, flag): pass
 """
 
 
+#: The runs of pytest that tests read. One process makes them, so that torch is imported once.
+RUNS = {
+    "usual": "-v",
+    "full": "-q --full --collect-only",
+    "gpu": "-q --collect-only -m gpu",
+    "values": "-v --strength 1 -n 1",
+}
+MAIN = """
+import sys, pytest
+for options in sys.argv[2:]:
+    pytest.main([*sys.argv[1].split("|"), *options.split()])
+    print(end="\\0", flush=True)
+"""
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def outputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cases")
     (folder / "test_cases.py").write_text(CASES)
     (folder / "tensor").mkdir()
     (folder / "tensor" / "test_operators.py").write_text(OPERATORS)
-
-    def run(*options):
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "conftest"]
-        config = ["-c", str(TESTS.parent / "pyproject.toml"), f"--rootdir={folder}"]
-        done = subprocess.run(
-            [*command, *config, "-m", "not gpu", *options, str(folder)],
-            capture_output=True,
-            text=True,
-            cwd=TESTS,
-            timeout=120,
-            check=False,
-        )
-        assert not done.stderr, done.stderr
-        return done.stdout
-
-    return run
+    config = ["-c", str(TESTS.parent / "pyproject.toml"), f"--rootdir={folder}", str(folder)]
+    plugins = ["-p", "no:cacheprovider", "-p", "conftest"]
+    common = "|".join([*plugins, *config, "-m", "not gpu"])
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, common, *RUNS.values()],
+        capture_output=True,
+        text=True,
+        cwd=TESTS,
+        timeout=240,
+        check=False,
+    )
+    assert not done.stderr, done.stderr
+    return dict(zip(RUNS, done.stdout.split("\0")[:-1], strict=True))
 
 
-def test_long_tests_and_the_full_product_run_with_full_only(run, usual):
-    full = run("-q", "--full", "--collect-only")
+@pytest.fixture
+def usual(outputs):
+    return outputs["usual"]
+
+
+@pytest.fixture
+def gpu(outputs):
+    return outputs["gpu"]
+
+
+def test_long_tests_and_the_full_product_run_with_full_only(outputs, usual):
     for name, count in {"takes_minutes": 0, "three": 9}.items():
         assert usual.count(f"::test_{name}[") == count
     for name, count in {"takes_minutes": 2, "three": 18}.items():
-        assert full.count(f"::test_{name}[") == count
+        assert outputs["full"].count(f"::test_{name}[") == count
 
 
 def test_long_on_cpu_tests_are_short_on_a_gpu(gpu, usual):
@@ -112,16 +133,6 @@ def test_gpu_cases_contain_values_if_tests_through_operators_run_pairs_on_the_cp
         assert gpu.count(f"::test_{name}[") == count
 
 
-@pytest.fixture(scope="module")
-def gpu(run):
-    return run("-q", "--collect-only", "-m", "gpu")
-
-
-@pytest.fixture(scope="module")
-def usual(run):
-    return run("-v")
-
-
 def test_the_cover_contains_pairs_by_default(usual):
     # 3 blocks of two names x 3 sizes need 9 of 18 cases. The others keep every case.
     for name, count in {"three": 9, "two": 9, "all": 18, "fixture": 9}.items():
@@ -129,8 +140,10 @@ def test_the_cover_contains_pairs_by_default(usual):
     assert "tests: 68 of 80, a cover of each pair of parameters (all: --full)" in usual
 
 
-def test_the_cover_contains_values_with_strength_1_and_xdist_workers_pass_on_their_counts(run):
-    out = run("-v", "--strength", "1", "-n", "1")
+def test_the_cover_contains_values_with_strength_1_and_xdist_workers_pass_on_their_counts(
+    outputs,
+):
+    out = outputs["values"]
     passed = {line for line in out.splitlines() if "PASSED" in line}
     for name, count in {"three": 3, "two": 3, "all": 18, "fixture": 3}.items():
         assert sum(f"::test_{name}[" in line for line in passed) == count
