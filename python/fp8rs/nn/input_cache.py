@@ -32,7 +32,7 @@ def input_token(x: Tensor, key: Any) -> tuple[Any, ...] | None:
     mode = dispatch_mode()
     # Two weak references to one mode are one object. One to a dead mode equals no other.
     running = None if mode is None else weakref.ref(mode)
-    return id(x), x._version, memory_of(x), current_stream_id(x), running, key
+    return id(x), x._version, memory_of(x), current_stream_id(x.device), running, key
 
 
 @dataclass(eq=False, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fp8rs._torch import in_fake_mode
+from fp8rs._torch import current_stream_id, in_fake_mode
 
 
 class StreamDependency:
@@ -27,9 +27,10 @@ class StreamDependency:
         """Make the current stream wait for the writes, and keep the memory alive for its reads."""
         if self._stream is None:
             return
-        current = torch.cuda.current_stream(self._stream.device)
-        if current.cuda_stream not in self._streams:
-            self._streams.add(current.cuda_stream)
+        stream_id = current_stream_id(self._stream.device)
+        if stream_id not in self._streams:
+            self._streams.add(stream_id)
+            current = torch.cuda.current_stream(self._stream.device)
             current.wait_event(self._event)
             for tensor in self._tensors:
                 tensor.record_stream(current)
