@@ -307,9 +307,8 @@ def test_converting_twice_changes_nothing():
 
 def test_converting_to_another_recipe_is_an_error():
     model = convert(Model(), recipe="current")
-    with pytest.raises(
-        ValueError, match=r"blocks\.0\.0 is already in FP8, with recipe=.*load the state dict"
-    ):
+    says = r"blocks\.0\.0 is already in FP8, with recipe='current', not 'delayed'\. .*state dict"
+    with pytest.raises(ValueError, match=says):
         convert(model, recipe="delayed")
 
 

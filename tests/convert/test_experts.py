@@ -274,7 +274,7 @@ def test_a_name_that_matches_nothing_is_a_warning():
         (
             lambda: fp8rs.nn.GroupedLinear(2, 16, 16, recipe="rowwise"),
             {},
-            "the root is a GroupedLinear with recipe Float8Rowwise",
+            "the root is a GroupedLinear with recipe 'rowwise', not 'current'. Build",
         ),
     ],
 )

@@ -25,7 +25,7 @@ from fp8rs.nn.fp8_params import Float8Params, add_fp8_params
 from fp8rs.nn.grouped import Gemms
 from fp8rs.nn.grouped_linear import GroupedLinear
 from fp8rs.nn.model_state import ModelState
-from fp8rs.quantize.recipes import Recipe
+from fp8rs.quantize.recipes import Recipe, describe
 from fp8rs.tensor.formats import INPUT_DTYPES
 
 #: The reason of ``filter_fqns``.
@@ -178,8 +178,8 @@ def _experts(
     name_of, recipe = name or "the root", options.recipe
     if isinstance(module, GroupedLinear) and module.recipe != recipe:
         raise ValueError(
-            f"{name_of} is a GroupedLinear with recipe {module.recipe}, not {recipe}. Build it "
-            "with that recipe, or exclude it by filter_fqns"
+            f"{name_of} is a GroupedLinear with recipe {describe(module.recipe)!r}, not "
+            f"{describe(recipe)!r}. Build it with that recipe, or exclude it by filter_fqns"
         )
     reason = _why_no_fp8_gemms(module, parameters, recipe)
     if options.experts == "fp8" and reason:

@@ -13,7 +13,7 @@ from fp8rs.convert.torchao import from_float8_linear_config
 from fp8rs.gemm.grouped import reads_format
 from fp8rs.nn.fp8_params import Float8Params
 from fp8rs.quantize.quantizers import group_name
-from fp8rs.quantize.recipes import Recipe, resolve_recipe
+from fp8rs.quantize.recipes import Recipe, describe, resolve_recipe
 from fp8rs.tensor.quantized import QuantizedTensor
 
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -88,7 +88,8 @@ class Options:
             ValueError: an option differs.
         """
         state = module._fp8_state
-        given: dict[str, tuple[Any, Any]] = {"recipe": (state.recipe, self.recipe)}
+        recipes = describe(state.recipe), describe(self.recipe)
+        given: dict[str, tuple[Any, Any]] = {"recipe": recipes}
         if not state.standalone:
             gather = state.fp8_gather, self.enable_fsdp_float8_all_gather
             given["enable_fsdp_float8_all_gather"] = gather
