@@ -269,7 +269,8 @@ class StoreTensor(Tensor):
         The values are constant and compare by value: compilers guard on them.
         """
         store = self._store
-        names, kinds = [], []
+        names: list[str] = []
+        kinds: list[tuple[str, str, tuple[int, int]]] = []
         for name in PLANES:
             plane = getattr(store, name)
             if plane is not None:
