@@ -20,6 +20,7 @@ import json
 import re
 import sys
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
         params = {k: getattr(v, "__name__", v) for k, v in callspec.params.items()}
         error = "" if call.excinfo is None else call.excinfo.exconly().splitlines()[0][:160]
         case = {"test": item.originalname, "name": item.name, "params": params, "error": error}
-        case["column"] = list(item.module.RECIPES).index(params["recipe"])
+        case["column"] = list(import_module("cases").RECIPES).index(params["recipe"])
         report.user_properties.append(("case", json.dumps(case, default=str)))
     return report
 

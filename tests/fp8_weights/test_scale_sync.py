@@ -592,14 +592,16 @@ def test_values_of_whole_weights_have_the_bytes_of_unsharded_ones(rig, recipe, h
         for name, layer in layers[1].items():
             if how in DRAWS:
                 draw, draw_plain = DRAWS[how]
-                # reset_parameters draws with the seed of the first rank.
-                torch.manual_seed(rig.rank + len(name))
+                # reset_parameters draws with the seed of the first rank. DTensor requires equal
+                # seeds: its first draw on CUDA copies the first rank's.
+                seed = len(name) + (rig.rank if how == "reset_parameters" else 0)
+                torch.manual_seed(seed)
                 draw(layer)
                 plain = fully_shard(
                     nn.Linear(layer.in_features, layer.out_features, device=rig.device),
                     mesh=rig.mesh(),
                 )
-                torch.manual_seed(rig.rank + len(name))
+                torch.manual_seed(seed)
                 draw_plain(plain)
                 values = plain.weight
             else:

@@ -98,16 +98,24 @@ def sharded(model, rig):
 # --- writes inside the root's forward, before their own gather -----------------------------------
 
 
+def delay(module, args):
+    """Delay the current stream. FSDP2's streams wait for it before this hook runs."""
+    if args[0].is_cuda:
+        torch.cuda._sleep(20_000_000)  # some milliseconds
+
+
 class Moving(nn.Module):
     """As BYOL and MoCo do: the forward moves the target towards the online encoder, then runs it.
 
-    Both encoders are parts of the converted root.
+    Both encoders are parts of the converted root. The first forward packs the buffers of delayed
+    scaling on the delayed stream.
     """
 
     before = True
 
     def __init__(self, hidden):
         super().__init__()
+        self.register_forward_pre_hook(delay)
         self.online, self.target = Stack(hidden), Stack(hidden)
         self.predictor = nn.Linear(32, 32)
         with torch.no_grad():

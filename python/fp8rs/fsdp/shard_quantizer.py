@@ -213,7 +213,6 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
 
         The measured amax begins the history, also for a layer that never runs.
         """
-        self._histories.wait_for_roll()
         slots = self._recorded(shards)[1]
         scales = self._histories.pack(shards[0].device).scale[slots, 0, 0].clone()
         places = [i for i, shard in enumerate(shards) if not shard.handle.has_scale]

@@ -69,8 +69,8 @@ class DelayedScalingState:
         self._forwards = self._stepped_at = 0
         self._saw_step = False
         self._packs: list[Pack] = []
-        #: The last roll on each device.
-        self._rolled: list[StreamDependency] = []
+        #: The last writes to all buffers of each pack: when it was built, or when it rolled.
+        self._written: list[StreamDependency] = []
         self.copies: list[tuple[list[int], Tensor, torch.cuda.Event | None]] = []
         #: The meshes that layers are sharded over, with the layers' indices, in order of arrival.
         self._meshes: dict[Any, dict[int, None]] = {}
@@ -132,6 +132,7 @@ class DelayedScalingState:
         layers = self.layers()
         if not are_intact(self._packs, layers):
             self._packs = packed(layers)
+            self._note_writes(self._packs)
         return self._packs
 
     def moved(self) -> None:
@@ -139,9 +140,14 @@ class DelayedScalingState:
         self._packs = []
 
     def pack(self, device: torch.device) -> Pack:
-        """Return the pack of a device. RuntimeError if there is none."""
+        """Return the pack of a device, for the current stream. RuntimeError if there is none.
+
+        FSDP2 gathers on its own streams, which therefore wait until the pack is built or rolled.
+        """
         for pack in self.packs():
             if pack.scale.device == device:
+                for writes in self._written:
+                    writes.wait()
                 return pack
         raise RuntimeError(
             f"delayed scaling's buffers are on {[str(p.scale.device) for p in self._packs]}, but "
@@ -175,12 +181,14 @@ class DelayedScalingState:
                 latest = values if len(pack.indices) == count else values[:, pack.indices]
                 pack.roll(latest, self._specs, self.recipe.amax_compute_algo, seen)
             self._start_copies(packs)
-            self._rolled = [StreamDependency(pack.scale.device, ()) for pack in packs]
+            self._note_writes(packs)
 
-    def wait_for_roll(self) -> None:
-        """Make the current stream wait for the last roll. FSDP2 gathers on its own streams."""
-        for roll in self._rolled:
-            roll.wait()
+    def _note_writes(self, packs: Sequence[Pack]) -> None:
+        """Note that the current streams write to all buffers of packs."""
+        self._written = [
+            StreamDependency(pack.scale.device, (pack.scale, pack.amax, pack.history))
+            for pack in packs
+        ]
 
     def scales_lost(self) -> None:
         """Notify that a layer lost its scales. Copies in flight no longer count."""
