@@ -178,6 +178,7 @@ def run_case(
         # whose threads wake up a hundred times a second. A collection after each case costs less.
         if number % 10 == 0:
             gc.collect()
+            torch.cuda.empty_cache()  # the ranks of all test processes share the GPUs
 
 
 def connect(rig: Rig, store: Any) -> None:
