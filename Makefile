@@ -179,7 +179,7 @@ $(OLDEST)/.built: $(OLDEST)/.installed dist/.built
 $(VENV)/.builder: requirements-dev.txt
 	$(call environment,$(VENV))
 	grep -E '^(maturin|ziglang|pyelftools)\b' requirements-dev.txt | \
-		$(BIN)/python -m pip install --quiet -r /dev/stdin
+		$(BIN)/python -m pip install --quiet --upgrade -r /dev/stdin
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.builder

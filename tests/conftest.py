@@ -67,10 +67,14 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Disable the garbage collector until all tests exist: it would walk them again and again."""
     gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish():
@@ -79,7 +83,6 @@ def pytest_collection_finish():
     The garbage collector would walk thousands of tests and all of torch, which takes a second each
     time. Tests for leaks collect often.
     """
-    gc.enable()
     gc.collect()
     gc.freeze()
 

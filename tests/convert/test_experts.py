@@ -343,6 +343,16 @@ def test_quantized_init_can_leave_experts_in_high_precision():
     assert isinstance(model["head"].weight, QuantizedTensor)
 
 
+def test_quantized_init_leaves_modules_alone_that_were_built_before():
+    layer = fp8rs.nn.GroupedLinear(4, 32, 32)
+    delayed = convert(nn.Sequential(nn.Linear(32, 32)), recipe="delayed", fp8_weights=True)
+    with fp8rs.quantized_init("current"):
+        nn.Sequential(layer, nn.LayerNorm(32))
+        nn.Sequential(delayed, nn.LayerNorm(32))
+    assert not isinstance(layer.weight, QuantizedTensor)
+    assert convert(delayed, recipe="delayed", fp8_weights=True) is delayed
+
+
 def test_quantized_init_refuses_a_mode_that_its_recipe_lacks_before_anything_is_built():
     says = "experts='fp8' requires a recipe with grouped FP8 GEMMs"
     with pytest.raises(ValueError, match=says), fp8rs.quantized_init("mxfp8", experts="fp8"):

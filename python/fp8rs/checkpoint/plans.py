@@ -200,8 +200,8 @@ class LoadPlanner(DefaultLoadPlanner):
         if found:
             lines = list(chain.from_iterable(found.values()))
             remedies = [remedy for names, remedy in REMEDIES if any(map(names.search, lines))]
-            missing = [key for key in chain.from_iterable(each_asked) if self._misses(key, found)]
-            if absent := list(dict.fromkeys(missing)):
+            asked = dict.fromkeys(chain.from_iterable(each_asked))
+            if absent := [key for key in asked if self._misses(key, found)]:
                 names = sorted(self.metadata.state_dict_metadata)
                 begin = list(dict.fromkeys(name.partition(".")[0] for name in names))
                 remedies.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -95,7 +96,8 @@ def quantized_init(
             hook.remove()
     for root in (module for key, module in built.items() if key not in children):
         inside = [m for m in root.modules() if id(m) in linears]
-        if not inside and not select(root, options).experts:
+        experts_of = select(root, replace(options, module_filter_fn=keep)).experts
+        if not inside and not any(id(found.module) in built for found in experts_of):
             continue
         convert_to_float8_training(
             root,

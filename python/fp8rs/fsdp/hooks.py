@@ -47,7 +47,7 @@ class PreAllGather:
     """A local tensor's ``fsdp_pre_all_gather``, in the form with one argument.
 
     In this form, codes and scales may have different sizes. FSDP2 reads the signature at every
-    all-gather. Computing a method's takes longer than the hook.
+    all-gather. Computing the signature of a method takes longer than the hook itself.
     """
 
     __slots__ = ("_local",)

@@ -138,7 +138,8 @@ class AllGatherLayout:
     ) -> Planes | None:
         """Return the planes of the last unshard if FSDP2 gathered into their memory, else None.
 
-        Building equal planes from the outputs takes several times as long. See `unpack`.
+        Building equal planes from the outputs takes several times as long. Comparing storages
+        suffices, because the views of `unpack` begin where an output begins.
         """
         row, col = planes
         assert row is not None

@@ -47,7 +47,7 @@ class ShardSpec:
     global_offset: tuple[int, ...]
     matrix_groups: tuple[Any, ...] = ()
 
-    # Read at every all-gather.
+    # Cached, because all-gathers read these.
 
     @cached_property
     def batched(self) -> bool:

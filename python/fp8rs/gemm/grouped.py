@@ -123,8 +123,7 @@ def _scaled_wgrad(
     if parts > 1:
         a_scale, b_scale = (s.repeat_interleave(parts, 0) for s in (a_scale, b_scale))
         out = _products(a, b, a_scale, b_scale, part_ends(padded_ends, parts))
-        # Summed in fp32.
-        return out.view(groups, parts, n, k).sum(1).to(out_dtype)
+        return out.view(groups, parts, n, k).sum(1, dtype=torch.float32).to(out_dtype)
     return _products(a, b, a_scale, b_scale, padded_ends).to(out_dtype)
 
 

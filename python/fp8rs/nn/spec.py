@@ -99,7 +99,7 @@ class GroupedSpec:
 
     @cached_property
     def scale_options(self) -> dict[str, Any]:
-        """The arguments of ``fp8rs::quantize_groups`` that are not its defaults."""
+        """Options of ``fp8rs::quantize_groups`` and ``quantize_gated`` that are not defaults."""
         options = {"power_2_scale": self.power_2_scale, "amax_epsilon": self.amax_epsilon}
         return {name: value for name, value in options.items() if value}
 

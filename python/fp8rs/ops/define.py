@@ -12,7 +12,7 @@ frame. These kernels allocate outputs and check arguments themselves. ``opcheck`
 outputs with the function's.
 
 An operator that declares a write has its kernel in Python, because torch's C interface cannot
-increment a tensor's version::
+increment a tensor's version. So do operators that call torch's grouped GEMMs::
 
     @in_python(_core.random_uniform, writes=["x"])
     def random_uniform_(x: Tensor, seed: int) -> None: ...
