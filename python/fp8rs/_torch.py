@@ -77,7 +77,7 @@ def _will_run(node: Any) -> bool:
 
 
 def current_stream_id(device: torch.device) -> int:
-    """Return the current stream of a tensor's CUDA device as an int, or 0 for other devices.
+    """Return the current stream of a CUDA device with an index as an int, or 0 for other devices.
 
     ``torch.cuda.current_stream`` creates an object, which takes ten times as long.
     """
@@ -426,7 +426,7 @@ def fsspec_file_system(url: str) -> Any:
 
 
 def dtensor_spec(parameter: Any) -> Any:
-    """Return a DTensor's spec, which is the same object until the sharding changes, or None."""
+    """Return a DTensor's spec, the same object until its sharding changes. None for others."""
     return getattr(parameter, "_spec", None)
 
 

@@ -96,9 +96,10 @@ def quantized_init(
             hook.remove()
     for root in (module for key, module in built.items() if key not in children):
         inside = [m for m in root.modules() if id(m) in linears]
-        experts_of = select(root, replace(options, module_filter_fn=keep)).experts
-        if not inside and not any(id(found.module) in built for found in experts_of):
-            continue
+        if not inside:
+            found = select(root, replace(options, module_filter_fn=keep)).experts
+            if not any(id(each.module) in built for each in found):
+                continue
         convert_to_float8_training(
             root,
             recipe=options.recipe,

@@ -11,8 +11,8 @@ Most operators have their CPU and CUDA kernels in Rust (``src/python/native``), 
 frame. These kernels allocate outputs and check arguments themselves. ``opcheck`` compares their
 outputs with the function's.
 
-An operator that declares a write has its kernel in Python, because torch's C interface cannot
-increment a tensor's version. So do operators that call torch's grouped GEMMs::
+Operators that call torch's grouped GEMMs have their kernels in Python. So do operators that declare
+a write, because torch's C interface cannot increment a tensor's version::
 
     @in_python(_core.random_uniform, writes=["x"])
     def random_uniform_(x: Tensor, seed: int) -> None: ...
