@@ -81,7 +81,8 @@ VARIANTS = {
     "torchao": Variant("torchao tensorwise", "torchao"),
 }
 
-#: Sizes of the model without its vocabulary: 308 M and 973 M parameters, and one for tests.
+#: Sizes of the model without its vocabulary: 308 M and 973 M parameters, and one for tests. A
+#: vocabulary of 32768 tokens adds 67 M and 134 M.
 SIZES: dict[str, dict[str, int]] = {
     "350m": {"dim": 1024, "layers": 24, "heads": 16, "kv_heads": 16, "hidden": 2816},
     "1b": {"dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "hidden": 8192},
@@ -436,7 +437,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="command")
     data = commands.add_parser("data", help="write the tokens of the text")
     data.add_argument("out", type=Path, metavar="OUT")
-    data.add_argument("--vocabulary", type=int, default=16384, help="256: bytes; more: a BPE")
+    data.add_argument("--vocabulary", type=int, default=32768, help="256: bytes; more: a BPE")
     data.add_argument("--roots", type=Path, nargs="+", help="folders; default: Python's")
     data.set_defaults(run=prepare_data)
 
