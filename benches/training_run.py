@@ -400,7 +400,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def draw(runs: dict[str, Any], path: Path) -> None:
-    """Draw held-out losses, and their difference to the mean of the bf16 runs."""
+    """Draw held-out losses, and their ratios to the mean of the bf16 runs."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -411,20 +411,24 @@ def draw(runs: dict[str, Any], path: Path) -> None:
     means = {step: statistics.fmean(curve[step] for curve in references) for step in common}
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     losses, apart = figure.subplots(1, 2)
+    if means:
+        low, high = (
+            [100 * (bound(curve[step] for curve in references) / means[step] - 1) for step in means]
+            for bound in (min, max)
+        )
+        apart.fill_between(common, low, high, color="0.85", label="bf16, its seeds")
     for name, curve in curves.items():
         title, grey = VARIANTS[name].title, VARIANTS[name].library == "torch"
-        style = {"color": "0.6"} if grey else {}
-        losses.plot(*zip(*curve.items(), strict=True), label=title, linewidth=1, **style)
+        style: dict[str, Any] = {"color": "0.6", "linewidth": 2} if grey else {"linewidth": 1}
+        losses.plot(*zip(*curve.items(), strict=True), label=title, **style)
         if not grey:
             steps = [step for step in curve if step in means]
             ratios = [100 * (curve[step] / means[step] - 1) for step in steps]
-            apart.plot(steps, ratios, label=title, linewidth=1)
-    for bound in (min, max) if references else ():
-        spread = [100 * (bound(c[s] for c in references) / means[s] - 1) for s in common]
-        apart.plot(common, spread, color="0.6", linewidth=1, linestyle=":")
+            apart.plot(steps, ratios, label=title, **style)
     losses.set(xlabel="step", ylabel="nats per token", title="Held-out loss")
-    apart.set(xlabel="step", ylabel="percent", title="Above the mean of bf16 (dotted: its seeds)")
+    apart.set(xlabel="step", ylabel="percent", title="Held-out loss, relative to the mean of bf16")
     losses.legend(fontsize=8)
+    apart.legend(fontsize=8)
     for axes in (losses, apart):
         axes.grid(alpha=0.3)
     figure.savefig(path, metadata={"Date": None})

@@ -2,15 +2,14 @@
 
     python tools/figures.py   # requires matplotlib
 
-speed.svg shows the table in README.md, whose numbers come from benches/RESULTS.md. weight.svg and
-step.svg illustrate docs/weight.md and docs/fsdp2.md. linear_shapes.svg shows linear_shapes.json in
-the same folder, if benches/linear_shapes.py --json has written it.
+weight.svg and step.svg illustrate docs/weight.md and docs/fsdp2.md. linear_shapes.svg shows
+linear_shapes.json in the same folder, if benches/linear_shapes.py --json has written it.
+benches/training_run.py draws training.svg.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +22,6 @@ OUT = ROOT / "docs" / "figures"
 
 OURS, OTHERS = "#3f51b5", "#9e9e9e"
 HIGH, CODES, PLAIN = "#ffe0b2", "#c5cae9", "#eeeeee"
-
-
-def speeds(page: str) -> list[tuple[str, float, float]]:
-    """Return rows of the README's first table: name, speedup over bf16, GB gathered per step."""
-    table = page.split("| times bf16 |", 1)[1].split("\n\n", 1)[0]
-    found = []
-    for line in table.splitlines()[2:]:
-        name, _, times, _, gathered = (cell.strip(" *") for cell in line.strip("|").split("|"))
-        (ratio,) = re.findall(r"^\**([\d.]+)", times)
-        found.append((re.sub(r"[*`]", "", name), float(ratio), float(gathered.split()[0])))
-    return found
-
-
-def draw_speeds(path: Path) -> None:
-    """Draw the README's first table as bars, without the last row, which is of another model."""
-    rows = speeds((ROOT / "README.md").read_text())[:-1]
-    names = [name for name, _, _ in rows]
-    colours = [OURS if name.startswith("fp8rs") else OTHERS for name in names]
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    speed, gathered = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    for axes, values, title in (
-        (speed, [row[1] for row in rows], "Tokens per second, relative to compiled bf16"),
-        (gathered, [row[2] for row in rows], "GB gathered per step"),
-    ):
-        bars = axes.barh(names, values, color=colours)
-        axes.bar_label(bars, fmt="%.2f" if axes is speed else "%.1f", padding=3)
-        axes.set_title(title, fontsize=10)
-        axes.margins(x=0.12)
-        axes.spines[["top", "right"]].set_visible(False)
-    speed.invert_yaxis()
-    speed.axvline(1, color="black", linewidth=0.8, linestyle=":")
-    figure.savefig(path, metadata={"Date": None})
 
 
 def draw_shapes(measured: dict[str, Any], path: Path) -> None:
@@ -167,7 +134,6 @@ def draw_step(path: Path) -> None:
 def main() -> None:
     """Draw all figures."""
     matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # for reproducible bytes
-    draw_speeds(OUT / "speed.svg")
     draw_weight(OUT / "weight.svg")
     draw_step(OUT / "step.svg")
     shapes = OUT / "linear_shapes.json"

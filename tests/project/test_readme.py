@@ -11,13 +11,10 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_figures_are_those_of_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    from figures import speeds
-
-    assert len(speeds(README)) == 5
+def test_figures_are_those_of_the_measurements() -> None:
     measured = (ROOT / "benches" / "RESULTS.md").read_text()
     table = README.split("| times bf16 |")[1].split("\n\n")[0]
+    assert len(table.splitlines()[2:]) == 5
     numbers = re.findall(r"\b\d\d,\d{3}\b|\b\d\d\.\d GB", table)
     assert len(numbers) == 11
     for number in numbers:
