@@ -15,7 +15,7 @@ def section(changelog: str, version: str) -> str:
     """Return the section with this title, or the section titled Unreleased."""
     _, *sections = re.split(r"^## ", changelog, flags=re.MULTILINE)
     by_title = {text.split()[0].strip("[]"): text for text in sections}
-    return "## " + by_title.get(version, by_title["Unreleased"])
+    return "## " + by_title[version if version in by_title else "Unreleased"]
 
 
 if __name__ == "__main__":

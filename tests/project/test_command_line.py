@@ -170,8 +170,11 @@ def test_release_notes_are_the_dated_section_of_the_version(
     monkeypatch.syspath_prepend(ROOT / "tools")
     from release_notes import section
 
-    changelog = "# Changelog\n\n## Unreleased\n\n- new\n\n## 0.1.0 - 2026-11-24\n\n- old\n"
-    assert section(changelog, "0.1.0") == "## 0.1.0 - 2026-11-24\n\n- old\n"
+    released = "## 0.1.0 - 2026-11-24\n\n- old\n"
+    changelog = "# Changelog\n\n## Unreleased\n\n- new\n\n" + released
+    assert section(changelog, "0.1.0") == section("# Changelog\n\n" + released, "0.1.0") == released
+    assert section(changelog, "0.2.0") == "## Unreleased\n\n- new\n\n"
     titles = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert titles[0] == "Unreleased"
-    assert all(re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", t) for t in titles[1:])
+    dated = titles[titles[0] == "Unreleased" :]
+    assert dated
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", t) for t in dated)
