@@ -62,12 +62,11 @@ def fill_shard(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
     store, source, to, part = dst._store, src._store, dst.box, src.box
     if to is None or part is None or store.batched != source.batched:
         return False
-    along = to.rows if to.batch is None else to.batch
-    if along.start:
+    if to[0].start:
         return False
     if not dst.numel():
         return True  # an empty shard
-    if not store.format.per_tensor and part.cols != slice(0, source.matrix[-1]):
+    if not store.format.per_tensor and part[-1] != slice(0, source.matrix[-1]):
         raise ValueError(
             f"a weight in format {store.format.name!r} is sharded by rows only: "
             "return Shard(0) from shard_placement_fn, or use a recipe with one scale per tensor"
@@ -76,7 +75,7 @@ def fill_shard(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
         plane = getattr(store, name)
         if plane is not None and new is not None:
             dim = int(name == "columnwise" and not store.batched)
-            data = plane.data.narrow(dim, 0, along.stop)
+            data = plane.data.narrow(dim, 0, to[0].stop)
             data.copy_(new.data.reshape(data.shape))
             scale = new.scale.to(data.device, copy=True)
             setattr(store, name, Plane(data, scale, new.format, new.lead))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from torch.nn import functional
 from fp8rs import ops  # noqa: F401  (registers torch.ops.fp8rs)
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import BlockFormat, matrix_shape, split
+
+#: A part of a matrix (rows, columns), or of a batch of matrices (matrices, rows, columns).
+Box = tuple[slice, ...]
+
+_T = TypeVar("_T")
 
 _dequantize = torch.ops.fp8rs.dequantize.default
 _transpose = torch.ops.fp8rs.transpose.default
@@ -61,25 +66,21 @@ class Plane:
         """Return some matrices of a batch, or one of them, over the same memory."""
         return Plane(self.data[index], self.scale[index], self.format, self.lead)
 
-    def part(self, rows: slice, cols: slice, batch: slice | None = None) -> Plane:
-        """Return some rows and columns over the same memory. They may begin within a block.
+    def part(self, box: Box) -> Plane:
+        """Return a part of the matrix or matrices over the same memory.
 
-        Args:
-            rows: rows of the matrix, or of each matrix of a batch.
-            cols: columns.
-            batch: the matrices of a batch. None for one matrix.
+        The part may begin within a block.
         """
-        if batch is not None and batch != slice(0, self.data.shape[0]):
-            return self[batch].part(rows, cols)
-        of, shape = split(self.data.shape, self.batched)
-        if rows == slice(0, shape[0]) and cols == slice(0, shape[1]):
+        batch, matrix = split(self.data.shape, self.batched)
+        shape = (*batch, *matrix)
+        if all(span == slice(0, n) for span, n in zip(box, shape, strict=True)):
             return self
         # A reshape could copy, and a write to the part would be lost.
-        codes = self.data.view(*of, *shape)[..., rows, cols]
+        codes, matrices = self.data.view(shape)[box], box[:-2]
         if self.format.per_tensor:
-            return Plane(codes, self.scale, self.format)
+            return Plane(codes, self.scale[matrices] if matrices else self.scale, self.format)
         blocks, leads = [], []
-        for span, block, lead in zip((rows, cols), self.format.block, self.lead, strict=True):
+        for span, block, lead in zip(box[-2:], self.format.block, self.lead, strict=True):
             start, stop = span.start + lead, span.stop + lead
             if block == -1:
                 start, stop, block = 0, 1, 1
@@ -87,8 +88,8 @@ class Plane:
                 start = stop = 0
             blocks.append(slice(start // block, -(-stop // block)))
             leads.append(start % block)
-        scale = self.scale[..., blocks[0], blocks[1]]
-        return Plane(codes, scale, self.format, (leads[0], leads[1]))
+        at = (*matrices, *blocks)
+        return Plane(codes, self.scale[at], self.format, (leads[0], leads[1]))
 
     def map(
         self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
@@ -193,30 +194,10 @@ class Plane:
                 "Read it between the module's pre-forward and its reshard, or call unshard() first"
             )
 
-    def check(self, name: str, batch: tuple[int, ...], shape: tuple[int, int]) -> None:
-        """Check that dtypes and scales fit each other. Nothing is read from the device.
 
-        Args:
-            name: the plane's name in messages.
-            batch: ``(batch,)``, or ``()`` for one matrix.
-            shape: of each matrix of the plane.
-
-        Raises:
-            TypeError, ValueError: they do not.
-        """
-        formats.check_fp8_dtype(self.data.dtype, f"{name}.data.dtype")
-        if self.scale.dtype != self.format.scale_dtype:
-            raise TypeError(
-                f"{name} is in format {self.format.name!r}, which has scales of "
-                f"{self.format.scale_dtype}, not {self.scale.dtype}"
-            )
-        rows, cols = (n + m for n, m in zip(shape, self.lead, strict=True))
-        expected = self.format.scale_shape(rows, cols, batch)
-        if self.scale.shape != expected:
-            raise ValueError(
-                f"{name} has scales of shape {tuple(self.scale.shape)}, but codes of shape "
-                f"{(*batch, *shape)} in format {self.format.name!r} need {expected}"
-            )
+def swapped(dims: tuple[_T, ...]) -> tuple[_T, ...]:
+    """Return dimensions or slices of transposed matrices: the last two change places."""
+    return *dims[:-2], dims[-1], dims[-2]
 
 
 def as_bytes(t: Tensor) -> Tensor:
@@ -232,16 +213,34 @@ def zeros(like: Tensor, size: Sequence[int], device: Any = None) -> Tensor:
 
 
 def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.Size) -> None:
-    """Raise TypeError or ValueError if these are not planes of a tensor of ``shape``."""
-    plane = rowwise or columnwise
-    batch, (rows, cols) = split(shape, plane is not None and plane.batched)
-    turned = torch.Size((*batch, cols, rows))
-    for name, plane, size in (("rowwise", rowwise, shape), ("columnwise", columnwise, turned)):
+    """Raise TypeError or ValueError if these are not planes of a tensor of ``shape``.
+
+    Nothing is read from the device.
+    """
+    for name, plane in (("rowwise", rowwise), ("columnwise", columnwise)):
         if plane is None:
             continue
-        if plane.data.shape != size:
+        data, scale, format = plane.data, plane.scale, plane.format
+        batch, matrix = split(shape, (rowwise or plane).batched)
+        size: tuple[int, ...] = shape
+        if name == "columnwise":
+            matrix = matrix[::-1]
+            size = (*batch, *matrix)
+        if data.shape != size:
             raise ValueError(
-                f"{name} has data of shape {tuple(plane.data.shape)}, but a tensor of shape "
+                f"{name} has data of shape {tuple(data.shape)}, but a tensor of shape "
                 f"{tuple(shape)} needs {tuple(size)}"
             )
-        plane.check(name, batch, (rows, cols) if plane is rowwise else (cols, rows))
+        formats.check_fp8_dtype(data.dtype, f"{name}.data.dtype")
+        if scale.dtype != format.scale_dtype:
+            raise TypeError(
+                f"{name} is in format {format.name!r}, which has scales of "
+                f"{format.scale_dtype}, not {scale.dtype}"
+            )
+        rows, cols = (n + m for n, m in zip(matrix, plane.lead, strict=True))
+        expected = format.scale_shape(rows, cols, batch)
+        if scale.shape != expected:
+            raise ValueError(
+                f"{name} has scales of shape {tuple(scale.shape)}, but codes of shape "
+                f"{(*batch, *matrix)} in format {format.name!r} need {expected}"
+            )

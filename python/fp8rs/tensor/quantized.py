@@ -361,14 +361,14 @@ class LoadedShard(QuantizedTensor):
             NotImplementedError: these are parts of the matrices of a batch.
         """
         box = self.box
-        if box is None or box.batch is not None or self.is_contiguous():
+        if box is None or self._store.batched or self.is_contiguous():
             super().check_writable()
             return super().write(src, spec, delayed, keep)
         cols = self._store.extent[1]
-        size, offset = (self.shape[0], cols), box.rows.start * cols
+        size, offset = (self.shape[0], cols), box[0].start * cols
         rows = self.view_of((size, (cols, 1), offset))
         values = rows.dequantize(src.dtype)
-        values[:, box.cols] = src
+        values[:, box[1]] = src
         return rows.write(values, spec, delayed, keep=True)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fp8rs._torch import note_write
 from fp8rs.tensor.formats import BlockFormat, split
-from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.planes import Box, Plane, swapped
 from fp8rs.tensor.spec import Planes, QuantSpec
 
 #: Why a quantized tensor cannot be copied as the bytes of one storage, and what to do instead.
@@ -24,14 +24,6 @@ NO_SINGLE_MEMORY = (
 
 #: A delayed scale to read and the amax to raise, each fp32 of one element.
 Delayed = tuple[Tensor, Tensor]
-
-
-class Box(NamedTuple):
-    """Rows and columns of a matrix, or of each of some matrices of a batch."""
-
-    rows: slice
-    cols: slice
-    batch: slice | None = None
 
 
 class WriteObserver(Protocol):
@@ -118,8 +110,7 @@ class Store:
             batch, matrix = split(self.rowwise.data.shape, self.rowwise.batched)
             return *batch, *matrix
         assert self.columnwise is not None
-        shape = self.columnwise.data.shape
-        return *shape[:-2], shape[-1], shape[-2]
+        return swapped(self.columnwise.data.shape)
 
     @property
     def batched(self) -> bool:
@@ -165,16 +156,12 @@ class Store:
 
     def box(self, rows: slice) -> Box:
         """Return whole rows, or whole matrices of a batch."""
-        *_, height, cols = self.matrix
-        if self.batched:
-            return Box(slice(0, height), slice(0, cols), rows)
-        return Box(rows, slice(0, cols))
+        return (rows, *(slice(0, n) for n in self.matrix[1:]))
 
     def part(self, box: Box) -> Planes:
         """Return a part of the planes, over the same memory."""
-        rows, cols, batch = box
         row, col = self.rowwise, self.columnwise
-        return row and row.part(rows, cols, batch), col and col.part(cols, rows, batch)
+        return row and row.part(box), col and col.part(swapped(box))
 
     def rows(self, rows: slice) -> Planes:
         """Return whole rows of the planes, or whole matrices of a batch, over the same memory."""

@@ -14,9 +14,9 @@ from typing_extensions import Self
 from fp8rs._torch import make_wrapper_subclass
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import split
-from fp8rs.tensor.planes import Plane, as_bytes
+from fp8rs.tensor.planes import Box, Plane, as_bytes
 from fp8rs.tensor.spec import Planes, QuantSpec
-from fp8rs.tensor.store import Box, Store
+from fp8rs.tensor.store import Store
 
 #: The names of the two planes.
 PLANES = ("rowwise", "columnwise")
@@ -108,11 +108,11 @@ class StoreTensor(Tensor):
         if not rest and not self.numel() % size and self.is_contiguous():
             return store.box(slice(first, first + self.numel() // size))
         *_, height, cols = store.matrix
-        batch = None
+        matrices: Box = ()
         if store.batched:
             if len(shape) < 3 or stride[0] != size:
                 return None
-            batch = slice(first, first + shape[0])
+            matrices = (slice(first, first + shape[0]),)
             shape, stride, first, rest = shape[1:], stride[1:], rest // cols, rest % cols
         elif len(shape) != 2:
             return None
@@ -121,7 +121,7 @@ class StoreTensor(Tensor):
         end = first + math.prod(shape[:-1])
         if stride != (*steps, 1) or rest + shape[-1] > cols or end > height:
             return None
-        return Box(slice(first, end), slice(rest, rest + shape[-1]), batch)
+        return *matrices, slice(first, end), slice(rest, rest + shape[-1])
 
     @property
     def is_whole(self) -> bool:
@@ -139,19 +139,17 @@ class StoreTensor(Tensor):
         if not self._store_view:
             return store.rowwise, store.columnwise
         box = self.box
-        if box is None or (box.batch is not None and box != store.box(box.batch)):
+        if box is None or (store.batched and box != store.box(box[0])):
             return None, None
         row, col = store.part(box)
-        starts = box.rows.start, box.cols.start
+        starts = box[-2].start, box[-1].start
         row, col = _of_whole_blocks(row, starts), _of_whole_blocks(col, starts[::-1])
-        part: tuple[int, ...] = box.rows.stop - box.rows.start, box.cols.stop - box.cols.start
+        part = [span.stop - span.start for span in box]
         batch, matrix = split(self.shape, store.batched)
-        if box.batch is not None:
-            part = box.batch.stop - box.batch.start, *part
-            if part == (1, *split(self.shape, False)[1]) and not batch:
-                row, col = (None if plane is None else plane[0] for plane in (row, col))
-                part = part[1:]
-        if part != (*batch, *matrix):  # the rows have another length
+        if store.batched and not batch and part[0] == 1:  # one matrix of a batch
+            row, col = row and row[0], col and col[0]
+            part = part[1:]
+        if part != [*batch, *matrix]:  # the rows have another length
             return None, None
         if row is not None:
             return Plane(row.data.view(self.shape), row.scale, row.format, row.lead), col

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.planes import Box, Plane
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes, requantize_plane
-from fp8rs.tensor.store import Box, Delayed, Store
+from fp8rs.tensor.store import Delayed, Store
 
 
 def write(
@@ -133,8 +133,8 @@ def copy_codes(
     """
     if to is None or given is None or dst.batched != src.batched:
         return False
-    size, rows = dst.extent[1], to.rows if to.batch is None else to.batch
-    around = dst.rows_around(rows.start * size, rows.stop * size)
+    size = dst.extent[1]
+    around = dst.rows_around(to[0].start * size, to[0].stop * size)
     if not piece and dst.box(around) != to:
         return False
     parts, planes = dst.part(to), _completed(src.part(given), dst.has)
