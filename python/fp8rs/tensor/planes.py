@@ -119,13 +119,6 @@ class Plane:
         codes = _transpose(self.data, after, self.batched)
         return Plane(codes, scale, self.format, self.lead[::-1])
 
-    def empty(self, rows: int, cols: int) -> Plane:
-        """Allocate another matrix. With one scale per tensor, it has this plane's scale."""
-        data, scale, format = self.data.new_empty((rows, cols)), self.scale, self.format
-        if not format.per_tensor:
-            scale = scale.new_empty(format.scale_shape(rows, cols))
-        return Plane(data, scale, format)
-
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return ``data * scale`` in fp32, cast once to ``dtype``, in the shape of ``data``."""
         data, batched = self.data, self.batched
