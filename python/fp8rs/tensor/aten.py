@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import is_alias, no_torch_dispatch
-from fp8rs.tensor import collectives, writes
+from fp8rs.tensor import collectives
+from fp8rs.tensor.copies import copy_codes, new_shard
 from fp8rs.tensor.fallback import dequantized_call, each_member, quantized_in
 from fp8rs.tensor.formats import FP8_MAX, INPUT_DTYPES, LOGICAL_DTYPES
-from fp8rs.tensor.padded import fill_shard, new_shard
 from fp8rs.tensor.planes import zeros
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
 
@@ -104,7 +104,7 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
         assert isinstance(src, QuantizedTensor)
         return dst.copy_(src.dequantize(), non_blocking=non_blocking)
     dst.check_writable()
-    if isinstance(src, QuantizedTensor) and _copy_codes(dst, src, non_blocking):
+    if isinstance(src, QuantizedTensor) and copy_codes(dst, src, non_blocking):
         return dst
     if src.dtype in FP8_MAX:
         raise TypeError(
@@ -119,24 +119,6 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
     if src.dtype not in INPUT_DTYPES:
         src = src.to(torch.float32)
     return dst.quantize_(src.expand(dst.shape) if src.shape != dst.shape else src)
-
-
-def _copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -> bool:
-    """Copy codes and scales if that makes ``dst`` equal to ``src``. Return whether it does."""
-    store, other = dst._store, src._store
-    observer = store.active_observer
-    same_codes = other.format is store.format and src.fp8_dtype == dst.fp8_dtype
-    if src.shape != dst.shape or not same_codes:
-        return False
-    if store is other and dst.geometry == src.geometry:
-        return True  # torch loads state dicts that were filled in place
-    # FSDP2 fills an allocated shard by one copy, but makes none into an empty shard.
-    if store.padded and (observer is None or dst.numel()) and not dst.loads_pieces:
-        return fill_shard(dst, src)
-    copied = writes.copy_codes(store, dst.box, other, src.box, non_blocking, piece=dst.loads_pieces)
-    if copied and observer is not None:
-        observer.observe_write(dst, None, exact=False)
-    return copied
 
 
 @implements(aten.constant_pad_nd.default)

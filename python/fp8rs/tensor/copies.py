@@ -1,4 +1,7 @@
-"""Padded shards, which FSDP2 allocates by ``new_zeros`` and fills by one copy."""
+"""Copies of codes and scales from one quantized tensor to another one of the same format.
+
+They include the padded shards that FSDP2 allocates by ``new_zeros`` and fills by one copy.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,70 @@ from typing import Any
 import torch
 
 from fp8rs.tensor.formats import split
-from fp8rs.tensor.planes import Plane, zeros
+from fp8rs.tensor.planes import Box, Plane, zeros
 from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import Planes
 from fp8rs.tensor.store import Store
 from fp8rs.tensor.wrapper import PLANES
+
+
+def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -> bool:
+    """Copy codes and scales if that makes ``dst`` equal to ``src`` and changes nothing else.
+
+    A `LoadedShard` also takes pieces that split blocks. Their scales are written. The other
+    elements of these blocks keep their codes, not their values, until other pieces replace them.
+
+    Returns:
+        Whether ``dst`` is equal to ``src`` now. Otherwise nothing was written.
+
+    Raises:
+        ValueError: for a piece, the blocks of the source begin elsewhere.
+    """
+    store, source, piece = dst._store, src._store, dst.loads_pieces
+    if src.shape != dst.shape or src.fp8_dtype != dst.fp8_dtype or source.format is not store.format:
+        return False
+    if store is source and dst.geometry == src.geometry:
+        return True  # torch loads state dicts that were filled in place
+    to, part, observer = dst.box, src.box, store.active_observer
+    if to is None or part is None or store.batched != source.batched:
+        return False
+    # FSDP2 fills an allocated shard by one copy, but makes none into an empty shard.
+    if store.padded and (observer is None or dst.numel()) and not piece:
+        return fill_shard(store, to, source, part)
+    size = store.extent[1]
+    if not piece and store.box(store.rows_around(to[0].start * size, to[0].stop * size)) != to:
+        return False
+    parts, planes = store.part(to), _completed(source.part(part), store.has)
+    for own, new in zip(parts, planes, strict=True):
+        if own is None:
+            continue
+        if new is None or own.matrix.shape != new.matrix.shape:
+            return False
+        if own.lead != new.lead:
+            if not piece:
+                return False
+            raise ValueError(
+                f"cannot load FP8 codes of format {own.format.name!r} into this layout: they were "
+                "saved in blocks that begin at other rows or columns. Save and load with "
+                "fp8rs.checkpoint.Model(model) in place of the model's state dict"
+            )
+    store.put(parts, planes, non_blocking)
+    if observer is not None:
+        observer.observe_write(dst, None, exact=False)
+    return True
+
+
+def _completed(planes: Planes, wanted: tuple[bool, bool]) -> Planes:
+    """Return planes, with a missing one that is wanted made from the other if blocks are square."""
+    row, col = planes
+    if row is None and wanted[0] and col is not None and col.format.square:
+        row = col.transposed("rowwise", "copy_")
+    if col is None and wanted[1] and row is not None and row.format.square:
+        col = row.transposed("columnwise", "copy_")
+    return row, col
+
+
+# --- padded shards --------------------------------------------------------------------------------
 
 
 def new_shard(like: Store, shape: Iterable[int], device: Any) -> Store:
@@ -45,26 +108,22 @@ def new_shard(like: Store, shape: Iterable[int], device: Any) -> Store:
     return new
 
 
-def fill_shard(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
-    """Copy codes and scales of a part of another tensor to the front of a padded shard.
+def fill_shard(store: Store, to: Box, source: Store, part: Box) -> bool:
+    """Copy codes and scales of a part of another store to the front of a padded shard.
 
     FSDP2 calls ``new_zeros`` with the padded size, and copies this rank's part of the weight to the
     front. Only that copy shows how long the shard is, and at which row of a block it begins.
-    Afterwards, the store of ``dst`` consists of this part alone. Zeros stay in memory behind it.
+    Afterwards, the store of the shard consists of this part alone. Zeros stay in memory behind it.
 
     Returns:
-        False, with nothing written, if ``dst`` or ``src`` is not a part in order, or ``dst`` does
-        not begin with the allocation.
+        Whether ``to`` begins with the allocation. Otherwise nothing was written.
 
     Raises:
-        ValueError: ``src`` has parts of rows, but the format needs whole rows.
+        ValueError: ``part`` has parts of rows, but the format needs whole rows.
     """
-    store, source, to, part = dst._store, src._store, dst.box, src.box
-    if to is None or part is None or store.batched != source.batched:
-        return False
     if to[0].start:
         return False
-    if not dst.numel():
+    if any(span.start == span.stop for span in to):
         return True  # an empty shard
     if not store.format.per_tensor and part[-1] != slice(0, source.matrix[-1]):
         raise ValueError(

@@ -62,7 +62,7 @@ class Store:
         spec: how what is written is quantized; None is the planes' format without options.
         delayed: for delayed scaling, the scale to read and the amax to write.
         observer: observes writes to a parameter's planes. New tensors of the parameter have it too.
-        padded: FSDP2 has allocated the planes of a shard with padding (`fp8rs.tensor.padded`). The
+        padded: FSDP2 has allocated the planes of a shard with padding (`fp8rs.tensor.copies`). The
             first tensor that is copied to it fills it.
         gathered: FSDP2 has gathered the planes' bytes, and frees and refills them.
     """

@@ -1,4 +1,4 @@
-"""Writes to a store: values are quantized, codes and scales are copied.
+"""Writes of values to a store.
 
 A block has one scale, and a write may cover a part of a block. The other elements of the block then
 keep their values: the scale stays, or changes by a power of two.
@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fp8rs.tensor.planes import Box, Plane
+from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes, requantize_plane
 from fp8rs.tensor.store import Delayed, Store
 
@@ -101,65 +101,4 @@ def _requantized(
             col = row.transposed("columnwise", "a write")
         else:
             col = requantized(col, new.mT, changed.mT)
-    return row, col
-
-
-def copy_codes(
-    dst: Store,
-    to: Box | None,
-    src: Store,
-    given: Box | None,
-    non_blocking: bool = False,
-    *,
-    piece: bool = False,
-) -> bool:
-    """Copy codes and scales from one store to another one of the same format.
-
-    Args:
-        dst: the planes to write.
-        to: the part of them, or None if the destination is not a box.
-        src: the planes to read.
-        given: the part of them, or None if the source is not a box.
-        non_blocking: as for ``copy_``.
-        piece: write the scales of blocks of which the box has a part. The other elements of these
-            blocks keep their codes, not their values, until other pieces replace them.
-
-    Returns:
-        False, with nothing written, if the copy would not make the elements equal or would change
-        others.
-
-    Raises:
-        ValueError: for a piece, the blocks of the source begin elsewhere.
-    """
-    if to is None or given is None or dst.batched != src.batched:
-        return False
-    size = dst.extent[1]
-    around = dst.rows_around(to[0].start * size, to[0].stop * size)
-    if not piece and dst.box(around) != to:
-        return False
-    parts, planes = dst.part(to), _completed(src.part(given), dst.has)
-    for own, new in zip(parts, planes, strict=True):
-        if own is None:
-            continue
-        if new is None or own.matrix.shape != new.matrix.shape:
-            return False
-        if own.lead != new.lead:
-            if not piece:
-                return False
-            raise ValueError(
-                f"cannot load FP8 codes of format {own.format.name!r} into this layout: they were "
-                "saved in blocks that begin at other rows or columns. Save and load with "
-                "fp8rs.checkpoint.Model(model) in place of the model's state dict"
-            )
-    dst.put(parts, planes, non_blocking)
-    return True
-
-
-def _completed(planes: Planes, wanted: tuple[bool, bool]) -> Planes:
-    """Return planes, with a missing one that is wanted made from the other if blocks are square."""
-    row, col = planes
-    if row is None and wanted[0] and col is not None and col.format.square:
-        row = col.transposed("rowwise", "copy_")
-    if col is None and wanted[1] and row is not None and row.format.square:
-        col = row.transposed("columnwise", "copy_")
     return row, col
