@@ -124,19 +124,17 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
 @implements(aten.constant_pad_nd.default)
 def _pad(func: Any, t: QuantizedTensor, pad: list[int], value: Any = 0) -> Any:
     """Pad with zeros behind a matrix or a batch, as torch pads parts that it gathers."""
-    row, col = t.planes
-    plane = row or col
+    plane = t.planes[0] or t.planes[1]
     behind = [*pad[1::2], *[0] * t.dim()][: t.dim()]  # from the last dimension
-    batched = plane is not None and plane.batched
-    inside = any(behind[:-1]) if batched else t.dim() != 2
+    inside = any(behind[:-1]) if plane and plane.batched else t.dim() != 2
     if value or any(pad[::2]) or min(pad) < 0 or plane is None or inside:
         return dequantized_call(func, t, pad, value)
-    matrices, (rows, cols) = (behind[-1], (0, 0)) if batched else (0, behind[::-1])
-    store = t._store.over(
-        row and row.padded(rows, cols, matrices), col and col.padded(cols, rows, matrices)
-    )
-    store.observer = None
-    return wrap(store, [n + more for n, more in zip(t.shape, behind[::-1], strict=True)], t.dtype)
+    own = t._store.over(*t.planes)
+    shape = [n + more for n, more in zip(t.shape, behind[::-1], strict=True)]
+    store = new_shard(own, shape, t.device)
+    store.put(store.part(tuple(slice(0, n) for n in own.matrix)), t.planes)
+    store.observer, store.padded = None, False
+    return wrap(store, shape, t.dtype)
 
 
 @implements(aten.detach_.default)

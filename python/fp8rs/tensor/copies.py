@@ -31,7 +31,8 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
         ValueError: for a piece, the blocks of the source begin elsewhere.
     """
     store, source, piece = dst._store, src._store, dst.loads_pieces
-    if src.shape != dst.shape or src.fp8_dtype != dst.fp8_dtype or source.format is not store.format:
+    same_codes = source.format is store.format and src.fp8_dtype == dst.fp8_dtype
+    if src.shape != dst.shape or not same_codes:
         return False
     if store is source and dst.geometry == src.geometry:
         return True  # torch loads state dicts that were filled in place
@@ -88,7 +89,7 @@ def new_shard(like: Store, shape: Iterable[int], device: Any) -> Store:
         device: the device of the planes.
     """
     size = torch.Size(shape)
-    batch, (rows, cols) = split(size, like.batched)
+    batch, matrix = split(size, like.batched)
 
     def plane(present: Plane | None, size: tuple[int, ...]) -> Plane | None:
         if present is None:
@@ -96,12 +97,12 @@ def new_shard(like: Store, shape: Iterable[int], device: Any) -> Store:
         if present.format.per_tensor and not batch:
             scale = present.scale.to(device, copy=True)
         else:
-            scale_shape = present.format.scale_shape(size[-2], size[-1], batch)
-            scale = zeros(present.scale, scale_shape, device)
-        return Plane(zeros(present.data, size, device), scale, present.format)
+            rows, cols = (n + m for n, m in zip(size[-2:], present.lead, strict=True))
+            scale = zeros(present.scale, present.format.scale_shape(rows, cols, batch), device)
+        return Plane(zeros(present.data, size, device), scale, present.format, present.lead)
 
-    columnwise = plane(like.columnwise, (*batch, cols, rows))
-    new = like.over(plane(like.rowwise, (*batch, rows, cols)), columnwise)
+    columnwise = plane(like.columnwise, (*batch, *matrix[::-1]))
+    new = like.over(plane(like.rowwise, (*batch, *matrix)), columnwise)
     if new.rowwise is not None:
         new.rowwise.data = new.rowwise.data.view(size)
     new.padded = True

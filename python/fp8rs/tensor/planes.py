@@ -132,24 +132,14 @@ class Plane:
         part = whole[..., above:, before:].clone(memory_format=torch.contiguous_format)
         return cast(Tensor, part.view(data.shape))
 
-    def padded(self, rows: int, cols: int, matrices: int = 0) -> Plane:
-        """Return this plane with zeros behind it: rows and columns, or matrices of a batch."""
-        codes, scale = self.data.view(torch.uint8), self.scale
-        if self.batched:
-            codes, scale = (
-                functional.pad(x, (*[0, 0] * (x.dim() - 1), 0, matrices))
-                for x in (codes, as_bytes(scale))
-            )
-            return Plane(
-                codes.view(self.data.dtype), scale.view(self.scale.dtype), self.format, self.lead
-            )
-        codes = functional.pad(codes, (0, cols, 0, rows))
+    def with_columns(self, more: int) -> Plane:
+        """Return the plane of one matrix with columns of zeros behind it."""
+        codes, scale = functional.pad(self.data.view(torch.uint8), (0, more)), self.scale
         if not self.format.per_tensor:
-            rows, cols = (n + m for n, m in zip(codes.shape, self.lead, strict=True))
-            down, along = self.format.scale_shape(rows, cols)
-            behind = (0, along - scale.shape[1], 0, down - scale.shape[0])
-            scale = functional.pad(as_bytes(scale), behind, value=1).view(scale.dtype)
-        return Plane(codes.view(self.data.dtype), scale, self.format, self.lead)
+            rows, cols = codes.shape
+            behind = self.format.scale_shape(rows, cols)[1] - scale.shape[1]
+            scale = functional.pad(as_bytes(scale), (0, behind), value=1).view(scale.dtype)
+        return Plane(codes.view(self.data.dtype), scale, self.format)
 
     def first_rows(self, shape: torch.Size) -> Plane:
         """Return the first rows of one matrix as a plane of ``shape`` over the same memory.
