@@ -12,10 +12,9 @@ import torch
 
 from fp8rs.tensor.formats import split
 from fp8rs.tensor.planes import Box, Plane, zeros
-from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.quantized import PLANES, QuantizedTensor
 from fp8rs.tensor.spec import Planes
 from fp8rs.tensor.store import Store
-from fp8rs.tensor.wrapper import PLANES
 
 
 def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -> bool:

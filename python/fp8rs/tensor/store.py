@@ -158,6 +158,50 @@ class Store:
         """Return whole rows, or whole matrices of a batch."""
         return (rows, *(slice(0, n) for n in self.matrix[1:]))
 
+    def box_of(self, view: Tensor) -> Box | None:
+        """Return the part that a view has, in order. None if it has other elements."""
+        shape, stride, size = view.shape, view.stride(), self.extent[1]
+        if not size:
+            return None
+        first, rest = view.storage_offset() // size, view.storage_offset() % size
+        if not rest and not view.numel() % size and view.is_contiguous():
+            return self.box(slice(first, first + view.numel() // size))
+        *_, height, cols = self.matrix
+        matrices: Box = ()
+        if self.batched:
+            if len(shape) < 3 or stride[0] != size:
+                return None
+            matrices = (slice(first, first + shape[0]),)
+            shape, stride, first, rest = shape[1:], stride[1:], rest // cols, rest % cols
+        elif len(shape) != 2:
+            return None
+        # The dimensions in front of the last one are rows.
+        steps = [cols * math.prod(shape[i + 1 : -1]) for i in range(len(shape) - 1)]
+        end = first + math.prod(shape[:-1])
+        if stride != (*steps, 1) or rest + shape[-1] > cols or end > height:
+            return None
+        return *matrices, slice(first, end), slice(rest, rest + shape[-1])
+
+    def planes_of(self, view: Tensor) -> Planes:
+        """Return the planes of a view: see `QuantizedTensor.planes`."""
+        box = self.box_of(view)
+        if box is None or (self.batched and box != self.box(box[0])):
+            return None, None
+        row, col = self.part(box)
+        starts = box[-2].start, box[-1].start
+        row, col = _of_whole_blocks(row, starts), _of_whole_blocks(col, starts[::-1])
+        part = [span.stop - span.start for span in box]
+        batch, matrix = split(view.shape, self.batched)
+        if self.batched and not batch and part[0] == 1:  # one matrix of a batch
+            row, col = row and row[0], col and col[0]
+            part = part[1:]
+        if part != [*batch, *matrix]:  # the rows have another length
+            return None, None
+        if row is not None:
+            return Plane(row.data.view(view.shape), row.scale, row.format, row.lead), col
+        # Where the planes differ, the tensor has the values of the rowwise one.
+        return None, col if self.rowwise is None else None
+
     def part(self, box: Box) -> Planes:
         """Return a part of the planes, over the same memory."""
         row, col = self.rowwise, self.columnwise
@@ -191,3 +235,10 @@ class Store:
             note_write(whole.data)
             if not (whole is self.columnwise and self.one_scale):
                 own.scale.copy_(new.scale, non_blocking=non_blocking)
+
+
+def _of_whole_blocks(plane: Plane | None, starts: tuple[int, int]) -> Plane | None:
+    """Return a part of a plane, or None if it begins within a block of the plane."""
+    if plane is None or any(lead and start for lead, start in zip(plane.lead, starts, strict=True)):
+        return None
+    return plane
