@@ -152,22 +152,6 @@ def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
     return t.view_of(t.geometry)
 
 
-@implements(aten.as_strided.default)
-def _as_strided(
-    func: Any, t: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> Any:
-    # Torch does not check the bounds of meta tensors. Older torch does not check signs either.
-    offset = t.storage_offset() if storage_offset is None else storage_offset
-    numel = math.prod(t._store.matrix)
-    given = f"as_strided(size={tuple(size)}, stride={tuple(stride)}, storage_offset={offset})"
-    if len(size) != len(stride) or min(offset, *size, *stride, 0) < 0:
-        raise RuntimeError(f"{given}: sizes and strides must be as many, and none negative")
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if math.prod(size) and last >= numel:
-        raise ValueError(f"{given} reaches beyond a quantized tensor of {numel} elements")
-    return any_view(func, t, size, stride, offset)
-
-
 def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     """Return a view of ``t`` with the geometry that a view operator gives a meta tensor.
 
