@@ -36,7 +36,7 @@ from fp8rs._torch import (
     note_write,
     own_part,
 )
-from fp8rs.tensor import dcp, formats, writes
+from fp8rs.tensor import dcp, formats
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.planes import Box, as_bytes, check_planes
 from fp8rs.tensor.planes import Plane as Plane
@@ -375,7 +375,7 @@ class QuantizedTensor(Tensor):
         """Quantize ``src`` as ``quantize_`` does, with another spec of the same format.
 
         It is a method because compilers put a tensor's method into a graph as it is. Torch 2.11
-        cannot trace how `writes` reads storages.
+        cannot trace how `Store.write` reads storages.
 
         Args:
             src: values, or another quantized tensor.
@@ -398,7 +398,7 @@ class QuantizedTensor(Tensor):
             raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
         src = src.detach()
         store, offset = self._store, int(self.storage_offset())
-        if writes.write(store, offset, src, spec, delayed, keep):
+        if store.write(offset, src, spec, delayed, keep):
             note_write(self)
         if (observer := store.active_observer) is not None:
             observer.observe_write(self, src, exact=not keep)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8rs._torch import note_write
 from fp8rs.tensor.formats import BlockFormat, split
 from fp8rs.tensor.planes import Box, Plane, swapped
-from fp8rs.tensor.spec import Planes, QuantSpec
+from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes, requantize_plane
 
 #: Why a quantized tensor cannot be copied as the bytes of one storage, and what to do instead.
 NO_SINGLE_MEMORY = (
@@ -46,7 +46,7 @@ class WriteObserver(Protocol):
         Args:
             tensor: the tensor that was written.
             values: the values that were written to it. None if codes and scales were copied.
-            exact: whether each value was rounded by itself: see `fp8rs.tensor.writes.write`.
+            exact: whether each value was rounded by itself: see `Store.write`.
         """
 
     def forget_init(self) -> None:
@@ -219,6 +219,94 @@ class Store:
             return row.dequantize(dtype).view(shape)
         assert col is not None
         return col.dequantize(dtype).mT.contiguous().view(shape)
+
+    def write(
+        self,
+        offset: int,
+        values: Tensor,
+        spec: QuantSpec,
+        delayed: Delayed | None,
+        keep: bool = False,
+    ) -> bool:
+        """Quantize values into consecutive elements.
+
+        A block has one scale. The other elements of a block that is written in part keep their
+        values: the scale stays, or changes by a power of two.
+
+        Args:
+            offset: the first element to write. For a batch, whole matrices are written.
+            values: float32, bfloat16 or float16, on the device of the planes.
+            spec: how to quantize, in the format of the planes.
+            delayed: for delayed scaling, the scale to read and the amax to raise.
+            keep: elements that do not change keep their codes, and blocks without a changed element
+                their scales. Otherwise this holds only where the values are a part of their blocks.
+
+        Returns:
+            Whether anything was written.
+
+        Raises:
+            RuntimeError: the storage was freed by a reshard.
+        """
+        self.any_plane.check_live("this quantized tensor")
+        if self.batched and not spec.batched:
+            spec = replace(spec, batched=True)
+        count, (height, size) = values.numel(), self.extent
+        rows = self.rows_around(offset, offset + count)
+        first, end = rows.start * size, rows.stop * size
+        whole = count == end - first
+        # The ranks of a group quantize together, also a rank that writes nothing.
+        if not count and spec.group is None and (keep or height * size):
+            return False
+        shape = rows.stop - rows.start, *self.matrix[1:]
+        if keep or not whole:
+            old = self.read(rows, values.dtype)
+            if not whole:
+                flat, begin = old.view(-1), offset - first
+                values = torch.cat([flat[:begin], values.reshape(-1), flat[begin + count :]])
+            planes = self._requantized(rows, old, values.reshape(shape), spec, delayed)
+        else:
+            scale, amax = (None, None) if delayed is None else delayed
+            planes = quantize_planes(
+                spec,
+                values.reshape(shape),
+                *self.has,
+                scale=scale,
+                amax=amax,
+                declared=True,
+                lead=0 if rows.start else self.lead,
+            )
+        self.put(self.rows(rows), planes)
+        return True
+
+    def _requantized(
+        self,
+        rows: slice,
+        old: Tensor,
+        new: Tensor,
+        spec: QuantSpec,
+        delayed: Delayed | None,
+    ) -> Planes:
+        """Return the planes of rows after a write. Blocks that do not change keep their bytes."""
+        # NaN in the place of NaN is not a change, and neither is a zero of the other sign.
+        changed = (new != old) & ~(new.isnan() & old.isnan())
+        noted = None if delayed is None else delayed[1]
+
+        def requantized(plane: Plane, new: Tensor, changed: Tensor) -> Plane:
+            own = plane.dequantize(torch.float32).view(new.shape)
+            # `old` comes from one plane. Where only the other one has NaN, the value replaces it as
+            # soon as something in its block changes.
+            values = torch.where(changed | own.isnan(), new.to(torch.float32), own)
+            return requantize_plane(spec, plane, values, changed, noted)
+
+        row, col = self.rows(rows)
+        if row is not None:
+            row = requantized(row, new, changed)
+        if col is not None:
+            if row is not None and row.format.square:
+                col = row.transposed("columnwise", "a write")
+            else:
+                col = requantized(col, new.mT, changed.mT)
+        return row, col
 
     def put(self, parts: Planes, planes: Planes, non_blocking: bool = False) -> None:
         """Copy the codes and scales of planes into parts of this store's planes."""
