@@ -8,28 +8,6 @@ import torch
 from torch import Tensor
 
 
-def matrix(x: Tensor, batched: bool = False) -> Tensor:
-    """Return ``x``, or a copy if its leading dimensions do not collapse into one stride.
-
-    Args:
-        x: of any shape.
-        batched: the first dimension is a batch dimension, which may have any stride.
-    """
-    if x.dim() < 3 or x.is_contiguous() or x.numel() == 0:
-        return x
-    first = int(batched)
-    span = None
-    for size, stride in zip(
-        reversed(x.shape[first:-1]), reversed(x.stride()[first:-1]), strict=True
-    ):
-        if size == 1:
-            continue
-        if span is not None and span != stride:
-            return x.contiguous()
-        span = size * stride
-    return x
-
-
 def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     """Return (product of the leading dims, last dim) of ``shape``. () is (1, 1)."""
     if len(shape) == 2:

@@ -28,7 +28,6 @@ from torch import Tensor
 from fp8rs import _core
 from fp8rs.ops import room
 from fp8rs.ops.define import in_python, in_rust
-from fp8rs.ops.room import matrix
 
 _F32 = torch.float32
 
@@ -146,8 +145,13 @@ def quantize_current(
     return *room.codes(x, fp8_dtype, rowwise, columnwise, batched), room.scalar(x, batched)
 
 
+def _collapsed(xs: list[Tensor]) -> list[Tensor]:
+    """Copy tensors whose leading dimensions may not collapse into one stride."""
+    return [x.contiguous() if x.dim() > 2 else x for x in xs]
+
+
 def _cast_each(xs: list[Tensor], scales: Tensor, outs: list[Tensor], batched: bool = False) -> None:
-    _core.multi_quantize([matrix(x, batched) for x in xs], scales, outs, batched)
+    _core.multi_quantize(_collapsed(xs), scales, outs, batched)
 
 
 @in_python(_cast_each, writes=["outs"])
@@ -164,8 +168,7 @@ def _cast_each_delayed(
     xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor], batched: bool = False
 ) -> Tensor:
     used = multi_quantize_delayed(xs, scales, amaxes, outs, batched)
-    own = [matrix(x, batched) for x in xs]
-    _core.multi_quantize_delayed(own, scales, amaxes, used, outs, batched)
+    _core.multi_quantize_delayed(_collapsed(xs), scales, amaxes, used, outs, batched)
     return used
 
 
