@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from fp8rs import _core
-from fp8rs.ops import room
 from fp8rs.ops.define import in_python, in_rust
+from fp8rs.ops.shapes import allocate_codes, allocate_scalars, split
 
 _F32 = torch.float32
 
@@ -35,7 +35,7 @@ _F32 = torch.float32
 @in_rust
 def amax(x: Tensor, batched: bool = False) -> Tensor:
     """Compute the absolute maximum of ``x``: float32, shape ()."""
-    return room.scalar(x, batched)
+    return allocate_scalars(x, batched)
 
 
 @in_rust
@@ -45,7 +45,7 @@ def multi_amax(xs: list[Tensor], batched: bool = False) -> Tensor:
 
 
 def _matrices(xs: list[Tensor], batched: bool) -> int:
-    return sum(math.prod(room.split(x.shape, batched)[0]) for x in xs)
+    return sum(math.prod(split(x.shape, batched)[0]) for x in xs)
 
 
 @in_rust
@@ -79,7 +79,7 @@ def quantize(
     Returns:
         Rowwise codes and columnwise codes.
     """
-    return room.codes(x, fp8_dtype, rowwise, columnwise, batched)
+    return allocate_codes(x, fp8_dtype, rowwise, columnwise, batched)
 
 
 def quantize_delayed(
@@ -104,7 +104,7 @@ def quantize_delayed(
         Rowwise codes, columnwise codes, and the scale used: ``scale``, or NaN if ``x`` has a NaN or
             an infinity.
     """
-    return *room.codes(x, fp8_dtype, rowwise, columnwise, batched), room.scalar(x, batched)
+    return *allocate_codes(x, fp8_dtype, rowwise, columnwise, batched), allocate_scalars(x, batched)
 
 
 in_rust(quantize_delayed, name="_quantize_delayed")
@@ -142,7 +142,7 @@ def quantize_current(
     Returns:
         Rowwise codes, columnwise codes, and the scale.
     """
-    return *room.codes(x, fp8_dtype, rowwise, columnwise, batched), room.scalar(x, batched)
+    return *allocate_codes(x, fp8_dtype, rowwise, columnwise, batched), allocate_scalars(x, batched)
 
 
 def _collapsed(xs: list[Tensor]) -> list[Tensor]:
@@ -183,7 +183,7 @@ def multi_quantize_delayed(
 @in_rust
 def transpose(codes: Tensor, after: Tensor | None = None, batched: bool = False) -> Tensor:
     """Return the transposed matrix of codes, contiguous."""
-    batch, (rows, cols) = room.split(codes.shape, batched)
+    batch, (rows, cols) = split(codes.shape, batched)
     return codes.new_empty((*batch, cols, rows))
 
 

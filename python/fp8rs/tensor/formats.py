@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Self
 
-from fp8rs.ops.room import block_count
-from fp8rs.ops.room import matrix_shape as matrix_shape
-from fp8rs.ops.room import split as split
+from fp8rs.ops.shapes import block_count
+from fp8rs.ops.shapes import matrix_shape as matrix_shape
+from fp8rs.ops.shapes import split as split
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2

@@ -1,4 +1,4 @@
-"""How operators interpret the shapes of arguments, and which outputs they allocate."""
+"""How operators interpret the shapes of arguments, and outputs of these shapes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def split(
     return (), matrix_shape(shape)
 
 
-def codes(
+def allocate_codes(
     x: Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, batched: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Allocate rowwise and columnwise codes; one that is not requested has the shape ``(0,)``."""
@@ -55,6 +55,6 @@ def codes(
     )
 
 
-def scalar(x: Tensor, batched: bool = False) -> Tensor:
+def allocate_scalars(x: Tensor, batched: bool = False) -> Tensor:
     """Allocate one float32 for ``x``, or one for each matrix of a batch."""
     return x.new_empty(split(x.shape, batched)[0], dtype=torch.float32)
