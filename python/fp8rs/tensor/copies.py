@@ -13,7 +13,6 @@ import torch
 from fp8rs.tensor.formats import split
 from fp8rs.tensor.planes import Box, Plane, zeros
 from fp8rs.tensor.quantized import PLANES, QuantizedTensor
-from fp8rs.tensor.spec import Planes
 from fp8rs.tensor.store import Store
 
 
@@ -44,10 +43,14 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
     size = store.extent[1]
     if not piece and store.box(store.rows_around(to[0].start * size, to[0].stop * size)) != to:
         return False
-    parts, planes = store.part(to), _completed(source.part(part), store.has)
-    for own, new in zip(parts, planes, strict=True):
+    parts, given = store.part(to), source.part(part)
+    planes: list[Plane | None] = []
+    for name, own, new, other in zip(PLANES, parts, given, given[::-1], strict=True):
         if own is None:
+            planes.append(None)
             continue
+        if new is None and other is not None and other.format.square:
+            new = other.transposed(name, "copy_")
         if new is None or own.matrix.shape != new.matrix.shape:
             return False
         if own.lead != new.lead:
@@ -58,20 +61,12 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
                 "saved in blocks that begin at other rows or columns. Save and load with "
                 "fp8rs.checkpoint.Model(model) in place of the model's state dict"
             )
-    store.put(parts, planes, non_blocking)
+        planes.append(new)
+    row, col = planes
+    store.put(parts, (row, col), non_blocking)
     if observer is not None:
         observer.observe_write(dst, None, exact=False)
     return True
-
-
-def _completed(planes: Planes, wanted: tuple[bool, bool]) -> Planes:
-    """Return planes, with a missing one that is wanted made from the other if blocks are square."""
-    row, col = planes
-    if row is None and wanted[0] and col is not None and col.format.square:
-        row = col.transposed("rowwise", "copy_")
-    if col is None and wanted[1] and row is not None and row.format.square:
-        col = row.transposed("columnwise", "copy_")
-    return row, col
 
 
 # --- padded shards --------------------------------------------------------------------------------
