@@ -204,8 +204,7 @@ class Float8BlockScaling(Recipe):
 
     @property
     def wgrad_input_format(self) -> BlockFormat:
-        square = self.wgrad_input_block == (128, 128)
-        return formats.BLOCK_128X128 if square else formats.BLOCK_1X128
+        return formats.format_of(self.wgrad_input_block, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,9 +236,8 @@ class MXFP8BlockScaling(Recipe):
             raise ValueError("amax_epsilon must be 0 for MXFP8, whose scales have no lower bound")
 
     def block_format(self, role: Role) -> BlockFormat:
-        if role == "weight" and self.weight_block == (32, 32):
-            return formats.MX_32X32
-        return formats.MX_1X32
+        block = self.weight_block if role == "weight" else (1, 32)
+        return formats.format_of(block, torch.float8_e8m0fnu)
 
 
 #: Recipes by short name.

@@ -36,12 +36,11 @@ _scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
 
 def new_buffers(recipe: DelayedScaling, device: torch.device) -> dict[str, Tensor]:
     """Create the buffers of one layer, by name, without a history."""
-    shapes = {"fp8_scale": (3, 4), "fp8_amax": (4, 4)}
-    shapes["fp8_amax_history"] = (recipe.amax_history_len, 3)
+    shapes = (3, 4), (4, 4), (recipe.amax_history_len, 3)
     with torch.inference_mode(False):
         return {
             name: torch.zeros(shape, dtype=torch.float32, device=device)
-            for name, shape in shapes.items()
+            for name, shape in zip(BUFFERS, shapes, strict=True)
         }
 
 

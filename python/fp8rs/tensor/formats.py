@@ -73,16 +73,15 @@ class BlockFormat:
         known: Any = FORMATS.get(name)
         self: Self = super().__new__(cls) if known is None else known
         if known is None:
-            for attribute, value in (
-                ("name", name),
-                ("block", block),
-                ("scale_dtype", scale_dtype),
-                ("square", block[0] == block[1]),
-                ("per_tensor", block == (-1, -1)),
-                ("per_row", block == (1, -1)),
-                ("microscaled", scale_dtype == torch.float8_e8m0fnu),
-            ):
-                object.__setattr__(self, attribute, value)
+            self.__dict__.update(
+                name=name,
+                block=block,
+                scale_dtype=scale_dtype,
+                square=block[0] == block[1],
+                per_tensor=block == (-1, -1),
+                per_row=block == (1, -1),
+                microscaled=scale_dtype == torch.float8_e8m0fnu,
+            )
         return self
 
     def __reduce__(self) -> Any:

@@ -162,7 +162,8 @@ def quantize_planes(
             options = {**options, **block_amaxes}
         if lead:
             options = {**options, "row_offset": lead}
-            down, along = plane_leads(format, lead)
+            # No rest remains for blocks of one row (1) or of all rows (-1).
+            down, along = (lead % format.block[0], 0), (0, lead % format.block[1])
         row, row_scale, col, col_scale = _quantize_blocks(
             x, spec.fp8_dtype, format.block, format.scale_dtype, rowwise, columnwise, **options
         )
@@ -243,15 +244,6 @@ def requantize_plane(
 def _select(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """``torch.where`` for codes and scales, bit for bit."""
     return torch.where(condition, as_bytes(new), as_bytes(old)).view(old.dtype)
-
-
-def plane_leads(format: BlockFormat, lead: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the leads of both planes of a matrix whose blocks begin ``lead`` rows above it.
-
-    Blocks of one row, or of whole rows, have no lead.
-    """
-    down, along = format.block
-    return (lead % down if down > 1 else 0, 0), (0, lead % along if along > 1 else 0)
 
 
 def reduce_amax(amax: Tensor, group: str, *, in_place: bool = False) -> Tensor:
