@@ -1,8 +1,8 @@
 """Planes: FP8 codes with their scales, which quantized tensors are made of.
 
-The shape of the scales says what a tensor of three or more dimensions is. An activation is one
-matrix, whose leading dimensions are rows: its scales have the shape of one matrix's. A batched
-weight (E, N, K) is E matrices: its scales have the batch dimension in front.
+A tensor of three or more dimensions is one matrix, whose leading dimensions are rows, or a batch of
+matrices. An activation is one matrix. A batched weight (E, N, K) is E matrices, and its scales have
+the batch dimension in front. The shape of the scales therefore says which of the two a plane is.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Plane:
     def map(
         self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
     ) -> Plane:
-        """A plane of ``fn(data)`` and ``scale(scale)``, or ``fn`` of both."""
+        """Return a plane of ``fn(data)`` and ``scale(scale)``, by default ``fn(scale)``."""
         return Plane(fn(self.data), (scale or fn)(self.scale), self.format, self.lead)
 
     def transposed(self, name: str, operation: str, after: Tensor | None = None) -> Plane:
@@ -170,7 +170,7 @@ class Plane:
         return data.untyped_storage().nbytes() != 0 or data.numel() == 0
 
     def check_live(self, what: str) -> None:
-        """RuntimeError if the codes' storage was freed; ``what`` is in the message."""
+        """Raise RuntimeError if the codes' storage was freed. The message names ``what``."""
         if not self.live:
             raise RuntimeError(
                 f"{what} has no storage: FSDP freed the gathered weight when it resharded. "
@@ -184,12 +184,12 @@ def swapped(dims: tuple[_T, ...]) -> tuple[_T, ...]:
 
 
 def as_bytes(t: Tensor) -> Tensor:
-    """Codes and E8M0 scales as uint8, which all of torch takes; fp32 scales as they are."""
+    """View codes and E8M0 scales as uint8, which all operators take. Return fp32 as it is."""
     return t.view(torch.uint8) if t.element_size() == 1 else t
 
 
 def zeros(like: Tensor, size: Sequence[int], device: Any = None) -> Tensor:
-    """Zeros of the dtype of ``like``; made of bytes, as not all devices fill E8M0 tensors."""
+    """Return zeros in the dtype of ``like``, from bytes: not all devices fill E8M0 tensors."""
     device = like.device if device is None else device
     raw = torch.zeros([*size, like.itemsize], dtype=torch.uint8, device=device)
     return raw.view(like.dtype).squeeze(-1)

@@ -77,7 +77,7 @@ class QuantizedTensor(Tensor):
     #: Whether copies into it are pieces of a shard that DCP loads.
     loads_pieces: ClassVar[bool] = False
 
-    # The C++ operators come straight to __torch_dispatch__.
+    # Operators go to __torch_dispatch__ directly.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
@@ -241,11 +241,11 @@ class QuantizedTensor(Tensor):
     def update_usage(
         self, rowwise: bool | None = None, columnwise: bool | None = None
     ) -> QuantizedTensor:
-        """Make (True) or drop (False) planes in place; None leaves a plane as it is.
+        """Make (True) or drop (False) planes in place. None leaves a plane as it is.
 
-        A plane is made from the other one, exactly, where the blocks are square. Aliases
-        (``detach()``, ``nn.Parameter(t)``) and views share the planes: for them too it is there or
-        gone.
+        If the blocks are square, a plane is made exactly from the other one. Aliases
+        (``detach()``, ``nn.Parameter(t)``) and views share the planes, so this changes their planes
+        too.
 
         Raises:
             ValueError: no plane would be left, or the missing plane cannot be made from the other
@@ -281,7 +281,7 @@ class QuantizedTensor(Tensor):
         return made
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """A weight's values before the first rounding, on the CPU; None if they were not kept.
+        """Return a weight's values before the first rounding, on the CPU. None if not kept.
 
         ``quantized_init(preserve_high_precision_init_val=True)`` keeps them. The local
         tensor of a sharded weight has the values of its shard.
