@@ -255,7 +255,7 @@ def classify(func: Any) -> Handler:
         return collectives.functional
     if torch.Tag.inplace_view in func.tags or name in _RESHAPING:
         return _refuse
-    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+    if schema.is_mutable:
         # These take lists of independent tensors.
         return each_member if "foreach" in name or name.startswith("_fused") else dequantized_call
     if any(r.alias_info is not None for r in schema.returns):
