@@ -145,7 +145,8 @@ class Param:
     @property
     def plane(self) -> Plane:
         """The plane of the local part, the rowwise one if it has two. It may be empty."""
-        return self.codes.any_plane()
+        row = self.codes.rowwise
+        return self.codes.any_plane() if row is None else row
 
     @property
     def delayed(self) -> Delayed | None:
