@@ -25,9 +25,15 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that an operator writes, by its schema."""
+    """Return the arguments that an operator writes."""
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in written_places(func)]
+
+
+@cache
+def written_places(func: Any) -> list[tuple[int, str]]:
+    """Return the positions and names of the arguments that an operator writes, by its schema."""
     return [
-        args[i] if i < len(args) else kwargs.get(argument.name)
+        (i, argument.name)
         for i, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
