@@ -38,7 +38,7 @@ __all__ = [
 refuse = aten._refuse
 
 #: The handlers of `aten` operators that return views.
-VIEW_HANDLERS = aten.any_view, aten._detach, aten._as_strided
+VIEW_HANDLERS = aten.any_view, aten._detach
 
 #: The handlers of `aten` operators that write, except those of `fallback`.
 WRITE_HANDLERS = (

@@ -209,12 +209,8 @@ def parts_of(value: Tensor) -> dict[str, Tensor] | None:
         transposed = suffix == COLUMNWISE
         if splits_blocks(value, plane, transposed):
             return None
-        if local.numel() or plane.batched:
-            plane = shown[suffix]
-            assert plane is not None
-        else:
-            rows, cols = local.shape[::-1] if transposed else local.shape
-            plane = plane.empty(rows, cols)
+        plane = shown[suffix]
+        assert plane is not None
         if not transposed:
             data = codes_of(local.__get_tensor_shard__(), plane.data)
             plane = Plane(data, plane.scale, plane.format, plane.lead)

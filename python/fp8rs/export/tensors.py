@@ -271,7 +271,7 @@ def plane_of(plane: Plane, part: Part) -> Plane:
     """Return the part of a parameter's plane. It begins with a block."""
     if part.matrix is None:
         return plane
-    return plane[part.matrix].part(part.rows, slice(0, plane.data.shape[-1]))
+    return plane[part.matrix].part((part.rows, slice(0, plane.data.shape[-1])))
 
 
 def stored(name: str, plane: Plane, serving: ServingFormat) -> Iterator[tuple[str, Tensor]]:

@@ -22,6 +22,7 @@ from fp8rs._torch import (
     real_subclass,
     wrapper_subclass,
 )
+from fp8rs.tensor.fallback import written_arguments
 
 from . import hooks
 from .param import ParamHandle, local_of
@@ -147,12 +148,10 @@ def note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     """Note the writes of an operator on the handles of its outputs."""
     if func is aten.copy_.default and is_copied_elsewhere(*args[:2]):
         return
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, MasterWeight):
-                    item._handle.mark_written()
+    for value in written_arguments(func, args, kwargs):
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, MasterWeight):
+                item._handle.mark_written()
 
 
 def is_copied_elsewhere(to: Any, values: Any) -> bool:

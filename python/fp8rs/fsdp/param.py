@@ -242,11 +242,7 @@ class LocalShard:
     @property
     def planes(self) -> Planes:
         """The planes of an FP8 shard. Those of an empty shard are empty."""
-        local = cast(QuantizedTensor, self.data)
-        if local.numel() or local._store.batched:
-            return local.planes
-        row, col, cols = local._store.rowwise, local._store.columnwise, local.shape[1]
-        return row and row.empty(0, cols), col and col.empty(cols, 0)
+        return cast(QuantizedTensor, self.data).planes
 
     @property
     def row(self) -> Plane:

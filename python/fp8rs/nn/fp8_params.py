@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from fp8rs._torch import hooks_of, is_distributed, own_part, set_hooks, set_local_tensor
 from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, new_buffers
-from fp8rs.tensor.quantized import QuantizedTensor, is_fp8
+from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor, is_fp8
 from fp8rs.tensor.spec import quantize_planes
-from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
 
 from .model_state import ModelState, refuse_codes
 

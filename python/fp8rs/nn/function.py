@@ -165,7 +165,7 @@ def _as_long(a: Plane, b: Plane) -> tuple[Plane, Plane]:
     more = b.data.shape[1] - a.data.shape[1]
     if more == 0:
         return a, b
-    return (a.padded(0, more), b) if more > 0 else (a, b.padded(0, -more))
+    return (a.with_columns(more), b) if more > 0 else (a, b.with_columns(-more))
 
 
 # --- the input ------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def _add(*args: Any) -> Any:
             values = values.reshape(rows, cols)
             kept[ELEMENTS] += rows * cols
         for span in _chunks(rows, cols):
-            part = plane.part(slice(row + span.start, row + span.stop), slice(col, col + cols))
+            part = plane.part((slice(row + span.start, row + span.stop), slice(col, col + cols)))
             x = None if values is None else values[span].to(torch.float32)
             _add_part(kept, x if x is None or column_scale is None else x * column_scale, part)
     return scale.clone()
@@ -177,7 +177,7 @@ def add_batch(kept: Tensor, values: Tensor | None, plane: Plane) -> None:
     for first in range(0, experts, together):
         batch = slice(first, min(first + together, experts))
         for span in _chunks(rows, cols):
-            part = plane.part(span, slice(0, cols), batch)
+            part = plane.part((batch, span, slice(0, cols)))
             _add_part(kept, None if values is None else values[batch, span].float(), part)
 
 

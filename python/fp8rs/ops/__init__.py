@@ -1,7 +1,7 @@
 """The operators ``torch.ops.fp8rs.*``. Importing this package registers them.
 
 ``define`` registers an operator. ``tensorwise``, ``blocks``, ``groups``, ``adamw`` and ``rows``
-have the operators, and ``room`` allocates their outputs. ``inductor`` decomposes an operator for
+have the operators, and ``shapes`` allocates their outputs. ``inductor`` decomposes an operator for
 Inductor.
 """
 

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8rs.ops import room
 from fp8rs.ops.define import in_rust
-from fp8rs.ops.room import block_count
+from fp8rs.ops.shapes import allocate_codes, block_count, split
 
 _F32 = torch.float32
 
@@ -51,7 +50,7 @@ def block_amax(
     x: Tensor, block: Sequence[int], row_offset: int = 0, batched: bool = False
 ) -> Tensor:
     """Compute the absolute maximum of each block: float32, (rows of blocks, columns of blocks)."""
-    batch, (rows, cols) = room.split(x.shape, batched)
+    batch, (rows, cols) = split(x.shape, batched)
     grid = (block_count(rows, block[0], row_offset), block_count(cols, block[1]))
     return x.new_empty((*batch, *grid), dtype=_F32)
 
@@ -102,9 +101,9 @@ def quantize_blocks(
         Rowwise codes (the shape of ``x``), their scales, columnwise codes, and their scales. A
         result that is not requested has the shape (0,).
     """
-    row, col = room.codes(x, fp8_dtype, rowwise, columnwise, batched)
+    row, col = allocate_codes(x, fp8_dtype, rowwise, columnwise, batched)
     row_scale, col_scale = (x.new_empty(0, dtype=scale_dtype) for _ in range(2))
-    batch, (rows, cols) = room.split(x.shape, batched)
+    batch, (rows, cols) = split(x.shape, batched)
     down, across = block
     # The blocks along a dimension: the rows of x are cut from row_offset on, its columns from 0.
     if rowwise:
@@ -128,7 +127,7 @@ def pack_scales(scale: Tensor, rows: int, block_rows: int = 1) -> Tensor:
 @in_rust
 def unpack_scales(packed: Tensor, rows: int, blocks: int, block_rows: int = 1) -> Tensor:
     """Unpack the scales (rows of blocks, ``blocks``) that ``pack_scales`` has packed."""
-    return packed.new_empty((room.block_count(rows, block_rows), blocks))
+    return packed.new_empty((block_count(rows, block_rows), blocks))
 
 
 @in_rust
@@ -146,6 +145,6 @@ def rebase(
     codes and a scale for each of their rows. Scales have the shape (rows, 1). The blocks with the
     largest scale of a row keep their bits. Codes that become subnormal lose bits.
     """
-    batch, (rows, cols) = room.split(codes.shape, batched)
+    batch, (rows, cols) = split(codes.shape, batched)
     out = codes.new_empty(codes.shape if axis == 0 else (*batch, cols, rows))
     return out, codes.new_empty((*batch, rows if axis == 0 else cols, 1), dtype=_F32)

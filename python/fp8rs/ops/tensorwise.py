@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from fp8rs import _core
-from fp8rs.ops import room
 from fp8rs.ops.define import in_python, in_rust
-from fp8rs.ops.room import matrix
+from fp8rs.ops.shapes import allocate_codes, allocate_scalars, split
 
 _F32 = torch.float32
 
@@ -36,7 +35,7 @@ _F32 = torch.float32
 @in_rust
 def amax(x: Tensor, batched: bool = False) -> Tensor:
     """Compute the absolute maximum of ``x``: float32, shape ()."""
-    return room.scalar(x, batched)
+    return allocate_scalars(x, batched)
 
 
 @in_rust
@@ -46,7 +45,7 @@ def multi_amax(xs: list[Tensor], batched: bool = False) -> Tensor:
 
 
 def _matrices(xs: list[Tensor], batched: bool) -> int:
-    return sum(math.prod(room.split(x.shape, batched)[0]) for x in xs)
+    return sum(math.prod(split(x.shape, batched)[0]) for x in xs)
 
 
 @in_rust
@@ -80,7 +79,7 @@ def quantize(
     Returns:
         Rowwise codes and columnwise codes.
     """
-    return room.codes(x, fp8_dtype, rowwise, columnwise, batched)
+    return allocate_codes(x, fp8_dtype, rowwise, columnwise, batched)
 
 
 def quantize_delayed(
@@ -105,7 +104,7 @@ def quantize_delayed(
         Rowwise codes, columnwise codes, and the scale used: ``scale``, or NaN if ``x`` has a NaN or
             an infinity.
     """
-    return *room.codes(x, fp8_dtype, rowwise, columnwise, batched), room.scalar(x, batched)
+    return *allocate_codes(x, fp8_dtype, rowwise, columnwise, batched), allocate_scalars(x, batched)
 
 
 in_rust(quantize_delayed, name="_quantize_delayed")
@@ -143,11 +142,16 @@ def quantize_current(
     Returns:
         Rowwise codes, columnwise codes, and the scale.
     """
-    return *room.codes(x, fp8_dtype, rowwise, columnwise, batched), room.scalar(x, batched)
+    return *allocate_codes(x, fp8_dtype, rowwise, columnwise, batched), allocate_scalars(x, batched)
+
+
+def _collapsed(xs: list[Tensor]) -> list[Tensor]:
+    """Copy tensors whose leading dimensions may not collapse into one stride."""
+    return [x.contiguous() if x.dim() > 2 else x for x in xs]
 
 
 def _cast_each(xs: list[Tensor], scales: Tensor, outs: list[Tensor], batched: bool = False) -> None:
-    _core.multi_quantize([matrix(x, batched) for x in xs], scales, outs, batched)
+    _core.multi_quantize(_collapsed(xs), scales, outs, batched)
 
 
 @in_python(_cast_each, writes=["outs"])
@@ -164,8 +168,7 @@ def _cast_each_delayed(
     xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor], batched: bool = False
 ) -> Tensor:
     used = multi_quantize_delayed(xs, scales, amaxes, outs, batched)
-    own = [matrix(x, batched) for x in xs]
-    _core.multi_quantize_delayed(own, scales, amaxes, used, outs, batched)
+    _core.multi_quantize_delayed(_collapsed(xs), scales, amaxes, used, outs, batched)
     return used
 
 
@@ -180,7 +183,7 @@ def multi_quantize_delayed(
 @in_rust
 def transpose(codes: Tensor, after: Tensor | None = None, batched: bool = False) -> Tensor:
     """Return the transposed matrix of codes, contiguous."""
-    batch, (rows, cols) = room.split(codes.shape, batched)
+    batch, (rows, cols) = split(codes.shape, batched)
     return codes.new_empty((*batch, cols, rows))
 
 

@@ -144,12 +144,9 @@ class Param:
 
     @property
     def plane(self) -> Plane:
-        """The rowwise plane of the local part, which may be empty."""
-        weight = self.codes
-        row = weight.rowwise
-        if row is None or not (weight.numel() or row.batched):
-            return weight._store.any_plane.empty(*self.matrix)
-        return row
+        """The plane of the local part, the rowwise one if it has two. It may be empty."""
+        row = self.codes.rowwise
+        return self.codes.any_plane() if row is None else row
 
     @property
     def delayed(self) -> Delayed | None:

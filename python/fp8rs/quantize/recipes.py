@@ -6,7 +6,6 @@ take its short name (:func:`resolve_recipe`).
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -205,8 +204,7 @@ class Float8BlockScaling(Recipe):
 
     @property
     def wgrad_input_format(self) -> BlockFormat:
-        square = self.wgrad_input_block == (128, 128)
-        return formats.BLOCK_128X128 if square else formats.BLOCK_1X128
+        return formats.format_of(self.wgrad_input_block, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,9 +236,8 @@ class MXFP8BlockScaling(Recipe):
             raise ValueError("amax_epsilon must be 0 for MXFP8, whose scales have no lower bound")
 
     def block_format(self, role: Role) -> BlockFormat:
-        if role == "weight" and self.weight_block == (32, 32):
-            return formats.MX_32X32
-        return formats.MX_1X32
+        block = self.weight_block if role == "weight" else (1, 32)
+        return formats.format_of(block, torch.float8_e8m0fnu)
 
 
 #: Recipes by short name.
@@ -253,29 +250,21 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "mxfp8": MXFP8BlockScaling,
 }
 
-#: Recipe names of other libraries without an equivalent, and what to use instead.
-_ABSENT = {
-    "rowwise_with_gw_hp": "torchao's recipe of this name computes weight gradients in high "
-    "precision, which no recipe does here. The closest is 'rowwise'",
-}
-
 
 def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
     """Return a recipe from its short name. A recipe is returned unchanged.
 
     Raises:
-        ValueError: an unknown name. The message lists the known names and suggests the closest.
+        ValueError: an unknown name. The message lists the known names.
         TypeError: neither a name nor a recipe, or another library's recipe.
     """
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str):
-        try:
+        if recipe in RECIPES:
             return RECIPES[recipe]()
-        except KeyError:
-            known = ", ".join(repr(name) for name in RECIPES)
-            message = f"recipe {recipe!r} is not known; the names are {known}"
-            raise ValueError(message + _suggestion(recipe)) from None
+        known = ", ".join(map(repr, RECIPES))
+        raise ValueError(f"recipe {recipe!r} is not known; the names are {known}")
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"recipe is the class {recipe.__name__}: give {recipe.__name__}()")
     kind = type(recipe)  # named with its module, because other libraries use the same class names
@@ -283,13 +272,6 @@ def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
         "recipe must be a recipe of fp8rs or its short name, not "
         f"{kind.__module__}.{kind.__qualname__}"
     )
-
-
-def _suggestion(name: str) -> str:
-    if name in _ABSENT:
-        return f". {_ABSENT[name]}"
-    close = difflib.get_close_matches(name.lower(), RECIPES, n=1)
-    return f". Did you mean {close[0]!r}?" if close else ""
 
 
 def describe(recipe: Recipe) -> str:

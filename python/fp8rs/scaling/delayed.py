@@ -211,7 +211,7 @@ class DelayedScalingState:
                 known, event = pack.scale[:, :, 0] > 0, None
                 if known.is_cuda:
                     known = known.to("cpu", non_blocking=True)
-                    event = _event(pack.scale)
+                    event = torch.cuda.current_stream(pack.scale.device).record_event()
                 self.copies.append((pack.indices, known, event))
 
     def _read_copies(self) -> None:
@@ -263,12 +263,6 @@ class DelayedScalingState:
             groups = [g for g in mesh_groups(mesh) if g is not group]
             for index in layers:
                 yield range(index, end, size // 3), groups
-
-
-def _event(like: Tensor) -> torch.cuda.Event:
-    """Record an event on the current stream of a tensor's GPU."""
-    event: torch.cuda.Event = torch.cuda.current_stream(like.device).record_event()
-    return event
 
 
 _marks = itertools.count()

@@ -27,7 +27,8 @@ from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.spec import QuantSpec
 
-BUFFERS = ("fp8_scale", "fp8_amax", "fp8_amax_history")
+#: The buffers of a layer, and the dimension of a pack that is the layers.
+BUFFERS = {"fp8_scale": 0, "fp8_amax": 0, "fp8_amax_history": 1}
 NOTHING_READY = (False, False, False)
 
 _scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
@@ -35,12 +36,11 @@ _scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
 
 def new_buffers(recipe: DelayedScaling, device: torch.device) -> dict[str, Tensor]:
     """Create the buffers of one layer, by name, without a history."""
-    shapes = {"fp8_scale": (3, 4), "fp8_amax": (4, 4)}
-    shapes["fp8_amax_history"] = (recipe.amax_history_len, 3)
+    shapes = (3, 4), (4, 4), (recipe.amax_history_len, 3)
     with torch.inference_mode(False):
         return {
             name: torch.zeros(shape, dtype=torch.float32, device=device)
-            for name, shape in shapes.items()
+            for name, shape in zip(BUFFERS, shapes, strict=True)
         }
 
 
@@ -139,13 +139,13 @@ def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
             here: Any = [layers[i]._buffers for i in indices]  # type: ignore[union-attr]
             for buffers in here:
                 keep_local(buffers)
-            scale, amax = (torch.stack([buffers[name] for buffers in here]) for name in BUFFERS[:2])
-            history = torch.stack([buffers["fp8_amax_history"] for buffers in here], 1)
-            for place, buffers in enumerate(here):
-                buffers["fp8_scale"] = scale[place]
-                buffers["fp8_amax"] = amax[place]
-                buffers["fp8_amax_history"] = history[:, place]
-            packs.append(Pack(indices, scale, amax, history))
+            wholes = []
+            for name, dim in BUFFERS.items():
+                whole = torch.stack([buffers[name] for buffers in here], dim)
+                for place, buffers in enumerate(here):
+                    buffers[name] = whole.select(dim, place)
+                wholes.append(whole)
+            packs.append(Pack(indices, *wholes))
     return packs
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import is_alias, no_torch_dispatch
-from fp8rs.tensor import collectives, writes
+from fp8rs.tensor import collectives
+from fp8rs.tensor.copies import copy_codes, new_shard
 from fp8rs.tensor.fallback import dequantized_call, each_member, quantized_in
 from fp8rs.tensor.formats import FP8_MAX, INPUT_DTYPES, LOGICAL_DTYPES
-from fp8rs.tensor.padded import fill_shard, new_shard
 from fp8rs.tensor.planes import zeros
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
 
@@ -104,7 +104,7 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
         assert isinstance(src, QuantizedTensor)
         return dst.copy_(src.dequantize(), non_blocking=non_blocking)
     dst.check_writable()
-    if isinstance(src, QuantizedTensor) and _copy_codes(dst, src, non_blocking):
+    if isinstance(src, QuantizedTensor) and copy_codes(dst, src, non_blocking):
         return dst
     if src.dtype in FP8_MAX:
         raise TypeError(
@@ -121,40 +121,20 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
     return dst.quantize_(src.expand(dst.shape) if src.shape != dst.shape else src)
 
 
-def _copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -> bool:
-    """Copy codes and scales if that makes ``dst`` equal to ``src``. Return whether it does."""
-    store, other = dst._store, src._store
-    observer = store.active_observer
-    same_codes = other.format is store.format and src.fp8_dtype == dst.fp8_dtype
-    if src.shape != dst.shape or not same_codes:
-        return False
-    if store is other and dst.geometry == src.geometry:
-        return True  # torch loads state dicts that were filled in place
-    # FSDP2 fills an allocated shard by one copy, but makes none into an empty shard.
-    if store.padded and (observer is None or dst.numel()) and not dst.loads_pieces:
-        return fill_shard(dst, src)
-    copied = writes.copy_codes(store, dst.box, other, src.box, non_blocking, piece=dst.loads_pieces)
-    if copied and observer is not None:
-        observer.observe_write(dst, None, exact=False)
-    return copied
-
-
 @implements(aten.constant_pad_nd.default)
 def _pad(func: Any, t: QuantizedTensor, pad: list[int], value: Any = 0) -> Any:
     """Pad with zeros behind a matrix or a batch, as torch pads parts that it gathers."""
-    row, col = t.planes
-    plane = row or col
+    plane = t.planes[0] or t.planes[1]
     behind = [*pad[1::2], *[0] * t.dim()][: t.dim()]  # from the last dimension
-    batched = plane is not None and plane.batched
-    inside = any(behind[:-1]) if batched else t.dim() != 2
+    inside = any(behind[:-1]) if plane and plane.batched else t.dim() != 2
     if value or any(pad[::2]) or min(pad) < 0 or plane is None or inside:
         return dequantized_call(func, t, pad, value)
-    matrices, (rows, cols) = (behind[-1], (0, 0)) if batched else (0, behind[::-1])
-    store = t._store.over(
-        row and row.padded(rows, cols, matrices), col and col.padded(cols, rows, matrices)
-    )
-    store.observer = None
-    return wrap(store, [n + more for n, more in zip(t.shape, behind[::-1], strict=True)], t.dtype)
+    own = t._store.over(*t.planes)
+    shape = [n + more for n, more in zip(t.shape, behind[::-1], strict=True)]
+    store = new_shard(own, shape, t.device)
+    store.put(store.part(tuple(slice(0, n) for n in own.matrix)), t.planes)
+    store.observer, store.padded = None, False
+    return wrap(store, shape, t.dtype)
 
 
 @implements(aten.detach_.default)
@@ -170,22 +150,6 @@ _META = torch.device("meta")
 @implements(aten.detach.default, aten.alias.default)
 def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
     return t.view_of(t.geometry)
-
-
-@implements(aten.as_strided.default)
-def _as_strided(
-    func: Any, t: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> Any:
-    # Torch does not check the bounds of meta tensors. Older torch does not check signs either.
-    offset = t.storage_offset() if storage_offset is None else storage_offset
-    numel = math.prod(t._store.matrix)
-    given = f"as_strided(size={tuple(size)}, stride={tuple(stride)}, storage_offset={offset})"
-    if len(size) != len(stride) or min(offset, *size, *stride, 0) < 0:
-        raise RuntimeError(f"{given}: sizes and strides must be as many, and none negative")
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if math.prod(size) and last >= numel:
-        raise ValueError(f"{given} reaches beyond a quantized tensor of {numel} elements")
-    return any_view(func, t, size, stride, offset)
 
 
 def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
@@ -291,7 +255,7 @@ def classify(func: Any) -> Handler:
         return collectives.functional
     if torch.Tag.inplace_view in func.tags or name in _RESHAPING:
         return _refuse
-    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+    if schema.is_mutable:
         # These take lists of independent tensors.
         return each_member if "foreach" in name or name.startswith("_fused") else dequantized_call
     if any(r.alias_info is not None for r in schema.returns):

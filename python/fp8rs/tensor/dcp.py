@@ -1,7 +1,7 @@
 """How torch.distributed.checkpoint (DCP) saves a quantized tensor that is in a state dict.
 
 DCP saves each shard as one tensor, whose pickle holds codes and scales. It loads a shard in pieces,
-one for each saved shard that overlaps it (`fp8rs.tensor.writes.copy_codes`). A block may get its
+one for each saved shard that overlaps it (`fp8rs.tensor.copies.copy_codes`). A block may get its
 codes from several pieces, which then need the same scale. So tensors whose parts have blocks of
 their own are not saved.
 """

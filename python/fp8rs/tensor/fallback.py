@@ -20,13 +20,23 @@ def dequantized_call(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
-    """Return the quantized tensors that an operator writes, by its schema."""
-    written = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            written += quantized_in(given)
-    return written
+    """Return the quantized tensors that an operator writes."""
+    return quantized_in(written_arguments(func, args, kwargs))
+
+
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that an operator writes."""
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in written_places(func)]
+
+
+@cache
+def written_places(func: Any) -> list[tuple[int, str]]:
+    """Return the positions and names of the arguments that an operator writes, by its schema."""
+    return [
+        (i, argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def quantized_in(value: Any) -> list[QuantizedTensor]:

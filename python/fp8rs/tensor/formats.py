@@ -1,8 +1,8 @@
 """The table of quantized formats: one row is one way to scale a matrix.
 
-A *block shape* and a *scale dtype* say everything about a format. Tensors, gathering, layers and
-optimizers are written over them: a new format is a row here, its GEMMs in :mod:`fp8rs.gemm`, and a
-recipe that names it. Each matrix of a batch is scaled by itself.
+A block shape and a scale dtype define a format. Tensors, all-gathers, layers and optimizers are
+written for any of them, so a new format is a row here, its GEMMs in :mod:`fp8rs.gemm`, and a recipe
+that names it. Each matrix of a batch is scaled by itself.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Self
 
-from fp8rs.ops.room import block_count
-from fp8rs.ops.room import matrix_shape as matrix_shape
-from fp8rs.ops.room import split as split
+from fp8rs.ops.shapes import block_count
+from fp8rs.ops.shapes import matrix_shape as matrix_shape
+from fp8rs.ops.shapes import split as split
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -23,7 +23,7 @@ E5M2 = torch.float8_e5m2
 #: Largest finite magnitude of each element type.
 FP8_MAX: dict[torch.dtype, float] = {E4M3: 448.0, E5M2: 57344.0}
 
-#: Largest magnitude that rounds to it, half a step above.
+#: Largest magnitude that is rounded to the largest finite one, half a step above it.
 FP8_BOUND: dict[torch.dtype, float] = {E4M3: 464.0, E5M2: 61440.0}
 
 #: Dtypes that can be quantized.
@@ -47,8 +47,8 @@ class BlockFormat:
     the transposed matrix stored contiguously, and ``block`` applies to *that* matrix: the format
     of a plane never depends on which of the two planes it is.
 
-    The table has one object for each format, so that formats compare by identity: every call of a
-    layer compares some. Copies, pickles and the constructor return that object. Compilers call the
+    Formats are compared by identity, because every call of a layer compares some. The table has one
+    object for each format, which copies, pickles and the constructor return. Compilers call the
     constructor with the fields of an object that they have traced.
 
     Attributes:
@@ -73,16 +73,15 @@ class BlockFormat:
         known: Any = FORMATS.get(name)
         self: Self = super().__new__(cls) if known is None else known
         if known is None:
-            for attribute, value in (
-                ("name", name),
-                ("block", block),
-                ("scale_dtype", scale_dtype),
-                ("square", block[0] == block[1]),
-                ("per_tensor", block == (-1, -1)),
-                ("per_row", block == (1, -1)),
-                ("microscaled", scale_dtype == torch.float8_e8m0fnu),
-            ):
-                object.__setattr__(self, attribute, value)
+            self.__dict__.update(
+                name=name,
+                block=block,
+                scale_dtype=scale_dtype,
+                square=block[0] == block[1],
+                per_tensor=block == (-1, -1),
+                per_row=block == (1, -1),
+                microscaled=scale_dtype == torch.float8_e8m0fnu,
+            )
         return self
 
     def __reduce__(self) -> Any:
@@ -121,7 +120,7 @@ FORMATS.update((f.name, f) for f in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX
 
 
 def format_named(name: str) -> BlockFormat:
-    """The format of that name; ValueError that lists those known."""
+    """Return the format of that name, or raise a ValueError that lists the known names."""
     try:
         return FORMATS[name]
     except KeyError:
@@ -130,7 +129,7 @@ def format_named(name: str) -> BlockFormat:
 
 
 def format_of(block: Any, scale_dtype: torch.dtype) -> BlockFormat:
-    """The format with that block shape and scale dtype; ValueError that lists the blocks known."""
+    """Return the format with these blocks, or raise a ValueError that lists the known blocks."""
     known = [f for f in FORMATS.values() if f.scale_dtype == scale_dtype and not f.per_tensor]
     if isinstance(block, (tuple, list)):
         for f in known:
@@ -141,7 +140,7 @@ def format_of(block: Any, scale_dtype: torch.dtype) -> BlockFormat:
 
 
 def check_fp8_dtype(dtype: torch.dtype, name: str = "fp8_dtype") -> torch.dtype:
-    """``dtype`` if it is an FP8 element type; TypeError naming the argument otherwise."""
+    """Return ``dtype`` if it is an FP8 element type, else raise a TypeError with the name."""
     if dtype not in FP8_MAX:
         raise TypeError(f"{name} must be torch.float8_e4m3fn or torch.float8_e5m2, not {dtype!r}")
     return dtype

@@ -1,15 +1,15 @@
 """Planes: FP8 codes with their scales, which quantized tensors are made of.
 
-The shape of the scales says what a tensor of three or more dimensions is. An activation is one
-matrix, whose leading dimensions are rows: its scales have the shape of one matrix's. A batched
-weight (E, N, K) is E matrices: its scales have the batch dimension in front.
+A tensor of three or more dimensions is one matrix, whose leading dimensions are rows, or a batch of
+matrices. An activation is one matrix. A batched weight (E, N, K) is E matrices, and its scales have
+the batch dimension in front. The shape of the scales therefore says which of the two a plane is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from torch.nn import functional
 from fp8rs import ops  # noqa: F401  (registers torch.ops.fp8rs)
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import BlockFormat, matrix_shape, split
+
+#: A part of a matrix (rows, columns), or of a batch of matrices (matrices, rows, columns).
+Box = tuple[slice, ...]
+
+_T = TypeVar("_T")
 
 _dequantize = torch.ops.fp8rs.dequantize.default
 _transpose = torch.ops.fp8rs.transpose.default
@@ -61,25 +66,21 @@ class Plane:
         """Return some matrices of a batch, or one of them, over the same memory."""
         return Plane(self.data[index], self.scale[index], self.format, self.lead)
 
-    def part(self, rows: slice, cols: slice, batch: slice | None = None) -> Plane:
-        """Return some rows and columns over the same memory. They may begin within a block.
+    def part(self, box: Box) -> Plane:
+        """Return a part of the matrix or matrices over the same memory.
 
-        Args:
-            rows: rows of the matrix, or of each matrix of a batch.
-            cols: columns.
-            batch: the matrices of a batch. None for one matrix.
+        The part may begin within a block.
         """
-        if batch is not None and batch != slice(0, self.data.shape[0]):
-            return self[batch].part(rows, cols)
-        of, shape = split(self.data.shape, self.batched)
-        if rows == slice(0, shape[0]) and cols == slice(0, shape[1]):
+        batch, matrix = split(self.data.shape, self.batched)
+        shape = (*batch, *matrix)
+        if all(span == slice(0, n) for span, n in zip(box, shape, strict=True)):
             return self
         # A reshape could copy, and a write to the part would be lost.
-        codes = self.data.view(*of, *shape)[..., rows, cols]
+        codes, matrices = self.data.view(shape)[box], box[:-2]
         if self.format.per_tensor:
-            return Plane(codes, self.scale, self.format)
+            return Plane(codes, self.scale[matrices] if matrices else self.scale, self.format)
         blocks, leads = [], []
-        for span, block, lead in zip((rows, cols), self.format.block, self.lead, strict=True):
+        for span, block, lead in zip(box[-2:], self.format.block, self.lead, strict=True):
             start, stop = span.start + lead, span.stop + lead
             if block == -1:
                 start, stop, block = 0, 1, 1
@@ -87,13 +88,13 @@ class Plane:
                 start = stop = 0
             blocks.append(slice(start // block, -(-stop // block)))
             leads.append(start % block)
-        scale = self.scale[..., blocks[0], blocks[1]]
-        return Plane(codes, scale, self.format, (leads[0], leads[1]))
+        at = (*matrices, *blocks)
+        return Plane(codes, self.scale[at], self.format, (leads[0], leads[1]))
 
     def map(
         self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
     ) -> Plane:
-        """A plane of ``fn(data)`` and ``scale(scale)``, or ``fn`` of both."""
+        """Return a plane of ``fn(data)`` and ``scale(scale)``, by default ``fn(scale)``."""
         return Plane(fn(self.data), (scale or fn)(self.scale), self.format, self.lead)
 
     def transposed(self, name: str, operation: str, after: Tensor | None = None) -> Plane:
@@ -118,13 +119,6 @@ class Plane:
         codes = _transpose(self.data, after, self.batched)
         return Plane(codes, scale, self.format, self.lead[::-1])
 
-    def empty(self, rows: int, cols: int) -> Plane:
-        """Allocate another matrix. With one scale per tensor, it has this plane's scale."""
-        data, scale, format = self.data.new_empty((rows, cols)), self.scale, self.format
-        if not format.per_tensor:
-            scale = scale.new_empty(format.scale_shape(rows, cols))
-        return Plane(data, scale, format)
-
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return ``data * scale`` in fp32, cast once to ``dtype``, in the shape of ``data``."""
         data, batched = self.data, self.batched
@@ -138,24 +132,14 @@ class Plane:
         part = whole[..., above:, before:].clone(memory_format=torch.contiguous_format)
         return cast(Tensor, part.view(data.shape))
 
-    def padded(self, rows: int, cols: int, matrices: int = 0) -> Plane:
-        """Return this plane with zeros behind it: rows and columns, or matrices of a batch."""
-        codes, scale = self.data.view(torch.uint8), self.scale
-        if self.batched:
-            codes, scale = (
-                functional.pad(x, (*[0, 0] * (x.dim() - 1), 0, matrices))
-                for x in (codes, as_bytes(scale))
-            )
-            return Plane(
-                codes.view(self.data.dtype), scale.view(self.scale.dtype), self.format, self.lead
-            )
-        codes = functional.pad(codes, (0, cols, 0, rows))
+    def with_columns(self, more: int) -> Plane:
+        """Return the plane of one matrix with columns of zeros behind it."""
+        codes, scale = functional.pad(self.data.view(torch.uint8), (0, more)), self.scale
         if not self.format.per_tensor:
-            rows, cols = (n + m for n, m in zip(codes.shape, self.lead, strict=True))
-            down, along = self.format.scale_shape(rows, cols)
-            behind = (0, along - scale.shape[1], 0, down - scale.shape[0])
-            scale = functional.pad(as_bytes(scale), behind, value=1).view(scale.dtype)
-        return Plane(codes.view(self.data.dtype), scale, self.format, self.lead)
+            rows, cols = codes.shape
+            behind = self.format.scale_shape(rows, cols)[1] - scale.shape[1]
+            scale = functional.pad(as_bytes(scale), (0, behind), value=1).view(scale.dtype)
+        return Plane(codes.view(self.data.dtype), scale, self.format)
 
     def first_rows(self, shape: torch.Size) -> Plane:
         """Return the first rows of one matrix as a plane of ``shape`` over the same memory.
@@ -186,62 +170,60 @@ class Plane:
         return data.untyped_storage().nbytes() != 0 or data.numel() == 0
 
     def check_live(self, what: str) -> None:
-        """RuntimeError if the codes' storage was freed; ``what`` is in the message."""
+        """Raise RuntimeError if the codes' storage was freed. The message names ``what``."""
         if not self.live:
             raise RuntimeError(
                 f"{what} has no storage: FSDP freed the gathered weight when it resharded. "
                 "Read it between the module's pre-forward and its reshard, or call unshard() first"
             )
 
-    def check(self, name: str, batch: tuple[int, ...], shape: tuple[int, int]) -> None:
-        """Check that dtypes and scales fit each other. Nothing is read from the device.
 
-        Args:
-            name: the plane's name in messages.
-            batch: ``(batch,)``, or ``()`` for one matrix.
-            shape: of each matrix of the plane.
-
-        Raises:
-            TypeError, ValueError: they do not.
-        """
-        formats.check_fp8_dtype(self.data.dtype, f"{name}.data.dtype")
-        if self.scale.dtype != self.format.scale_dtype:
-            raise TypeError(
-                f"{name} is in format {self.format.name!r}, which has scales of "
-                f"{self.format.scale_dtype}, not {self.scale.dtype}"
-            )
-        rows, cols = (n + m for n, m in zip(shape, self.lead, strict=True))
-        expected = self.format.scale_shape(rows, cols, batch)
-        if self.scale.shape != expected:
-            raise ValueError(
-                f"{name} has scales of shape {tuple(self.scale.shape)}, but codes of shape "
-                f"{(*batch, *shape)} in format {self.format.name!r} need {expected}"
-            )
+def swapped(dims: tuple[_T, ...]) -> tuple[_T, ...]:
+    """Return dimensions or slices of transposed matrices: the last two change places."""
+    return *dims[:-2], dims[-1], dims[-2]
 
 
 def as_bytes(t: Tensor) -> Tensor:
-    """Codes and E8M0 scales as uint8, which all of torch takes; fp32 scales as they are."""
+    """View codes and E8M0 scales as uint8, which all operators take. Return fp32 as it is."""
     return t.view(torch.uint8) if t.element_size() == 1 else t
 
 
 def zeros(like: Tensor, size: Sequence[int], device: Any = None) -> Tensor:
-    """Zeros of the dtype of ``like``; made of bytes, as not all devices fill E8M0 tensors."""
+    """Return zeros in the dtype of ``like``, from bytes: not all devices fill E8M0 tensors."""
     device = like.device if device is None else device
     raw = torch.zeros([*size, like.itemsize], dtype=torch.uint8, device=device)
     return raw.view(like.dtype).squeeze(-1)
 
 
 def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.Size) -> None:
-    """Raise TypeError or ValueError if these are not planes of a tensor of ``shape``."""
-    plane = rowwise or columnwise
-    batch, (rows, cols) = split(shape, plane is not None and plane.batched)
-    turned = torch.Size((*batch, cols, rows))
-    for name, plane, size in (("rowwise", rowwise, shape), ("columnwise", columnwise, turned)):
+    """Raise TypeError or ValueError if these are not planes of a tensor of ``shape``.
+
+    Nothing is read from the device.
+    """
+    for name, plane in (("rowwise", rowwise), ("columnwise", columnwise)):
         if plane is None:
             continue
-        if plane.data.shape != size:
+        data, scale, format = plane.data, plane.scale, plane.format
+        batch, matrix = split(shape, (rowwise or plane).batched)
+        size: tuple[int, ...] = shape
+        if name == "columnwise":
+            matrix = matrix[::-1]
+            size = (*batch, *matrix)
+        if data.shape != size:
             raise ValueError(
-                f"{name} has data of shape {tuple(plane.data.shape)}, but a tensor of shape "
+                f"{name} has data of shape {tuple(data.shape)}, but a tensor of shape "
                 f"{tuple(shape)} needs {tuple(size)}"
             )
-        plane.check(name, batch, (rows, cols) if plane is rowwise else (cols, rows))
+        formats.check_fp8_dtype(data.dtype, f"{name}.data.dtype")
+        if scale.dtype != format.scale_dtype:
+            raise TypeError(
+                f"{name} is in format {format.name!r}, which has scales of "
+                f"{format.scale_dtype}, not {scale.dtype}"
+            )
+        rows, cols = (n + m for n, m in zip(matrix, plane.lead, strict=True))
+        expected = format.scale_shape(rows, cols, batch)
+        if scale.shape != expected:
+            raise ValueError(
+                f"{name} has scales of shape {tuple(scale.shape)}, but codes of shape "
+                f"{(*batch, *matrix)} in format {format.name!r} need {expected}"
+            )

@@ -12,29 +12,50 @@ storage. A tensor, its detached aliases and its views share one, so a plane that
 dropped through one of them changes for all. A view of consecutive elements can be written. Other
 views can be read only.
 
-Operators are implemented in :mod:`fp8rs.tensor.aten`.
+A view has the geometry that it would have over the contiguous values of the store. A shallow copy
+shares the planes. A deep copy and a pickle have planes of their own. Operators are implemented in
+:mod:`fp8rs.tensor.aten`.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, cast
+from contextlib import nullcontext
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from fp8rs._torch import disabled_torch_function, is_traced, note_write, own_part
-from fp8rs.tensor import dcp, formats, writes
+from fp8rs._torch import (
+    disabled_torch_function,
+    is_traced,
+    make_wrapper_subclass,
+    note_write,
+    own_part,
+)
+from fp8rs.tensor import dcp, formats
 from fp8rs.tensor.formats import BlockFormat
+from fp8rs.tensor.planes import Box, as_bytes, check_planes
 from fp8rs.tensor.planes import Plane as Plane
-from fp8rs.tensor.planes import check_planes
-from fp8rs.tensor.spec import QuantSpec, default_spec
+from fp8rs.tensor.spec import Planes, QuantSpec, default_spec
 from fp8rs.tensor.store import NO_SINGLE_MEMORY, Delayed, Store
-from fp8rs.tensor.wrapper import PLANES, TENSOR_TYPES, StoreTensor
+
+#: The names of the two planes.
+PLANES = ("rowwise", "columnwise")
+
+#: Attributes of a tensor that users have not set.
+OWN_ATTRIBUTES = frozenset(("_store", "_store_view", "_is_param"))
+
+#: The size, strides and offset of a view.
+Geometry = tuple[Any, Any, Any]
+
+_plain_data: Any = torch.Tensor.data
 
 
-class QuantizedTensor(StoreTensor):
+class QuantizedTensor(Tensor):
     """A tensor whose storage is FP8 planes. It looks like ``shape`` and ``dtype``.
 
     Views share the planes. Writes through views of consecutive elements reach the tensor:
@@ -42,6 +63,22 @@ class QuantizedTensor(StoreTensor):
     whole blocks have planes of their own shape. In other views, both planes are None: they are read
     by ``dequantize()``.
     """
+
+    #: Scale dtype that a subclass stands for; checked at construction.
+    scale_dtype: ClassVar[torch.dtype | None] = None
+
+    _store: Store
+    #: Whether this has some elements of the store, or another shape.
+    _store_view: bool
+
+    #: The handlers of operators, filled by `fp8rs.tensor.aten`.
+    handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
+
+    #: Whether copies into it are pieces of a shard that DCP loads.
+    loads_pieces: ClassVar[bool] = False
+
+    # Operators go to __torch_dispatch__ directly.
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -87,14 +124,53 @@ class QuantizedTensor(StoreTensor):
                 raise ValueError(f"spec is of format {asked}, but the planes are of format {own}")
         return cls.over(Store(rowwise, columnwise, spec), shape, dtype, requires_grad)
 
-    #: The handlers of operators, filled by `fp8rs.tensor.aten`.
-    handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    @classmethod
+    def over(
+        cls,
+        store: Store,
+        shape: Any,
+        dtype: torch.dtype,
+        requires_grad: bool = False,
+        stride: Any = None,
+        offset: int | None = None,
+    ) -> Self:
+        """Return a tensor over a store. Nothing is checked.
 
-    #: Whether copies into it are pieces of a shard that DCP loads.
-    loads_pieces: ClassVar[bool] = False
+        Args:
+            store: the planes.
+            shape: the logical shape.
+            dtype: the logical dtype.
+            requires_grad: as in torch.
+            stride, offset: for a view, the geometry over contiguous values of the store. The
+                default is all of the store, in its own shape.
+        """
+        self: Self = make_wrapper_subclass(
+            cls,
+            shape,
+            strides=stride,
+            storage_offset=offset,
+            dtype=dtype,
+            device=store.any_plane.data.device,
+            requires_grad=requires_grad,
+        )
+        self._store = store
+        self._store_view = stride is not None
+        return self
 
-    # The C++ operators come straight to __torch_dispatch__.
-    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        # No values: reading them would synchronise, and a repr must not.
+        planes = [name for name in PLANES if getattr(self, name) is not None]
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"fp8_dtype={self.fp8_dtype}, format={self.format.name!r}, planes={planes}, "
+            f"device={str(self.device)!r}, requires_grad={self.requires_grad})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return cls.handlers[func](func, *args, **(kwargs or {}))
 
     # --- planes -----------------------------------------------------------------------------------
 
@@ -107,6 +183,15 @@ class QuantizedTensor(StoreTensor):
     def columnwise(self) -> Plane | None:
         """The plane with data of the transposed 2-D view, stored contiguously."""
         return self.planes[1] if self._store_view else self._store.columnwise
+
+    @property
+    def planes(self) -> Planes:
+        """Both planes. A view has a plane if it begins with a block and keeps the rows' length.
+
+        A view of a batch must consist of whole matrices.
+        """
+        store = self._store
+        return store.planes_of(self) if self._store_view else (store.rowwise, store.columnwise)
 
     @property
     def fp8_dtype(self) -> torch.dtype:
@@ -156,11 +241,11 @@ class QuantizedTensor(StoreTensor):
     def update_usage(
         self, rowwise: bool | None = None, columnwise: bool | None = None
     ) -> QuantizedTensor:
-        """Make (True) or drop (False) planes in place; None leaves a plane as it is.
+        """Make (True) or drop (False) planes in place. None leaves a plane as it is.
 
-        A plane is made from the other one, exactly, where the blocks are square. Aliases
-        (``detach()``, ``nn.Parameter(t)``) and views share the planes: for them too it is there or
-        gone.
+        If the blocks are square, a plane is made exactly from the other one. Aliases
+        (``detach()``, ``nn.Parameter(t)``) and views share the planes, so this changes their planes
+        too.
 
         Raises:
             ValueError: no plane would be left, or the missing plane cannot be made from the other
@@ -196,7 +281,7 @@ class QuantizedTensor(StoreTensor):
         return made
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """A weight's values before the first rounding, on the CPU; None if they were not kept.
+        """Return a weight's values before the first rounding, on the CPU. None if not kept.
 
         ``quantized_init(preserve_high_precision_init_val=True)`` keeps them. The local
         tensor of a sharded weight has the values of its shard.
@@ -208,6 +293,135 @@ class QuantizedTensor(StoreTensor):
         """Free the values from before the first rounding."""
         if self._store.observer is not None:
             self._store.observer.forget_init()
+
+    # --- views ------------------------------------------------------------------------------------
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """The size, strides and offset of a view. None for a tensor that is not a view."""
+        return (self.shape, self.stride(), self.storage_offset()) if self._store_view else None
+
+    def view_of(self, geometry: Geometry | None) -> Self:
+        """Return a view of this tensor's store. None is all of it, in the store's own shape."""
+        store = self._store
+        shape = self.shape if store.rowwise is None else store.rowwise.data.shape
+        size, stride, offset = (shape, None, None) if geometry is None else geometry
+        # torch gives views of a normal tensor that tensor's version counter, which a tensor that
+        # was made in inference mode does not take.
+        made_normal = torch.is_inference_mode_enabled() and not self.is_inference()
+        with torch.inference_mode(False) if made_normal else nullcontext():
+            return self.over(store, size, self.dtype, stride=stride, offset=offset)
+
+    @property
+    def box(self) -> Box | None:
+        """The part of the store that this tensor has, in order. None if it has other elements."""
+        store = self._store
+        return store.box_of(self) if self._store_view else store.box(slice(0, store.extent[0]))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this has all elements of the store, in order."""
+        size = math.prod(self._store.matrix)
+        return not self._store_view or (self.is_contiguous() and self.numel() == size)
+
+    # --- reads and writes -------------------------------------------------------------------------
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a plain contiguous tensor: code times scale in fp32, then one cast.
+
+        Args:
+            dtype: float32, bfloat16, float16 or float64. The default is the logical dtype.
+
+        Raises:
+            RuntimeError: the storage was freed by a reshard.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):  # the operator raises for other dtypes
+            raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
+        if dtype == torch.float64:  # float32 holds all values
+            return self.dequantize(torch.float32).double()
+        store = self._store
+        store.any_plane.check_live("this quantized tensor")
+        row, col = self.planes
+        if row is not None:
+            return row.dequantize(dtype)
+        if col is not None:
+            return col.dequantize(dtype).mT.contiguous().view(self.shape)
+        if not self.numel():
+            return torch.empty(self.shape, dtype=dtype, device=self.device)
+        size, stride, offset = self.shape, self.stride(), int(self.storage_offset())
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        rows = store.rows_around(offset, last + 1)
+        offset -= rows.start * store.extent[1]
+        part = store.read(rows, dtype).as_strided(size, stride, offset)
+        return part.clone(memory_format=torch.contiguous_format)  # without the other elements
+
+    def quantize_(self, src: Tensor) -> Self:
+        """Quantize ``src`` (same shape and device) into this tensor's planes, in place.
+
+        Scales are written too. If this is a view that shares scales with other elements, these
+        keep their values: scales stay, or change by powers of two.
+
+        Raises:
+            TypeError, ValueError: ``src`` has another shape or device, or cannot be quantized.
+            NotImplementedError: this is a view whose elements are not consecutive.
+        """
+        self.write(src, self.spec, self._store.delayed)
+        return self
+
+    def write(
+        self, src: Tensor, spec: QuantSpec, delayed: Delayed | None, keep: bool = False
+    ) -> None:
+        """Quantize ``src`` as ``quantize_`` does, with another spec of the same format.
+
+        It is a method because compilers put a tensor's method into a graph as it is. Torch 2.11
+        cannot trace how `Store.write` reads storages.
+
+        Args:
+            src: values, or another quantized tensor.
+            spec: how to quantize, in the format of this tensor.
+            delayed: for delayed scaling, the scale to read and the amax to raise.
+            keep: elements that do not change keep their codes.
+        """
+        self.check_writable()
+        if not isinstance(src, Tensor):
+            raise TypeError(f"src must be a tensor, not {type(src).__name__}")
+        if isinstance(src, QuantizedTensor):
+            src = src.dequantize(src.dtype)
+        if src.shape != self.shape:
+            raise ValueError(f"src has shape {tuple(src.shape)}, but dst has {tuple(self.shape)}")
+        if src.device != self.device:
+            raise ValueError(f"src is on {src.device}, but dst is on {self.device}")
+        if src.dtype == self.dtype == torch.float64:
+            src = src.float()
+        if src.dtype not in formats.INPUT_DTYPES:
+            raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
+        src = src.detach()
+        store, offset = self._store, int(self.storage_offset())
+        if store.write(offset, src, spec, delayed, keep):
+            note_write(self)
+        if (observer := store.active_observer) is not None:
+            observer.observe_write(self, src, exact=not keep)
+
+    def check_writable(self) -> None:
+        """Check that writes to this tensor reach its store.
+
+        Raises:
+            NotImplementedError: this is a view of elements that are not consecutive, or of parts of
+                the matrices of a batch.
+        """
+        if not self._store_view:
+            return
+        store = self._store
+        size = store.extent[1] if store.batched and self.numel() else 1
+        if not self.is_contiguous() or self.storage_offset() % size or self.numel() % size:
+            elements = "whole matrices" if store.batched else "consecutive elements"
+            raise NotImplementedError(
+                f"cannot write through a view of shape {tuple(self.shape)} with strides "
+                f"{self.stride()} of a quantized tensor {store.matrix}: it does not consist of "
+                f"{elements}. Write slices of the first dimension or view(-1), or dequantize() the "
+                "tensor, change the values and copy_() them back"
+            )
 
     # --- memory -----------------------------------------------------------------------------------
 
@@ -242,83 +456,117 @@ class QuantizedTensor(StoreTensor):
         """Whether codes and scales are in shared memory."""
         return all(x.is_shared() for x in self._store.tensors())
 
-    # --- writes -----------------------------------------------------------------------------------
+    # --- other tensors like this one --------------------------------------------------------------
 
-    def quantize_(self, src: Tensor) -> Self:
-        """Quantize ``src`` (same shape and device) into this tensor's planes, in place.
+    def map(self, fn: Any, scale: Any = None, dtype: torch.dtype | None = None) -> Self:
+        """Return a tensor of this spec and observer over other planes.
 
-        Scales are written too. If this is a view that shares scales with other elements, these
-        keep their values: scales stay, or change by powers of two.
-
-        Raises:
-            TypeError, ValueError: ``src`` has another shape or device, or cannot be quantized.
-            NotImplementedError: this is a view whose elements are not consecutive.
-        """
-        self.write(src, self.spec, self._store.delayed)
-        return self
-
-    def write(
-        self, src: Tensor, spec: QuantSpec, delayed: Delayed | None, keep: bool = False
-    ) -> None:
-        """Quantize ``src`` as ``quantize_`` does, with another spec of the same format.
-
-        It is a method because compilers put a tensor's method into a graph as it is. Torch 2.11
-        cannot trace how `writes` reads storages.
+        The tensor must not be a view without planes.
 
         Args:
-            src: values, or another quantized tensor.
-            spec: how to quantize, in the format of this tensor.
-            delayed: for delayed scaling, the scale to read and the amax to raise.
-            keep: elements that do not change keep their codes.
+            fn: applied to all codes.
+            scale: applied to all scales. The default is ``fn``.
+            dtype: the logical dtype. The default is the dtype of this tensor.
         """
-        self.check_writable()
-        if not isinstance(src, Tensor):
-            raise TypeError(f"src must be a tensor, not {type(src).__name__}")
-        if isinstance(src, QuantizedTensor):
-            src = src.dequantize(src.dtype)
-        if src.shape != self.shape:
-            raise ValueError(f"src has shape {tuple(src.shape)}, but dst has {tuple(self.shape)}")
-        if src.device != self.device:
-            raise ValueError(f"src is on {src.device}, but dst is on {self.device}")
-        if src.dtype == self.dtype == torch.float64:
-            src = src.float()
-        if src.dtype not in formats.INPUT_DTYPES:
-            raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
-        src = src.detach()
-        store, offset = self._store, int(self.storage_offset())
-        if writes.write(store, offset, src, spec, delayed, keep):
-            note_write(self)
-        if (observer := store.active_observer) is not None:
-            observer.observe_write(self, src, exact=not keep)
+        row, col = (plane and plane.map(fn, scale) for plane in self.planes)
+        if self._store.one_scale and row is not None and col is not None:
+            col.scale = row.scale  # one scale stays one
+        return self.over(self._store.over(row, col), self.shape, dtype or self.dtype)
 
-    def check_writable(self) -> None:
-        """Check that writes to this tensor reach its store.
-
-        Raises:
-            NotImplementedError: this is a view of elements that are not consecutive, or of parts of
-                the matrices of a batch.
-        """
-        if not self._store_view:
-            return
-        store = self._store
-        size = store.extent[1] if store.batched and self.numel() else 1
-        if not self.is_contiguous() or self.storage_offset() % size or self.numel() % size:
-            elements = "whole matrices" if store.batched else "consecutive elements"
-            raise NotImplementedError(
-                f"cannot write through a view of shape {tuple(self.shape)} with strides "
-                f"{self.stride()} of a quantized tensor {store.matrix}: it does not consist of "
-                f"{elements}. Write slices of the first dimension or view(-1), or dequantize() the "
-                "tensor, change the values and copy_() them back"
+    def _set_data(self, value: Any) -> None:
+        if type(value) is not type(self):
+            raise TypeError(
+                f".data of a {type(self).__name__} must be one too, not a {type(value).__name__}: "
+                "it would have to share the storage of what is assigned. Write values by copy_() "
+                "or quantize_()"
             )
+        _plain_data.__set__(self, value)
+        self._store, self._store_view = value._store, value._store_view
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        # No values: reading them would synchronise, and a repr must not.
-        planes = [name for name in PLANES if getattr(self, name) is not None]
-        return (
-            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"fp8_dtype={self.fp8_dtype}, format={self.format.name!r}, planes={planes}, "
-            f"device={str(self.device)!r}, requires_grad={self.requires_grad})"
-        )
+    #: An alias outside autograd. Assigning a quantized tensor shares its planes from then on.
+    data = property(lambda self: _plain_data.__get__(self), _set_data)
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def __copy__(self) -> Self:
+        new = self.view_of(self.geometry)
+        new.requires_grad_(self.requires_grad)
+        for name, value in self.__dict__.items():
+            new.__dict__.setdefault(name, value)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if not self.is_leaf:
+            raise RuntimeError("only leaves of the autograd graph can be copied by deepcopy")
+        new = memo[id(self)] = self.view_of(self.geometry)
+        # With its attributes: the planes, marks that users set, and that it is a parameter.
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        new.requires_grad_(self.requires_grad)
+        new.grad = copy.deepcopy(self.grad, memo)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle plain parts, which ``torch.load(weights_only=True)`` accepts.
+
+        A view becomes a tensor of its own. A view without planes becomes a plain tensor.
+        """
+        own: Any = self.detach().clone() if self._store_view else self
+        if not isinstance(own, QuantizedTensor):
+            return own.__reduce_ex__(protocol)
+        names, (dtype, kinds, spec, _) = own.__tensor_flatten__()
+        # Pickle alone does not accept FP8 tensors.
+        inner = {name: (as_bytes(t := getattr(own, name)), t.dtype) for name in names}
+        context = dtype, kinds, None if spec is None else spec.without_group(), None
+        marks = {name: value for name, value in self.__dict__.items() if name not in OWN_ATTRIBUTES}
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return rebuild, (inner, context, tuple(self.shape), self.requires_grad, is_parameter, marks)
+
+    # --- compilers --------------------------------------------------------------------------------
+
+    # The traceable wrapper protocol reads the store's tensors as attributes by name.
+    _rowwise_data = property(lambda self: self._store.rowwise.data)
+    _rowwise_scale = property(lambda self: self._store.rowwise.scale)
+    _columnwise_data = property(lambda self: self._store.columnwise.data)
+    _columnwise_scale = property(lambda self: self._store.columnwise.scale)
+    _delayed_scale = property(lambda self: self._store.delayed[0])
+    _delayed_amax = property(lambda self: self._store.delayed[1])
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Return the names of the inner tensors, and plain values that complete them.
+
+        The values are constant and compare by value: compilers guard on them.
+        """
+        store = self._store
+        names: list[str] = []
+        kinds = []
+        for name in PLANES:
+            plane = getattr(store, name)
+            if plane is not None:
+                names += f"_{name}_data", f"_{name}_scale"
+                kinds.append((name, plane.format.name, plane.lead))
+        if store.one_scale:  # twice, it would be written twice
+            names.remove("_columnwise_scale")
+        if store.delayed is not None:
+            names += ["_delayed_scale", "_delayed_amax"]
+        offset = self.storage_offset() if self._store_view else None
+        return names, (self.dtype, tuple(kinds), store.spec, offset)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> Self:
+        dtype, kinds, spec, offset = context
+        planes = {}
+        for name, format, lead in kinds:
+            own = f"_{name}_scale"
+            scale = inner[own if own in inner else "_rowwise_scale"]
+            planes[name] = Plane(inner[f"_{name}_data"], scale, formats.FORMATS[format], lead)
+        delayed = None
+        if "_delayed_scale" in inner:
+            delayed = inner["_delayed_scale"], inner["_delayed_amax"]
+        stride = None if offset is None else outer_stride
+        store = Store(planes.get("rowwise"), planes.get("columnwise"), spec, delayed)
+        return cls.over(store, outer_size, dtype, stride=stride, offset=offset)
 
     # --- torch.distributed.checkpoint -------------------------------------------------------------
 
@@ -330,12 +578,6 @@ class QuantizedTensor(StoreTensor):
         shard.__class__ = LoadedShard
         found: LoadedShard = shard
         return found
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return cls.handlers[func](func, *args, **(kwargs or {}))
 
 
 class LoadedShard(QuantizedTensor):
@@ -361,14 +603,14 @@ class LoadedShard(QuantizedTensor):
             NotImplementedError: these are parts of the matrices of a batch.
         """
         box = self.box
-        if box is None or box.batch is not None or self.is_contiguous():
+        if box is None or self._store.batched or self.is_contiguous():
             super().check_writable()
             return super().write(src, spec, delayed, keep)
         cols = self._store.extent[1]
-        size, offset = (self.shape[0], cols), box.rows.start * cols
+        size, offset = (self.shape[0], cols), box[0].start * cols
         rows = self.view_of((size, (cols, 1), offset))
         values = rows.dequantize(src.dtype)
-        values[:, box.cols] = src
+        values[:, box[1]] = src
         return rows.write(values, spec, delayed, keep=True)
 
 
@@ -384,7 +626,11 @@ class MXFP8Tensor(QuantizedTensor):
     scale_dtype = torch.float8_e8m0fnu
 
 
-TENSOR_TYPES.update((kind.scale_dtype, kind) for kind in (Float8Tensor, MXFP8Tensor))
+#: The public classes, by the dtype of their scales.
+TENSOR_TYPES: dict[torch.dtype, type[QuantizedTensor]] = {
+    torch.float32: Float8Tensor,
+    torch.float8_e8m0fnu: MXFP8Tensor,
+}
 
 
 def wrap(
@@ -395,7 +641,7 @@ def wrap(
     See `QuantizedTensor` for the arguments. The planes are not checked.
     """
     _check_dtype(dtype)
-    kind = cast(type[QuantizedTensor], TENSOR_TYPES[store.format.scale_dtype])
+    kind = TENSOR_TYPES[store.format.scale_dtype]
     return kind.over(store, torch.Size(shape), dtype, requires_grad)
 
 
@@ -407,3 +653,27 @@ def is_fp8(parameter: Any) -> bool:
 def _check_dtype(dtype: torch.dtype) -> None:
     if dtype not in formats.LOGICAL_DTYPES:
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")
+
+
+def rebuild(
+    inner: dict[str, tuple[Tensor, torch.dtype]],
+    context: Any,
+    shape: tuple[int, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+    marks: dict[str, Any],
+) -> Tensor:
+    """Return a pickled quantized tensor. `__reduce_ex__` makes the arguments."""
+    tensors = {name: raw.view(dtype) for name, (raw, dtype) in inner.items()}
+    _, kinds, *_ = context
+    _, format, _ = kinds[0]
+    kind = TENSOR_TYPES[formats.FORMATS[format].scale_dtype]
+    new: Tensor = kind.__tensor_unflatten__(tensors, context, shape, None)
+    if is_parameter:
+        new = torch.nn.Parameter(new, requires_grad)
+    new.requires_grad_(requires_grad)
+    new.__dict__.update(marks)
+    return new
+
+
+torch.serialization.add_safe_globals([rebuild, QuantSpec, formats.format_named])

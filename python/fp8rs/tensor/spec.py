@@ -1,6 +1,6 @@
-"""How a tensor is quantized: one frozen description, and the function that does it.
+"""How a tensor is quantized: a frozen description, and the function that does it.
 
-Quantizers, quantized tensors (for what is written into them) and linear layers share both.
+Quantizers, writes to quantized tensors, and linear layers use both.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class QuantSpec:
         format: block shape and scale dtype.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         power_2_scale: round fp32 scales up to powers of two.
-        amax_epsilon: lower bound of the amaxes that fp32 scales come from.
+        amax_epsilon: lower bound of the amaxes that fp32 scales are computed from.
         scale_rounding: "ceil" or "floor", for E8M0 scales.
-        margin: of delayed scaling: scales are multiplied by 2**margin.
+        margin: with delayed scaling, scales are multiplied by 2**margin.
         group: the name of a process group over which a tensor's amax is reduced, or None.
         batched: tensors of three or more dimensions are weights (E, N, K) of E matrices, each of
             which is quantized by itself. Otherwise leading dimensions are rows of one matrix.
@@ -69,27 +69,29 @@ class QuantSpec:
         return {name: value for name, value in options.items() if value}
 
     def scale_from_amax(self, amax: Tensor) -> Tensor:
-        """fp32 scales for amaxes (fp32) of any shape."""
+        """Return fp32 scales for fp32 amaxes of any shape."""
         scale: Tensor = _scale_from_amax(
             amax, self.fp8_dtype, self.power_2_scale, self.amax_epsilon, self.margin
         )
         return scale
 
     def keep_scale(self, scale: Tensor, amax: Tensor) -> Tensor:
-        """Scales for values of which most have codes at ``scale``: these are to stay exact.
+        """Return the scales after a write that changes some elements of each block.
 
-        That is the scale itself while the largest value fits in it (it may be half a step of the
-        format beyond the largest code, to which it is rounded as any other is) and uses half of its
-        range. Else it is the least of its multiples by powers of two that the largest value fits
-        in: codes change their exponents, and only those that become subnormal are rounded.
+        The scale stays if the largest value fits in it and uses at least half of its range. A value
+        up to half a step above the largest code fits, because it is rounded to that code.
+        Otherwise, the new scale is the smallest multiple of the scale by a power of two in which
+        the largest value fits. The codes of unchanged elements then have other exponents, and only
+        codes that become subnormal are rounded.
 
         If the scale is 0 (nothing was written yet) or NaN, the new scale is a power of two. For an
         all-zero block, it is the previous scale times a power of two, between 1 and 2. An E8M0
         scale is then the smallest one, as in the quantizer.
 
         Args:
-            scale: fp32, any shape.
-            amax: the new maxima, fp32 of that shape; where one is not finite the scale is NaN.
+            scale: the previous scales, fp32, any shape.
+            amax: the maxima after the write, fp32 of that shape. If one is not finite, its scale is
+                NaN.
         """
         largest, bound = FP8_MAX[self.fp8_dtype], FP8_BOUND[self.fp8_dtype]
         if self.amax_epsilon:
@@ -162,7 +164,8 @@ def quantize_planes(
             options = {**options, **block_amaxes}
         if lead:
             options = {**options, "row_offset": lead}
-            down, along = plane_leads(format, lead)
+            # No rest remains for blocks of one row (1) or of all rows (-1).
+            down, along = (lead % format.block[0], 0), (0, lead % format.block[1])
         row, row_scale, col, col_scale = _quantize_blocks(
             x, spec.fp8_dtype, format.block, format.scale_dtype, rowwise, columnwise, **options
         )
@@ -245,25 +248,16 @@ def _select(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(condition, as_bytes(new), as_bytes(old)).view(old.dtype)
 
 
-def plane_leads(format: BlockFormat, lead: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the leads of both planes of a matrix whose blocks begin ``lead`` rows above it.
-
-    Blocks of one row, or of whole rows, have no lead.
-    """
-    down, along = format.block
-    return (lead % down if down > 1 else 0, 0), (0, lead % along if along > 1 else 0)
-
-
 def reduce_amax(amax: Tensor, group: str, *, in_place: bool = False) -> Tensor:
-    """The maximum of fp32 ``amax`` over the ranks of the group of that name.
+    """Return the maximum of ``amax`` over the ranks of a group.
 
-    The bits are reduced as int32: amaxes are not negative, so that the order is the same, and NaN
-    and Inf reach every rank (a float MAX drops NaN on some of them).
+    The bits are reduced as int32. Amaxes are not negative, so integers have the same order, and NaN
+    and Inf reach every rank. A float MAX drops NaN on some ranks.
 
     Args:
-        amax: any shape, contiguous.
-        group: a process group's name.
-        in_place: write to ``amax``, on the current stream; a compiler cannot trace that.
+        amax: fp32 of any shape, contiguous.
+        group: the name of a process group.
+        in_place: write to ``amax``, on the current stream. A compiler cannot trace that.
     """
     bits = amax.view(torch.int32)
     if in_place:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fp8rs._torch import note_write
 from fp8rs.tensor.formats import BlockFormat, split
-from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.spec import Planes, QuantSpec
+from fp8rs.tensor.planes import Box, Plane, swapped
+from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes, requantize_plane
 
 #: Why a quantized tensor cannot be copied as the bytes of one storage, and what to do instead.
 NO_SINGLE_MEMORY = (
@@ -24,14 +24,6 @@ NO_SINGLE_MEMORY = (
 
 #: A delayed scale to read and the amax to raise, each fp32 of one element.
 Delayed = tuple[Tensor, Tensor]
-
-
-class Box(NamedTuple):
-    """Rows and columns of a matrix, or of each of some matrices of a batch."""
-
-    rows: slice
-    cols: slice
-    batch: slice | None = None
 
 
 class WriteObserver(Protocol):
@@ -54,7 +46,7 @@ class WriteObserver(Protocol):
         Args:
             tensor: the tensor that was written.
             values: the values that were written to it. None if codes and scales were copied.
-            exact: whether each value was rounded by itself: see `fp8rs.tensor.writes.write`.
+            exact: whether each value was rounded by itself: see `Store.write`.
         """
 
     def forget_init(self) -> None:
@@ -70,7 +62,7 @@ class Store:
         spec: how what is written is quantized; None is the planes' format without options.
         delayed: for delayed scaling, the scale to read and the amax to write.
         observer: observes writes to a parameter's planes. New tensors of the parameter have it too.
-        padded: FSDP2 has allocated the planes of a shard with padding (`fp8rs.tensor.padded`). The
+        padded: FSDP2 has allocated the planes of a shard with padding (`fp8rs.tensor.copies`). The
             first tensor that is copied to it fills it.
         gathered: FSDP2 has gathered the planes' bytes, and frees and refills them.
     """
@@ -118,8 +110,7 @@ class Store:
             batch, matrix = split(self.rowwise.data.shape, self.rowwise.batched)
             return *batch, *matrix
         assert self.columnwise is not None
-        shape = self.columnwise.data.shape
-        return *shape[:-2], shape[-1], shape[-2]
+        return swapped(self.columnwise.data.shape)
 
     @property
     def batched(self) -> bool:
@@ -165,16 +156,56 @@ class Store:
 
     def box(self, rows: slice) -> Box:
         """Return whole rows, or whole matrices of a batch."""
+        return (rows, *(slice(0, n) for n in self.matrix[1:]))
+
+    def box_of(self, view: Tensor) -> Box | None:
+        """Return the part that a view has, in order. None if it has other elements."""
+        shape, stride, size = view.shape, view.stride(), self.extent[1]
+        if not size:
+            return None
+        first, rest = view.storage_offset() // size, view.storage_offset() % size
+        if not rest and not view.numel() % size and view.is_contiguous():
+            return self.box(slice(first, first + view.numel() // size))
         *_, height, cols = self.matrix
+        matrices: Box = ()
         if self.batched:
-            return Box(slice(0, height), slice(0, cols), rows)
-        return Box(rows, slice(0, cols))
+            if len(shape) < 3 or stride[0] != size:
+                return None
+            matrices = (slice(first, first + shape[0]),)
+            shape, stride, first, rest = shape[1:], stride[1:], rest // cols, rest % cols
+        elif len(shape) != 2:
+            return None
+        # The dimensions in front of the last one are rows.
+        steps = [cols * math.prod(shape[i + 1 : -1]) for i in range(len(shape) - 1)]
+        end = first + math.prod(shape[:-1])
+        if stride != (*steps, 1) or rest + shape[-1] > cols or end > height:
+            return None
+        return *matrices, slice(first, end), slice(rest, rest + shape[-1])
+
+    def planes_of(self, view: Tensor) -> Planes:
+        """Return the planes of a view: see `QuantizedTensor.planes`."""
+        box = self.box_of(view)
+        if box is None or (self.batched and box != self.box(box[0])):
+            return None, None
+        row, col = self.part(box)
+        starts = box[-2].start, box[-1].start
+        row, col = _of_whole_blocks(row, starts), _of_whole_blocks(col, starts[::-1])
+        part = [span.stop - span.start for span in box]
+        batch, matrix = split(view.shape, self.batched)
+        if self.batched and not batch and part[0] == 1:  # one matrix of a batch
+            row, col = row and row[0], col and col[0]
+            part = part[1:]
+        if part != [*batch, *matrix]:  # the rows have another length
+            return None, None
+        if row is not None:
+            return Plane(row.data.view(view.shape), row.scale, row.format, row.lead), col
+        # Where the planes differ, the tensor has the values of the rowwise one.
+        return None, col if self.rowwise is None else None
 
     def part(self, box: Box) -> Planes:
         """Return a part of the planes, over the same memory."""
-        rows, cols, batch = box
         row, col = self.rowwise, self.columnwise
-        return row and row.part(rows, cols, batch), col and col.part(cols, rows, batch)
+        return row and row.part(box), col and col.part(swapped(box))
 
     def rows(self, rows: slice) -> Planes:
         """Return whole rows of the planes, or whole matrices of a batch, over the same memory."""
@@ -188,6 +219,94 @@ class Store:
             return row.dequantize(dtype).view(shape)
         assert col is not None
         return col.dequantize(dtype).mT.contiguous().view(shape)
+
+    def write(
+        self,
+        offset: int,
+        values: Tensor,
+        spec: QuantSpec,
+        delayed: Delayed | None,
+        keep: bool = False,
+    ) -> bool:
+        """Quantize values into consecutive elements.
+
+        A block has one scale. The other elements of a block that is written in part keep their
+        values: the scale stays, or changes by a power of two.
+
+        Args:
+            offset: the first element to write. For a batch, whole matrices are written.
+            values: float32, bfloat16 or float16, on the device of the planes.
+            spec: how to quantize, in the format of the planes.
+            delayed: for delayed scaling, the scale to read and the amax to raise.
+            keep: elements that do not change keep their codes, and blocks without a changed element
+                their scales. Otherwise this holds only where the values are a part of their blocks.
+
+        Returns:
+            Whether anything was written.
+
+        Raises:
+            RuntimeError: the storage was freed by a reshard.
+        """
+        self.any_plane.check_live("this quantized tensor")
+        if self.batched and not spec.batched:
+            spec = replace(spec, batched=True)
+        count, (height, size) = values.numel(), self.extent
+        rows = self.rows_around(offset, offset + count)
+        first, end = rows.start * size, rows.stop * size
+        whole = count == end - first
+        # The ranks of a group quantize together, also a rank that writes nothing.
+        if not count and spec.group is None and (keep or height * size):
+            return False
+        shape = rows.stop - rows.start, *self.matrix[1:]
+        if keep or not whole:
+            old = self.read(rows, values.dtype)
+            if not whole:
+                flat, begin = old.view(-1), offset - first
+                values = torch.cat([flat[:begin], values.reshape(-1), flat[begin + count :]])
+            planes = self._requantized(rows, old, values.reshape(shape), spec, delayed)
+        else:
+            scale, amax = (None, None) if delayed is None else delayed
+            planes = quantize_planes(
+                spec,
+                values.reshape(shape),
+                *self.has,
+                scale=scale,
+                amax=amax,
+                declared=True,
+                lead=0 if rows.start else self.lead,
+            )
+        self.put(self.rows(rows), planes)
+        return True
+
+    def _requantized(
+        self,
+        rows: slice,
+        old: Tensor,
+        new: Tensor,
+        spec: QuantSpec,
+        delayed: Delayed | None,
+    ) -> Planes:
+        """Return the planes of rows after a write. Blocks that do not change keep their bytes."""
+        # NaN in the place of NaN is not a change, and neither is a zero of the other sign.
+        changed = (new != old) & ~(new.isnan() & old.isnan())
+        noted = None if delayed is None else delayed[1]
+
+        def requantized(plane: Plane, new: Tensor, changed: Tensor) -> Plane:
+            own = plane.dequantize(torch.float32).view(new.shape)
+            # `old` comes from one plane. Where only the other one has NaN, the value replaces it as
+            # soon as something in its block changes.
+            values = torch.where(changed | own.isnan(), new.to(torch.float32), own)
+            return requantize_plane(spec, plane, values, changed, noted)
+
+        row, col = self.rows(rows)
+        if row is not None:
+            row = requantized(row, new, changed)
+        if col is not None:
+            if row is not None and row.format.square:
+                col = row.transposed("columnwise", "a write")
+            else:
+                col = requantized(col, new.mT, changed.mT)
+        return row, col
 
     def put(self, parts: Planes, planes: Planes, non_blocking: bool = False) -> None:
         """Copy the codes and scales of planes into parts of this store's planes."""
@@ -204,3 +323,10 @@ class Store:
             note_write(whole.data)
             if not (whole is self.columnwise and self.one_scale):
                 own.scale.copy_(new.scale, non_blocking=non_blocking)
+
+
+def _of_whole_blocks(plane: Plane | None, starts: tuple[int, int]) -> Plane | None:
+    """Return a part of a plane, or None if it begins within a block of the plane."""
+    if plane is None or any(lead and start for lead, start in zip(plane.lead, starts, strict=True)):
+        return None
+    return plane

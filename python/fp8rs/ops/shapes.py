@@ -1,4 +1,4 @@
-"""How operators interpret the shapes of arguments, and which outputs they allocate."""
+"""How operators interpret the shapes of arguments, and outputs of these shapes."""
 
 from __future__ import annotations
 
@@ -6,28 +6,6 @@ import math
 
 import torch
 from torch import Tensor
-
-
-def matrix(x: Tensor, batched: bool = False) -> Tensor:
-    """Return ``x``, or a copy if its leading dimensions do not collapse into one stride.
-
-    Args:
-        x: of any shape.
-        batched: the first dimension is a batch dimension, which may have any stride.
-    """
-    if x.dim() < 3 or x.is_contiguous() or x.numel() == 0:
-        return x
-    first = int(batched)
-    span = None
-    for size, stride in zip(
-        reversed(x.shape[first:-1]), reversed(x.stride()[first:-1]), strict=True
-    ):
-        if size == 1:
-            continue
-        if span is not None and span != stride:
-            return x.contiguous()
-        span = size * stride
-    return x
 
 
 def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
@@ -66,7 +44,7 @@ def split(
     return (), matrix_shape(shape)
 
 
-def codes(
+def allocate_codes(
     x: Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, batched: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Allocate rowwise and columnwise codes; one that is not requested has the shape ``(0,)``."""
@@ -77,6 +55,6 @@ def codes(
     )
 
 
-def scalar(x: Tensor, batched: bool = False) -> Tensor:
+def allocate_scalars(x: Tensor, batched: bool = False) -> Tensor:
     """Allocate one float32 for ``x``, or one for each matrix of a batch."""
     return x.new_empty(split(x.shape, batched)[0], dtype=torch.float32)

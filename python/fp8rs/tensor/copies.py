@@ -1,0 +1,137 @@
+"""Copies of codes and scales from one quantized tensor to another one of the same format.
+
+They include the padded shards that FSDP2 allocates by ``new_zeros`` and fills by one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fp8rs.tensor.formats import split
+from fp8rs.tensor.planes import Box, Plane, zeros
+from fp8rs.tensor.quantized import PLANES, QuantizedTensor
+from fp8rs.tensor.store import Store
+
+
+def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -> bool:
+    """Copy codes and scales if that makes ``dst`` equal to ``src`` and changes nothing else.
+
+    A `LoadedShard` also takes pieces that split blocks. Their scales are written. The other
+    elements of these blocks keep their codes, not their values, until other pieces replace them.
+
+    Returns:
+        Whether ``dst`` is equal to ``src`` now. Otherwise nothing was written.
+
+    Raises:
+        ValueError: for a piece, the blocks of the source begin elsewhere.
+    """
+    store, source, piece = dst._store, src._store, dst.loads_pieces
+    same_codes = source.format is store.format and src.fp8_dtype == dst.fp8_dtype
+    if src.shape != dst.shape or not same_codes:
+        return False
+    if store is source and dst.geometry == src.geometry:
+        return True  # torch loads state dicts that were filled in place
+    to, part, observer = dst.box, src.box, store.active_observer
+    if to is None or part is None or store.batched != source.batched:
+        return False
+    # FSDP2 fills an allocated shard by one copy, but makes none into an empty shard.
+    if store.padded and (observer is None or dst.numel()) and not piece:
+        return fill_shard(store, to, source, part)
+    size = store.extent[1]
+    if not piece and store.box(store.rows_around(to[0].start * size, to[0].stop * size)) != to:
+        return False
+    parts, given = store.part(to), source.part(part)
+    planes: list[Plane | None] = []
+    for name, own, new, other in zip(PLANES, parts, given, given[::-1], strict=True):
+        if own is None:
+            planes.append(None)
+            continue
+        if new is None and other is not None and other.format.square:
+            new = other.transposed(name, "copy_")
+        if new is None or own.matrix.shape != new.matrix.shape:
+            return False
+        if own.lead != new.lead:
+            if not piece:
+                return False
+            raise ValueError(
+                f"cannot load FP8 codes of format {own.format.name!r} into this layout: they were "
+                "saved in blocks that begin at other rows or columns. Save and load with "
+                "fp8rs.checkpoint.Model(model) in place of the model's state dict"
+            )
+        planes.append(new)
+    row, col = planes
+    store.put(parts, (row, col), non_blocking)
+    if observer is not None:
+        observer.observe_write(dst, None, exact=False)
+    return True
+
+
+# --- padded shards --------------------------------------------------------------------------------
+
+
+def new_shard(like: Store, shape: Iterable[int], device: Any) -> Store:
+    """Allocate planes of zeros for another shard of the weight that a store belongs to.
+
+    The scale of a matrix with one scale per tensor is copied, because all shards have the same.
+
+    Args:
+        like: the store of the weight or a shard.
+        shape: (rows, columns) or (E, N, K).
+        device: the device of the planes.
+    """
+    size = torch.Size(shape)
+    batch, matrix = split(size, like.batched)
+
+    def plane(present: Plane | None, size: tuple[int, ...]) -> Plane | None:
+        if present is None:
+            return None
+        if present.format.per_tensor and not batch:
+            scale = present.scale.to(device, copy=True)
+        else:
+            rows, cols = (n + m for n, m in zip(size[-2:], present.lead, strict=True))
+            scale = zeros(present.scale, present.format.scale_shape(rows, cols, batch), device)
+        return Plane(zeros(present.data, size, device), scale, present.format, present.lead)
+
+    columnwise = plane(like.columnwise, (*batch, *matrix[::-1]))
+    new = like.over(plane(like.rowwise, (*batch, *matrix)), columnwise)
+    if new.rowwise is not None:
+        new.rowwise.data = new.rowwise.data.view(size)
+    new.padded = True
+    return new
+
+
+def fill_shard(store: Store, to: Box, source: Store, part: Box) -> bool:
+    """Copy codes and scales of a part of another store to the front of a padded shard.
+
+    FSDP2 calls ``new_zeros`` with the padded size, and copies this rank's part of the weight to the
+    front. Only that copy shows how long the shard is, and at which row of a block it begins.
+    Afterwards, the store of the shard consists of this part alone. Zeros stay in memory behind it.
+
+    Returns:
+        Whether ``to`` begins with the allocation. Otherwise nothing was written.
+
+    Raises:
+        ValueError: ``part`` has parts of rows, but the format needs whole rows.
+    """
+    if to[0].start:
+        return False
+    if any(span.start == span.stop for span in to):
+        return True  # an empty shard
+    if not store.format.per_tensor and part[-1] != slice(0, source.matrix[-1]):
+        raise ValueError(
+            f"a weight in format {store.format.name!r} is sharded by rows only: "
+            "return Shard(0) from shard_placement_fn, or use a recipe with one scale per tensor"
+        )
+    for name, new in zip(PLANES, source.part(part), strict=True):
+        plane = getattr(store, name)
+        if plane is not None and new is not None:
+            dim = int(name == "columnwise" and not store.batched)
+            data = plane.data.narrow(dim, 0, to[0].stop)
+            data.copy_(new.data.reshape(data.shape))
+            scale = new.scale.to(data.device, copy=True)
+            setattr(store, name, Plane(data, scale, new.format, new.lead))
+    store.padded = False
+    return True
