@@ -203,13 +203,16 @@ class Reader(FileSystemReader):
             with self.fs.create_stream(path, "rb") as file:
                 data = file.read()
         except Exception as error:  # stores have their own types
-            if isinstance(error, FileNotFoundError) and not self.fs.exists(self.path):
-                self.problem = FileNotFoundError(
-                    f"{self.path} does not exist. Expected the directory of a checkpoint"
-                )
-            else:
+            exists = True
+            with suppress(Exception):  # a store that cannot be read may raise here too
+                exists = not isinstance(error, FileNotFoundError) or self.fs.exists(self.path)
+            if exists:
                 self.problem = DamagedError(
                     f"{self.path} is not a checkpoint, or is incomplete: {_first_line(error)}"
+                )
+            else:
+                self.problem = FileNotFoundError(
+                    f"{self.path} does not exist. Expected the directory of a checkpoint"
                 )
             return Metadata({})
         try:
