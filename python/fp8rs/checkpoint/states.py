@@ -41,8 +41,7 @@ class Model:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        _check_model(model)
         self.model = model
 
     @torch.no_grad()
@@ -106,9 +105,18 @@ class Optimizer:
     Args:
         model: the module whose parameters the optimizers step.
         optimizers: optimizers of ``torch.optim`` or ``fp8rs.optim``.
+
+    Raises:
+        TypeError: ``model`` is not a module, or one of ``optimizers`` is not an optimizer.
     """
 
     def __init__(self, model: nn.Module, *optimizers: TorchOptimizer) -> None:
+        _check_model(model)
+        for optimizer in optimizers:
+            if not isinstance(optimizer, TorchOptimizer):
+                raise TypeError(
+                    f"optimizers must be torch.optim.Optimizer, not {type(optimizer).__name__}"
+                )
         self.model, self.optimizers = model, optimizers
         #: Whether an optimizer had a state before torch created an empty one to load into.
         self._had_state = True
@@ -146,6 +154,11 @@ class Optimizer:
                     if state:
                         packed["state"][key] = state
             optimizer.load_state_dict(packed)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
 
 
 def _sync_scales(state: dict[str, Any]) -> None:
