@@ -19,7 +19,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes, QuantSpec
 from fp8rs.tensor.store import Store
 
-from . import hooks
+from .master_weight import post_all_gather, pre_all_gather
 from .param import LocalShard, ParamHandle
 from .shard_spec import ShardSpec, local_part
 
@@ -27,8 +27,8 @@ from .shard_spec import ShardSpec, local_part
 class Float8Shard(QuantizedTensor):
     """A quantized shard. Its codes and scales are the bytes that FSDP2 gathers."""
 
-    fsdp_pre_all_gather = property(hooks.PreAllGather)
-    fsdp_post_all_gather = hooks.post_all_gather
+    fsdp_pre_all_gather = property(pre_all_gather)
+    fsdp_post_all_gather = post_all_gather
 
     @property
     def _handle(self) -> Float8ParamHandle:

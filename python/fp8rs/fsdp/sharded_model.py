@@ -32,7 +32,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .checks import check_settings, compare_conversions
 from .float8_shard import Float8ParamHandle, write_planes
-from .hooks import AllGatherMetadata
+from .master_weight import AllGatherMetadata
 from .param import (
     LocalShard,
     ParamHandle,
@@ -231,12 +231,8 @@ class ShardedModel:
             ]
             scales = (h.scale for h in group if h.scale is not None)
             ready = StreamDependency(shard.device, chain(scales, *kept))
-        layout = self.quantizer.layout
         return {
-            s.handle: (
-                t,
-                AllGatherMetadata(s.handle, s.shard_spec, layout, s.handle.scale, own, ready),
-            )
+            s.handle: (t, AllGatherMetadata(s.handle, s.shard_spec, s.handle.scale, own, ready))
             for s, t, own in zip(shards, inputs, kept, strict=True)
         }
 
@@ -299,7 +295,7 @@ class ShardedModel:
         specs = [handle.shard_spec for handle in handles]
         # A process group may have no backend for the device of offloaded weights.
         values = amaxes.to(specs[0].mesh_device(amaxes.device))
-        reduce_packed_(values, ((range(i, i + 1), s.groups) for i, s in enumerate(specs)))
+        reduce_packed_(values, ((range(i, i + 1), s.matrix_groups) for i, s in enumerate(specs)))
         if values is not amaxes:
             amaxes.copy_(values)
 
