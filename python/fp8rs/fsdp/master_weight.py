@@ -3,9 +3,9 @@
 FSDP2's all-gather hooks are here too. `fp8rs.fsdp.float8_shard.Float8Shard` has the same.
 
 When FSDP2 puts a sharded DTensor on a converted module, the DTensor's local tensor becomes a
-`MasterWeight` over the same storage (`fp8rs.fsdp.wrap`). Optimizers, checkpoints and collectives
-see plain memory with a real pointer. Parameters that are not sharded remain plain. FSDP2 may
-replace the tensor at any time, so it has no state of its own beyond its `ParamHandle`.
+`MasterWeight` over the same storage (`fp8rs.fsdp.sharded_model`). Optimizers, checkpoints and
+collectives see plain memory with a real pointer. Parameters that are not sharded remain plain.
+FSDP2 may replace the tensor at any time, so it has no state of its own beyond its `ParamHandle`.
 """
 
 from __future__ import annotations
