@@ -100,9 +100,9 @@ class Float8ParamHandle(ParamHandle):
         if self.local is not None:
             return self.shard_spec.element_offsets
         parameter: Any = self.parameter if self.in_place else None
-        if not is_distributed(parameter):
-            return (0,)
-        return ShardSpec.from_dtensor(parameter).element_offsets
+        # A layer that was made with a recipe is sharded without all-gather hooks.
+        sharded = is_distributed(parameter)
+        return ShardSpec.from_dtensor(parameter).element_offsets if sharded else (0,)
 
     def reshard(self) -> None:
         """Make modules hold their shards again if FSDP2 has this weight gathered."""

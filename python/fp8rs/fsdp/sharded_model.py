@@ -50,12 +50,7 @@ from .param import (
     wait_for_writes,
 )
 from .scale_sync import sync_shards
-from .shard_quantizer import (
-    BlockwiseShardQuantizer,
-    DelayedShardQuantizer,
-    ShardQuantizer,
-    TensorwiseShardQuantizer,
-)
+from .shard_quantizer import shard_quantizer
 from .shard_spec import local_part
 
 #: The result of a pre-all-gather hook.
@@ -84,7 +79,7 @@ class ShardedModel:
 
     def __init__(self, state: ModelState) -> None:
         self._state = weakref.ref(state)
-        self.quantizer = quantizer_for(state)
+        self.quantizer = shard_quantizer(quant_spec(state.recipe, "weight"), state.delayed)
         #: Parameters that are gathered in high precision, because others are tied to them.
         self._high_precision: set[ParamHandle] = set()
         #: Modules with parameters that are not converted, by name. Listed once, because each weight
@@ -432,14 +427,6 @@ def make_plain(
             value, (MasterWeight, nn.Parameter)
         ):
             state_dict[prefix + name] = dtensor_like(value, local.high_precision)
-
-
-def quantizer_for(state: ModelState) -> ShardQuantizer:
-    """Return the quantizer for a model's weights."""
-    spec = quant_spec(state.recipe, "weight")
-    if state.delayed is not None:
-        return DelayedShardQuantizer(spec, state.delayed)
-    return (TensorwiseShardQuantizer if spec.format.per_tensor else BlockwiseShardQuantizer)(spec)
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
