@@ -93,7 +93,9 @@ class Model:
         _sync_scales(own)
         for name, layer in _layers_with_histories(self.model):
             if histories[name][0] is not None:
-                _load_histories(layer, histories[name])
+                for buffer, value in zip(BUFFERS, histories[name], strict=True):
+                    layer._buffers[buffer].copy_(value)
+                layer.fp8_ready = tuple((layer.fp8_scale[:, 0] > 0).tolist())
 
 
 class Optimizer:
@@ -189,10 +191,3 @@ def load_parts(value: Tensor, parts: dict[str, Tensor]) -> None:
     reset_scales(handle.module)
     # A rank may have quantized loaded values, so scales are synchronized. Common ones stay.
     handle.observe_write(weight, None, exact=False)
-
-
-def _load_histories(layer: Any, histories: list[Any]) -> None:
-    """Load the buffers of a layer's delayed scaling."""
-    for name, value in zip(BUFFERS, histories, strict=True):
-        layer._buffers[name].copy_(value)
-    layer.fp8_ready = tuple((layer.fp8_scale[:, 0] > 0).tolist())
