@@ -83,9 +83,12 @@ class Writer(FileSystemWriter):
         self.directory = locate(directory)
         self.local = isinstance(self.directory, Path)
         # A store cannot flush a file before it is closed.
-        super().__init__(_partial(self.directory), sync_files=self.local)
-        if isinstance(self.directory, str):
-            self.fs, self.path = fsspec_file_system(self.directory), cast(Any, self.directory)
+        path = self.directory
+        if isinstance(path, Path):
+            path = path.with_name(f"{path.name}.partial")
+        super().__init__(path, sync_files=self.local)
+        if isinstance(path, str):
+            self.fs, self.path = fsspec_file_system(path), cast(Any, path)
         self._begun = False
 
     def stage(self, state_dict: Any) -> Any:
@@ -170,12 +173,6 @@ class Writer(FileSystemWriter):
         elif self._begun:
             with suppress(Exception):  # an error here would hide why the save failed
                 cast(Any, self.fs).fs.rm(self.path, recursive=True)
-
-
-def _partial(directory: Path | str) -> Path | str:
-    if isinstance(directory, str):
-        return directory
-    return directory.with_name(f"{directory.name}.partial")
 
 
 class Reader(FileSystemReader):

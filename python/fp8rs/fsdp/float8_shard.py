@@ -136,15 +136,16 @@ class Float8ParamHandle(ParamHandle):
         """
         self.mark_written()
         self.unsynced = True
-        if values is not None and tensor.is_whole:
+        if values is not None and tensor.is_whole and not values.is_meta:
             row = tensor._store.rowwise
             values = values.reshape(tensor._store.matrix if row is None else row.data.shape)
         else:
             values = None
-        self._keep_init(values)
+        if self.keep_init:  # until an optimizer reads them
+            self.init_value = None if values is None else values.detach().to("cpu", copy=True)
         if values is not None and not self.shares_scales:
             self.start_history_from(values)
-        elif values is not None and exact and not values.is_meta:
+        elif values is not None and exact:
             self.pending = values.clone()
         store = getattr(self.parameter_part, "_store", None)
         # A gathered weight has no observer.
@@ -201,16 +202,6 @@ class Float8ParamHandle(ParamHandle):
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""
         self.init_value, self.keep_init = None, False
-
-    def _keep_init(self, values: Tensor | None) -> None:
-        """Replace the kept values after a write, until an optimizer reads them.
-
-        Args:
-            values: the values of the whole shard, or None if they are not known.
-        """
-        if self.keep_init:
-            kept = values is not None and not values.is_meta
-            self.init_value = values.detach().to("cpu", copy=True) if kept else None  # type: ignore[union-attr]
 
 
 def handle_for(module: nn.Module, name: str, parameter: Any = None) -> ParamHandle:

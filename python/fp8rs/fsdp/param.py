@@ -57,11 +57,8 @@ class ParamHandle:
 
     @property
     def module(self) -> nn.Module:
-        """The module that has the parameter. RuntimeError if it no longer exists."""
-        module = self._module()
-        if module is None:
-            raise RuntimeError("the module that this weight belongs to no longer exists")
-        return module
+        """The module that has the parameter."""
+        return cast(nn.Module, self._module())
 
     @property
     def state(self) -> ModelState:
