@@ -142,11 +142,11 @@ class AllGatherLayout:
         Building equal planes from the outputs takes several times as long. Comparing storages
         suffices, because the views of `unpack` begin where an output begins.
         """
-        tensors = store.tensors()
         if self.gathers_codes_alone(spec):
-            assert scale is not None
-            same = is_alias(tensors[0], outputs[0])
-            return (Plane(tensors[0], scale, self.format), None) if same else None
+            assert scale is not None and store.rowwise is not None
+            codes = store.rowwise.data
+            return (Plane(codes, scale, self.format), None) if is_alias(codes, outputs[0]) else None
+        tensors = store.tensors()
         same = len(tensors) == len(outputs) and all(map(is_alias, tensors, outputs))
         return (store.rowwise, store.columnwise) if same else None
 
