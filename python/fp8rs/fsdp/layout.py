@@ -142,13 +142,17 @@ class AllGatherLayout:
         Building equal planes from the outputs takes several times as long. Comparing storages
         suffices, because the views of `unpack` begin where an output begins.
         """
+        row, col = store.rowwise, store.columnwise
+        assert row is not None
         if self.gathers_codes_alone(spec):
-            assert scale is not None and store.rowwise is not None
-            codes = store.rowwise.data
-            return (Plane(codes, scale, self.format), None) if is_alias(codes, outputs[0]) else None
-        tensors = store.tensors()
+            assert scale is not None
+            same = is_alias(row.data, outputs[0])
+            return (Plane(row.data, scale, self.format), None) if same else None
+        tensors = [row.data, row.scale]
+        if col is not None:
+            tensors += [col.data, col.scale]
         same = len(tensors) == len(outputs) and all(map(is_alias, tensors, outputs))
-        return (store.rowwise, store.columnwise) if same else None
+        return (row, col) if same else None
 
     def unpack(
         self,

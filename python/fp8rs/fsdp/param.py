@@ -58,7 +58,9 @@ class ParamHandle:
     @property
     def module(self) -> nn.Module:
         """The module that has the parameter."""
-        return cast(nn.Module, self._module())
+        module = self._module()
+        assert module is not None
+        return module
 
     @property
     def state(self) -> ModelState:
