@@ -140,6 +140,15 @@ def test_a_key_that_the_checkpoint_lacks_is_named_with_its_own(tmp_path):
         checkpoint.load({"model": Model(model)}, tmp_path / "torchs")
 
 
+def test_a_partial_load_refuses_a_key_without_entries_in_the_checkpoint(tmp_path):
+    saved, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    checkpoint.save({"model": Model(saved), "step": 1}, tmp_path / "saved")
+    state, before = {"wrong": Model(model), "step": 0}, model.weight.detach().clone()
+    with pytest.raises(CheckpointError, match="no 'wrong': its names begin with 'model', 'st"):
+        checkpoint.load(state, tmp_path / "saved", strict=False)
+    assert state["step"] == 0 and torch.equal(model.weight, before)
+
+
 def test_a_message_without_a_remedy_ends_with_the_differences(tmp_path):
     checkpoint.save({"model": Model(nn.Linear(4, 4))}, tmp_path / "saved")
     with pytest.raises(CheckpointError) as raised:

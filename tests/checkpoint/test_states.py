@@ -187,3 +187,12 @@ def test_a_quantized_tensor_in_a_state_is_refused(tmp_path):
     for call, name in ((checkpoint.save, "second"), (checkpoint.load, "first")):
         with pytest.raises(CheckpointError, match=r"fp8rs.checkpoint.Model\(model\)"):
             call({"model": model.state_dict()}, tmp_path / name)
+
+
+def test_arguments_of_an_optimizers_entry_in_the_wrong_order_are_named():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not AdamW"):
+        checkpoint.Optimizer(optimizer, model)
+    with pytest.raises(TypeError, match=r"optimizers must be torch.optim.Optimizer, not Linear"):
+        checkpoint.Optimizer(model, optimizer, model)

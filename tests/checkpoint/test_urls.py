@@ -120,6 +120,15 @@ def test_loading_what_a_store_does_not_have_names_it(store):
         checkpoint.load({"a": torch.ones(8)}, f"{store}/1")
 
 
+def test_a_store_that_fails_twice_raises_its_first_error(store, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ConnectionError("the store is not reachable")
+
+    monkeypatch.setattr(MemoryFileSystem, "exists", fail)
+    with pytest.raises(CheckpointError, match=r"run/1 is not a checkpoint.*FileNotFoundError"):
+        checkpoint.load({"a": torch.ones(8)}, f"{store}/1")
+
+
 def test_damage_in_a_store_is_detected(store):
     checkpoint.save({"a": torch.ones(64)}, f"{store}/1")
     memory, path = fsspec.core.url_to_fs(f"{store}/1/__0_0.distcp")

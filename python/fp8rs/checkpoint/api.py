@@ -134,7 +134,8 @@ def load(
         process_group: the ranks that load. The default is the default group.
         strict: if False, load the entries that the state and the checkpoint both have, and do not
             change others, such as the optimizer state of a parameter that had no gradient before
-            the save. Entries with different shapes or dtypes are still an error.
+            the save. Entries with different shapes or dtypes are still an error. So is a model, an
+            optimizer or a dictionary of which the checkpoint has no entry.
 
     Raises:
         ValueError: fsspec does not support the URL.

@@ -83,9 +83,12 @@ class Writer(FileSystemWriter):
         self.directory = locate(directory)
         self.local = isinstance(self.directory, Path)
         # A store cannot flush a file before it is closed.
-        super().__init__(_partial(self.directory), sync_files=self.local)
-        if isinstance(self.directory, str):
-            self.fs, self.path = fsspec_file_system(self.directory), cast(Any, self.directory)
+        path = self.directory
+        if isinstance(path, Path):
+            path = path.with_name(f"{path.name}.partial")
+        super().__init__(path, sync_files=self.local)
+        if isinstance(path, str):
+            self.fs, self.path = fsspec_file_system(path), cast(Any, path)
         self._begun = False
 
     def stage(self, state_dict: Any) -> Any:
@@ -172,12 +175,6 @@ class Writer(FileSystemWriter):
                 cast(Any, self.fs).fs.rm(self.path, recursive=True)
 
 
-def _partial(directory: Path | str) -> Path | str:
-    if isinstance(directory, str):
-        return directory
-    return directory.with_name(f"{directory.name}.partial")
-
-
 class Reader(FileSystemReader):
     """Reads a checkpoint and checks its bytes.
 
@@ -203,13 +200,16 @@ class Reader(FileSystemReader):
             with self.fs.create_stream(path, "rb") as file:
                 data = file.read()
         except Exception as error:  # stores have their own types
-            if isinstance(error, FileNotFoundError) and not self.fs.exists(self.path):
-                self.problem = FileNotFoundError(
-                    f"{self.path} does not exist. Expected the directory of a checkpoint"
-                )
-            else:
+            exists = True
+            with suppress(Exception):  # a store that cannot be read may raise here too
+                exists = not isinstance(error, FileNotFoundError) or self.fs.exists(self.path)
+            if exists:
                 self.problem = DamagedError(
                     f"{self.path} is not a checkpoint, or is incomplete: {_first_line(error)}"
+                )
+            else:
+                self.problem = FileNotFoundError(
+                    f"{self.path} does not exist. Expected the directory of a checkpoint"
                 )
             return Metadata({})
         try:

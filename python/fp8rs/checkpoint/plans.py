@@ -7,7 +7,7 @@ import io
 import pickle
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
 from itertools import chain
@@ -145,13 +145,16 @@ class LoadPlanner(DefaultLoadPlanner):
         _check_memory(state_dict)
         for entry in list(_entries(state_dict)):
             _adapt(*entry, saved)
-        self._asked = tuple(f"{key}." for key in state_dict)
+        self._keys = tuple(f"{key}." for key in state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         refuse_quantized(self.state_dict)
         if self.strict:
             return
+        absent = {key for key in state_dict if not _begin_with(f"{key}.", saved)}
         for name in [n for n in self.state_dict if n not in saved and not _is_part(n, saved)]:
             path = self.mappings[name]
+            if len(path) > 1 and path[0] in absent:
+                continue  # probably a misspelt key: create_global_plan raises
             owner: Any = reduce(getitem, path[:-1], state_dict)
             if isinstance(owner, list) or len(path) == 1:
                 owner[path[-1]] = ABSENT
@@ -172,8 +175,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 line = f"{name}: {there} in the checkpoint, {own} here"
                 found.setdefault(OTHER, []).append(line)
         plan = LoadPlan([]) if found else super().create_local_plan()
-        asked = self._asked if self.strict else ()
-        return replace(plan, planner_data=(found, asked, set(self.state_dict)))
+        return replace(plan, planner_data=(found, self._keys, set(self.state_dict)))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Compare the states of all ranks with the checkpoint. Ranks may have different names.
@@ -182,33 +184,38 @@ class LoadPlanner(DefaultLoadPlanner):
             MismatchError: they differ.
         """
         assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
         found: Differences = {}
-        each_asked: list[tuple[str, ...]] = []
+        each_keys: list[tuple[str, ...]] = []
         known: set[str] = set()
         for rank, plan in enumerate(global_plan):
-            local, asked, names = plan.planner_data
+            local, keys, names = plan.planner_data
             known |= names
-            each_asked.append(asked)
+            each_keys.append(keys)
             for kind, lines in local.items():
                 for line in lines:
                     found.setdefault(kind, {}).setdefault(line, []).append(rank)
-        for name, saved in sorted(self.metadata.state_dict_metadata.items()):
-            ranks = [rank for rank, asked in enumerate(each_asked) if name.startswith(asked)]
-            if ranks and name not in known:
-                line = f"{name}: {_describe_saved(saved)} in the checkpoint, unknown here"
+        for name in sorted(saved.keys() - known) if self.strict else ():
+            ranks = [rank for rank, keys in enumerate(each_keys) if name.startswith(keys)]
+            if ranks:
+                line = f"{name}: {_describe_saved(saved[name])} in the checkpoint, unknown here"
                 found.setdefault(UNKNOWN, {})[line] = ranks
         if found:
             lines = list(chain.from_iterable(found.values()))
             remedies = [remedy for names, remedy in REMEDIES if any(map(names.search, lines))]
-            asked = dict.fromkeys(chain.from_iterable(each_asked))
-            if absent := [key for key in asked if self._misses(key, found)]:
-                names = sorted(self.metadata.state_dict_metadata)
-                begin = list(dict.fromkeys(name.partition(".")[0] for name in names))
+            missing = [line.partition(":")[0] for line in found.get(MISSING, ())]
+            absent = [
+                repr(key[:-1])
+                for key in dict.fromkeys(chain.from_iterable(each_keys))
+                if _begin_with(key, missing) and not _begin_with(key, saved)
+            ]
+            if absent:
+                begin = dict.fromkeys(name.partition(".")[0] for name in sorted(saved))
                 remedies.append(
-                    f"The checkpoint has no {', '.join(repr(key[:-1]) for key in absent)}: its "
-                    f"names begin with {', '.join(map(repr, begin[:10]))}."
+                    f"The checkpoint has no {', '.join(absent)}: its names begin with "
+                    f"{', '.join(map(repr, list(begin)[:10]))}."
                 )
-            if OTHER not in found and (MISSING in found or UNKNOWN in found):
+            if self.strict and OTHER not in found and (MISSING in found or UNKNOWN in found):
                 remedies.append(
                     "load(..., strict=False) loads the entries that both have, and does not change "
                     "the others."
@@ -216,13 +223,6 @@ class LoadPlanner(DefaultLoadPlanner):
             text = "the checkpoint does not match the state, and nothing was loaded"
             raise mismatch(text, found, len(global_plan), " ".join(remedies))
         return super().create_global_plan(global_plan)
-
-    def _misses(self, key: str, found: Differences) -> bool:
-        """Return whether a key of the state has missing entries, and the checkpoint has none."""
-        assert self.metadata is not None
-        names = self.metadata.state_dict_metadata
-        missing = any(line.startswith((key, f"{key[:-1]}:")) for line in found.get(MISSING, ()))
-        return missing and not any(f"{name}.".startswith(key) for name in names)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Read a value that is not a tensor, without running code from the file.
@@ -261,6 +261,11 @@ REMEDIES = [
         "fp8_weights=True.",
     ),
 ]
+
+
+def _begin_with(key: str, names: Iterable[str]) -> bool:
+    """Return whether any of ``names`` is in the part of a state under ``key``, "KEY."."""
+    return any(f"{name}.".startswith(key) for name in names)
 
 
 def _is_part(name: str, saved: dict[str, Any]) -> bool:

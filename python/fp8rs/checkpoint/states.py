@@ -41,8 +41,7 @@ class Model:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        _check_model(model)
         self.model = model
 
     @torch.no_grad()
@@ -94,7 +93,9 @@ class Model:
         _sync_scales(own)
         for name, layer in _layers_with_histories(self.model):
             if histories[name][0] is not None:
-                _load_histories(layer, histories[name])
+                for buffer, value in zip(BUFFERS, histories[name], strict=True):
+                    layer._buffers[buffer].copy_(value)
+                layer.fp8_ready = tuple((layer.fp8_scale[:, 0] > 0).tolist())
 
 
 class Optimizer:
@@ -106,9 +107,18 @@ class Optimizer:
     Args:
         model: the module whose parameters the optimizers step.
         optimizers: optimizers of ``torch.optim`` or ``fp8rs.optim``.
+
+    Raises:
+        TypeError: ``model`` is not a module, or one of ``optimizers`` is not an optimizer.
     """
 
     def __init__(self, model: nn.Module, *optimizers: TorchOptimizer) -> None:
+        _check_model(model)
+        for optimizer in optimizers:
+            if not isinstance(optimizer, TorchOptimizer):
+                raise TypeError(
+                    f"optimizers must be torch.optim.Optimizer, not {type(optimizer).__name__}"
+                )
         self.model, self.optimizers = model, optimizers
         #: Whether an optimizer had a state before torch created an empty one to load into.
         self._had_state = True
@@ -148,6 +158,11 @@ class Optimizer:
             optimizer.load_state_dict(packed)
 
 
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+
+
 def _sync_scales(state: dict[str, Any]) -> None:
     """Synchronize the scales that shards of FP8 weights share. All ranks call this."""
     handles = [own_part(value)._store.observer for value in state.values() if is_fp8(value)]
@@ -176,10 +191,3 @@ def load_parts(value: Tensor, parts: dict[str, Tensor]) -> None:
     reset_scales(handle.module)
     # A rank may have quantized loaded values, so scales are synchronized. Common ones stay.
     handle.observe_write(weight, None, exact=False)
-
-
-def _load_histories(layer: Any, histories: list[Any]) -> None:
-    """Load the buffers of a layer's delayed scaling."""
-    for name, value in zip(BUFFERS, histories, strict=True):
-        layer._buffers[name].copy_(value)
-    layer.fp8_ready = tuple((layer.fp8_scale[:, 0] > 0).tolist())

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,36 +76,29 @@ def sum_rows(outs: Sequence[Tensor], rows: Tensor, divisor: float) -> None:
         torch.ops.fp8rs.sum_rows_(out, part, divisor)
 
 
+@dataclass(eq=False)
 class GradientBuffer:
     """Memory of a `GradientTensor` and its views, allocated when gradients are copied into it.
 
     Attributes:
         dtype: ``reduce_dtype`` of the policy.
+        numel: number of elements of all gradients.
+        allocate: returns a tensor for a number of elements; the second argument is whether it is
+            for ``bf16``.
+        split: whether bfloat16 gradients may be sent as bfloat16 if ``dtype`` is float32.
         bf16: the gradients that the transport sends, flat, one row for each rank.
         rest: the gradients that torch reduces, likewise, in ``dtype``.
         runs: consecutive gradients that are in the same of these tensors: whether it is ``bf16``,
             and their number of elements in a row.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, numel: int, allocate: Callable[[int, bool], Tensor], split: bool
-    ) -> None:
-        """Create a buffer without memory.
-
-        Args:
-            dtype: ``reduce_dtype`` of the policy.
-            numel: number of elements of all gradients.
-            allocate: returns a tensor for a number of elements; the second argument is whether it
-                is for ``bf16``.
-            split: whether bfloat16 gradients may be sent as bfloat16 if ``dtype`` is float32.
-        """
-        self.dtype = dtype
-        self._numel = numel
-        self._allocate = allocate
-        self._split = split
-        self.bf16: Tensor | None = None
-        self.rest: Tensor | None = None
-        self.runs: list[tuple[bool, int]] = []
+    dtype: torch.dtype
+    numel: int
+    allocate: Callable[[int, bool], Tensor]
+    split: bool
+    bf16: Tensor | None = None
+    rest: Tensor | None = None
+    runs: list[tuple[bool, int]] = field(default_factory=list)
 
     @property
     def is_allocated(self) -> bool:
@@ -116,13 +110,13 @@ class GradientBuffer:
     ) -> None:
         """Allocate memory, and call ``copy`` for the gradients of each of the two tensors."""
         sizes = [-(-x.shape[0] // ranks) * x.shape[1:].numel() for x in gradients]
-        is_bf16 = [self.dtype == _BF16 or (self._split and x.dtype == _BF16) for x in gradients]
+        is_bf16 = [self.dtype == _BF16 or (self.split and x.dtype == _BF16) for x in gradients]
         # If most elements are float32, one collective for all of them is cheaper than two.
         if 2 * sum(itertools.compress(sizes, is_bf16)) < sum(sizes):
             is_bf16 = [False] * len(sizes)
         for kind in dict.fromkeys(is_bf16):
             chosen = [i for i, found in enumerate(is_bf16) if found is kind]
-            memory = self._allocate(ranks * sum(sizes[i] for i in chosen), kind)
+            memory = self.allocate(ranks * sum(sizes[i] for i in chosen), kind)
             copy([gradients[i] for i in chosen], memory.view(ranks, -1))
             self.bf16, self.rest = (memory, self.rest) if kind else (self.bf16, memory)
         for kind, run in itertools.groupby(zip(is_bf16, sizes, strict=True), lambda pair: pair[0]):
@@ -134,7 +128,7 @@ class GradientBuffer:
             return self.bf16
         assert self.bf16 is None, "FSDP2 reads float32 gradients that are stored in bfloat16"
         if self.rest is None:
-            self.rest = self._allocate(self._numel, False)
+            self.rest = self.allocate(self.numel, False)
         return self.rest
 
 
@@ -238,20 +232,17 @@ class SummedReduceScatter:
                 output_tensor, sent, op=op, group=group, async_op=async_op
             )
             return work
-        outs = list(output_tensor.split([n for _, n in buffer.runs]))
-        in_bf16 = [out for out, (is_bf16, _) in zip(outs, buffer.runs, strict=True) if is_bf16]
+        outs: dict[bool, list[Tensor]] = {True: [], False: []}
+        parts = output_tensor.split([n for _, n in buffer.runs])
+        for (is_bf16, _), out in zip(buffer.runs, parts, strict=True):
+            outs[is_bf16].append(out)
         self._comm._count(buffer.bf16)
-        self._transport.reduce(in_bf16, buffer.bf16, divisor_of(op, group.size()), group)
+        self._transport.reduce(outs[True], buffer.bf16, divisor_of(op, group.size()), group)
         if buffer.rest is not None:
             self._comm._count(buffer.rest)
-            others = [
-                out for out, (is_bf16, _) in zip(outs, buffer.runs, strict=True) if not is_bf16
-            ]
             reduced = buffer.rest.new_empty(buffer.rest.numel() // group.size())
             dist.reduce_scatter_tensor(reduced, buffer.rest, op=op, group=group)
-            parts = reduced.split([out.numel() for out in others])
-            for out, part in zip(others, parts, strict=True):
-                out.copy_(part)
+            torch._foreach_copy_(outs[False], reduced.split([out.numel() for out in outs[False]]))
         return None
 
     def _dtypes_may_differ(self) -> bool:

@@ -3,12 +3,11 @@
 The local tensor of a sharded parameter is a :class:`MasterWeight`, which is stored in high
 precision and quantized for each all-gather, or an FP8 weight, which is gathered as it is stored.
 
-- ``sharded_model``: the FSDP2 side of one converted model; decides when weights are quantized;
-- ``wrap``: installs the local tensor when FSDP2 puts a sharded parameter on a module;
+- ``sharded_model``: the FSDP2 side of one converted model: installs local tensors on shards and
+  decides when weights are quantized;
 - ``param``: the handle of one FP8 parameter;
-- ``master_weight``: the local tensor of a master weight;
+- ``master_weight``: the local tensor of a master weight, and FSDP2's all-gather hooks;
 - ``float8_shard``: the local tensor and the handle of an FP8 weight;
-- ``hooks``: FSDP2's all-gather hooks;
 - ``shard_quantizer``: amaxes, their all-reduce, and casts of shards;
 - ``layout``: planes to all-gather buffers and back, and blocks that shard boundaries split;
 - ``shard_spec``: which part of a parameter this rank holds;

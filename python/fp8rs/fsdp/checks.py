@@ -24,10 +24,14 @@ import fp8rs
 from fp8rs._torch import fsdp_groups, fsdp_place, own_store
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import describe
-from fp8rs.tensor.quantized import QuantizedTensor, is_fp8
+from fp8rs.tensor.quantized import is_fp8
 
+from .float8_shard import Float8Shard
+from .master_weight import MasterWeight
 from .param import local_of
 
+#: How a weight is gathered, by the class of its local tensor.
+GATHERED: dict[type, str] = {MasterWeight: "quantized before it is gathered", Float8Shard: "FP8"}
 #: How long a rank waits for others before it warns which ranks are missing.
 WARN_AFTER = timedelta(seconds=30)
 
@@ -51,12 +55,7 @@ def conversion(state: ModelState, mesh: Any) -> dict[str, str]:
         for param in params:
             weight: Any = layer._parameters.get(param)  # type: ignore[union-attr]
             if isinstance(weight, DTensor) and weight.device_mesh == mesh:
-                local = local_of(weight)
-                kind = "quantized before it is gathered"
-                if local is None:
-                    kind = "gathered in high precision"
-                elif isinstance(local, QuantizedTensor):
-                    kind = "FP8"
+                kind = GATHERED.get(type(local_of(weight)), "gathered in high precision")
                 described[f"{param} of {name}"] = kind
     return described
 

@@ -19,7 +19,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes, QuantSpec
 from fp8rs.tensor.store import Store
 
-from . import hooks
+from .master_weight import post_all_gather, pre_all_gather
 from .param import LocalShard, ParamHandle
 from .shard_spec import ShardSpec, local_part
 
@@ -27,8 +27,8 @@ from .shard_spec import ShardSpec, local_part
 class Float8Shard(QuantizedTensor):
     """A quantized shard. Its codes and scales are the bytes that FSDP2 gathers."""
 
-    fsdp_pre_all_gather = property(hooks.PreAllGather)
-    fsdp_post_all_gather = hooks.post_all_gather
+    fsdp_pre_all_gather = property(pre_all_gather)
+    fsdp_post_all_gather = post_all_gather
 
     @property
     def _handle(self) -> Float8ParamHandle:
@@ -100,9 +100,9 @@ class Float8ParamHandle(ParamHandle):
         if self.local is not None:
             return self.shard_spec.element_offsets
         parameter: Any = self.parameter if self.in_place else None
-        if not is_distributed(parameter):
-            return (0,)
-        return ShardSpec.from_dtensor(parameter).element_offsets
+        # A layer that was made with a recipe is sharded without all-gather hooks.
+        sharded = is_distributed(parameter)
+        return ShardSpec.from_dtensor(parameter).element_offsets if sharded else (0,)
 
     def reshard(self) -> None:
         """Make modules hold their shards again if FSDP2 has this weight gathered."""
@@ -136,15 +136,16 @@ class Float8ParamHandle(ParamHandle):
         """
         self.mark_written()
         self.unsynced = True
-        if values is not None and tensor.is_whole:
+        if values is not None and tensor.is_whole and not values.is_meta:
             row = tensor._store.rowwise
             values = values.reshape(tensor._store.matrix if row is None else row.data.shape)
         else:
             values = None
-        self._keep_init(values)
+        if self.keep_init:  # until an optimizer reads them
+            self.init_value = None if values is None else values.detach().to("cpu", copy=True)
         if values is not None and not self.shares_scales:
             self.start_history_from(values)
-        elif values is not None and exact and not values.is_meta:
+        elif values is not None and exact:
             self.pending = values.clone()
         store = getattr(self.parameter_part, "_store", None)
         # A gathered weight has no observer.
@@ -201,16 +202,6 @@ class Float8ParamHandle(ParamHandle):
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""
         self.init_value, self.keep_init = None, False
-
-    def _keep_init(self, values: Tensor | None) -> None:
-        """Replace the kept values after a write, until an optimizer reads them.
-
-        Args:
-            values: the values of the whole shard, or None if they are not known.
-        """
-        if self.keep_init:
-            kept = values is not None and not values.is_meta
-            self.init_value = values.detach().to("cpu", copy=True) if kept else None  # type: ignore[union-attr]
 
 
 def handle_for(module: nn.Module, name: str, parameter: Any = None) -> ParamHandle:

@@ -25,6 +25,7 @@ from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes
+from fp8rs.tensor.store import Store
 
 from .shard_spec import ShardSpec
 
@@ -134,24 +135,24 @@ class AllGatherLayout:
         return () if col is None or col.batched else (col.data, col.scale)
 
     def refilled(
-        self, planes: Planes, outputs: Sequence[Tensor], spec: ShardSpec, scale: Tensor | None
+        self, store: Store, outputs: Sequence[Tensor], spec: ShardSpec, scale: Tensor | None
     ) -> Planes | None:
         """Return the planes of the last unshard if FSDP2 gathered into their memory, else None.
 
         Building equal planes from the outputs takes several times as long. Comparing storages
         suffices, because the views of `unpack` begin where an output begins.
         """
-        row, col = planes
+        row, col = store.rowwise, store.columnwise
         assert row is not None
         if self.gathers_codes_alone(spec):
             assert scale is not None
-            same = col is None and is_alias(row.data, outputs[0])
+            same = is_alias(row.data, outputs[0])
             return (Plane(row.data, scale, self.format), None) if same else None
-        tensors = (
-            [row.data, row.scale] if col is None else [row.data, row.scale, col.data, col.scale]
-        )
+        tensors = [row.data, row.scale]
+        if col is not None:
+            tensors += [col.data, col.scale]
         same = len(tensors) == len(outputs) and all(map(is_alias, tensors, outputs))
-        return planes if same else None
+        return (row, col) if same else None
 
     def unpack(
         self,

@@ -1,15 +1,20 @@
 """MasterWeight: the local tensor of a sharded high-precision parameter, gathered in FP8.
 
+FSDP2's all-gather hooks are here too. `fp8rs.fsdp.float8_shard.Float8Shard` has the same.
+
 When FSDP2 puts a sharded DTensor on a converted module, the DTensor's local tensor becomes a
-`MasterWeight` over the same storage (`fp8rs.fsdp.wrap`). Optimizers, checkpoints and collectives
-see plain memory with a real pointer. Parameters that are not sharded remain plain. FSDP2 may
-replace the tensor at any time, so it has no state of its own beyond its `ParamHandle`.
+`MasterWeight` over the same storage (`fp8rs.fsdp.sharded_model`). Optimizers, checkpoints and
+collectives see plain memory with a real pointer. Parameters that are not sharded remain plain.
+FSDP2 may replace the tensor at any time, so it has no state of its own beyond its `ParamHandle`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +24,101 @@ from fp8rs._torch import (
     disabled_torch_function,
     is_alias,
     is_traced,
+    own_part,
     real_subclass,
     wrapper_subclass,
 )
+from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.fallback import written_arguments
+from fp8rs.tensor.quantized import wrap
+from fp8rs.tensor.store import Store
 
-from . import hooks
+from .layout import AllGatherLayout
 from .param import ParamHandle, local_of
+from .shard_spec import ShardSpec
 
 aten = torch.ops.aten
+
+# --- all-gather hooks -----------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class AllGatherMetadata:
+    """Input of the post-all-gather hook besides the gathered bytes.
+
+    Attributes:
+        handle: the parameter's handle.
+        shard_spec: how the parameter is sharded.
+        scale: the scales on the handle.
+        inputs: with one rank, all tensors to gather, because FSDP2 passes on the first alone.
+        ready: the work that wrote ``scale`` and ``inputs``.
+    """
+
+    handle: ParamHandle
+    shard_spec: ShardSpec
+    scale: Tensor | None
+    inputs: tuple[Tensor, ...]
+    ready: StreamDependency
+
+
+#: FSDP2 reads the signature at every all-gather. Computing that of a method takes longer than the
+#: hook itself.
+_SIGNATURE = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+
+
+def pre_all_gather(local: Any) -> Any:
+    """Return the ``fsdp_pre_all_gather`` of a local tensor, in the form with one argument.
+
+    In this form, codes and scales may have different sizes. The hook returns the shard as flat
+    uint8 tensors, equally long on all ranks, and metadata.
+    """
+    hook: Any = partial(_all_gather_inputs, local)
+    hook.__signature__ = _SIGNATURE
+    return hook
+
+
+def _all_gather_inputs(local: Any, mesh: Any) -> Any:
+    handle: ParamHandle = local._handle
+    return handle.state.ensure_sharded_model().all_gather_inputs(handle, local)
+
+
+def post_all_gather(
+    self: Any,
+    all_gather_outputs: tuple[Tensor, ...],
+    metadata: AllGatherMetadata,
+    param_dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """Build the unsharded weight over the gathered bytes, or let ``out`` refer to them.
+
+    Returns:
+        On the first call, the weight and its inner tensors besides the gathered ones. FSDP2 frees
+        and allocates their memory.
+    """
+    sharded_model = metadata.handle.state.ensure_sharded_model()
+    sharded_model.end_all_gather()
+    metadata.ready.wait()
+    outputs = (*all_gather_outputs, *metadata.inputs[len(all_gather_outputs) :])
+    layout: AllGatherLayout = sharded_model.quantizer.layout
+    shard_spec = metadata.shard_spec
+    if out is not None:
+        store: Store = own_part(out)._store
+        planes = layout.refilled(store, outputs, shard_spec, metadata.scale)
+        if planes is None:
+            with torch.inference_mode(False), torch.no_grad():
+                planes = layout.unpack(outputs, shard_spec, metadata.scale, store.columnwise)
+        store.rowwise, store.columnwise = planes
+        return None
+    # A training forward may write tensors that an inference forward has created.
+    with torch.inference_mode(False), torch.no_grad():
+        planes = layout.unpack(outputs, shard_spec, metadata.scale)
+        shape = torch.Size(shard_spec.unsharded_shape)
+        weight = wrap(Store(*planes, gathered=True), shape, param_dtype)
+        return weight, layout.inner_tensors(planes)
+
+
+# --- the local tensor -----------------------------------------------------------------------------
 
 
 class MasterWeight(Tensor):
@@ -62,8 +153,8 @@ class MasterWeight(Tensor):
         self._handle = handle
         return self
 
-    fsdp_pre_all_gather = property(hooks.PreAllGather)
-    fsdp_post_all_gather = hooks.post_all_gather
+    fsdp_pre_all_gather = property(pre_all_gather)
+    fsdp_post_all_gather = post_all_gather
 
     # Operators go to __torch_dispatch__ directly.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
@@ -137,11 +228,11 @@ class MasterWeight(Tensor):
             return out
         handle = first._handle
 
-        def wrap(x: Any) -> Any:
+        def same_parameter(x: Any) -> Any:
             own = isinstance(x, Tensor) and x.is_floating_point()
             return MasterWeight(x, handle) if own else x
 
-        return mapped(wrap, out)
+        return mapped(same_parameter, out)
 
 
 def note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -57,10 +57,9 @@ class ParamHandle:
 
     @property
     def module(self) -> nn.Module:
-        """The module that has the parameter. RuntimeError if it no longer exists."""
+        """The module that has the parameter."""
         module = self._module()
-        if module is None:
-            raise RuntimeError("the module that this weight belongs to no longer exists")
+        assert module is not None
         return module
 
     @property
@@ -174,16 +173,11 @@ class ParamHandle:
         state = self.state_if_any
         if state is None or state.delayed is None or not self.in_place:
             return None
-        if self.parameter_part.dim() > 2:  # a batch has a scale for each matrix
+        if self.parameter_part.dim() > 2:
             return None
         module: Any = self.module
         keep_local(module._buffers)
         return module.fp8_scale[0, 0], module.fp8_amax[0, 0]
-
-    @property
-    def has_scale(self) -> bool:
-        """With delayed scaling, whether the host knows that the next scale is not 0."""
-        return bool(cast(Any, self.module).fp8_ready[0])
 
     def start_history(self, scale: Tensor, amax: Tensor) -> None:
         """With delayed scaling, set the next scale and the recorded amax, if the amax is finite."""
@@ -269,15 +263,10 @@ def set_scales(shards: Sequence[LocalShard], scales: Tensor) -> None:
             else:
                 alone.append(part)
         scales = torch.cat(alone)
-    for shard, scale in zip(single, aligned(scales), strict=True):
-        shard.handle.scale = scale
-
-
-def aligned(scales: Tensor) -> tuple[Tensor, ...]:
-    """Return copies of scales (n,) at multiples of 16 bytes, which GEMMs require."""
-    buffer = scales.new_empty(scales.shape[0], 4)
+    buffer = scales.new_empty(scales.shape[0], 4)  # GEMMs read scales at multiples of 16 bytes
     buffer[:, 0] = scales
-    return buffer[:, 0].unbind()
+    for shard, scale in zip(single, buffer[:, 0].unbind(), strict=True):
+        shard.handle.scale = scale
 
 
 def wait_for_writes(handles: Sequence[ParamHandle]) -> None:

@@ -34,6 +34,16 @@ _quantize_blocks = torch.ops.fp8rs.quantize_blocks.default
 RowsOf = Callable[[ShardSpec], Sequence[int]]
 
 
+def shard_quantizer(
+    quant_spec: QuantSpec, histories: DelayedScalingState | None = None
+) -> ShardQuantizer:
+    """Return the quantizer of weights, with the histories of delayed scaling if there are any."""
+    if histories is not None:
+        return DelayedShardQuantizer(quant_spec, histories)
+    per_tensor = quant_spec.format.per_tensor
+    return (TensorwiseShardQuantizer if per_tensor else BlockwiseShardQuantizer)(quant_spec)
+
+
 class ShardQuantizer:
     """Base class of the quantizers. One serves all sharded weights of a model.
 
@@ -217,8 +227,9 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
         """
         slots = self._recorded(shards)[1]
         scales = self._histories.pack(shards[0].device).scale[slots, 0, 0].clone()
-        places = [i for i, shard in enumerate(shards) if not shard.handle.has_scale]
-        if places:
+        modules: list[Any] = [shard.handle.module for shard in shards]
+        # The host knows which scales are not 0.
+        if places := [i for i, module in enumerate(modules) if not module.fp8_ready[0]]:
             new = [shards[i] for i in places]
             amaxes = self._amaxes(new)
             finite, at = amaxes.isfinite(), index_tensor(tuple(places), scales.device)

@@ -23,8 +23,9 @@ class ShardSpec:
 
     Attributes:
         device_type: the mesh's device type.
-        groups: process groups of all mesh dimensions that shard the parameter over more than one
-            rank: FSDP2's and tensor parallelism's, without replicas.
+        matrix_groups: process groups whose ranks share matrices: FSDP2's and tensor parallelism's,
+            without replicas. A batched weight (E, N, K) on Shard(0) has none, because each rank
+            holds whole matrices.
         shard_groups: FSDP2's process group alone; empty with one rank.
         num_shards: number of FSDP2's shards.
         shard_rank: this rank's shard.
@@ -32,12 +33,10 @@ class ShardSpec:
         global_shape: the parameter's shape.
         unsharded_shape: the shape that FSDP2 gathers. With tensor parallelism, this rank's part.
         global_offset: where that part begins in the parameter, for each dimension.
-        matrix_groups: the part of ``groups`` whose ranks share matrices. A batched weight (E, N, K)
-            on Shard(0) has none, because each rank holds whole matrices.
     """
 
     device_type: str
-    groups: tuple[Any, ...]
+    matrix_groups: tuple[Any, ...]
     shard_groups: tuple[Any, ...]
     num_shards: int
     shard_rank: int
@@ -45,7 +44,6 @@ class ShardSpec:
     global_shape: tuple[int, ...]
     unsharded_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
-    matrix_groups: tuple[Any, ...] = ()
 
     # Cached, because all-gathers read these.
 
@@ -139,7 +137,7 @@ class ShardSpec:
         groups = {i: mesh.get_group(i) for i, _ in sharded if mesh.size(i) > 1}
         return cls(
             mesh.device_type,
-            tuple(groups.values()),
+            tuple(g for i, g in groups.items() if len(shape) < 3 or placements[i].dim != 0),
             tuple(group for i, group in groups.items() if i == fsdp),
             mesh.size(fsdp),
             coordinate[fsdp],
@@ -147,7 +145,6 @@ class ShardSpec:
             shape,
             tuple(whole),
             tuple(origin),
-            tuple(group for i, group in groups.items() if len(shape) < 3 or placements[i].dim != 0),
         )
 
 

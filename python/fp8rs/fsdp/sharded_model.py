@@ -23,7 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import fsdp_groups, in_backward, local_tensor, sharded_parameters
+from fp8rs._torch import (
+    dtensor_like,
+    fsdp_groups,
+    in_backward,
+    local_tensor,
+    own_part,
+    set_local_tensor,
+    sharded_parameters,
+)
+from fp8rs.nn.fp8_params import copy_attributes
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import quant_spec
 from fp8rs.scaling.reductions import reduce_packed_
@@ -31,8 +40,8 @@ from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .checks import check_settings, compare_conversions
-from .float8_shard import Float8ParamHandle, write_planes
-from .hooks import AllGatherMetadata
+from .float8_shard import Float8ParamHandle, Float8Shard, handle_for, wrap_shard, write_planes
+from .master_weight import AllGatherMetadata, MasterWeight
 from .param import (
     LocalShard,
     ParamHandle,
@@ -41,13 +50,8 @@ from .param import (
     wait_for_writes,
 )
 from .scale_sync import sync_shards
-from .shard_quantizer import (
-    BlockwiseShardQuantizer,
-    DelayedShardQuantizer,
-    ShardQuantizer,
-    TensorwiseShardQuantizer,
-)
-from .wrap import needs_wrapping, tied_modules, unconverted_modules, wrap_sharded_param
+from .shard_quantizer import shard_quantizer
+from .shard_spec import local_part
 
 #: The result of a pre-all-gather hook.
 _Inputs = tuple[tuple[Tensor, ...], AllGatherMetadata]
@@ -75,10 +79,11 @@ class ShardedModel:
 
     def __init__(self, state: ModelState) -> None:
         self._state = weakref.ref(state)
-        self.quantizer = quantizer_for(state)
+        self.quantizer = shard_quantizer(quant_spec(state.recipe, "weight"), state.delayed)
         #: Parameters that are gathered in high precision, because others are tied to them.
         self._high_precision: set[ParamHandle] = set()
-        #: Listed once, because each weight is compared with all of them.
+        #: Modules with parameters that are not converted, by name. Listed once, because each weight
+        #: is compared with all of them.
         self._unconverted: list[tuple[str, weakref.ref[nn.Module]]] | None = None
         #: The parameters that FSDP2 gathers together, by each of them.
         self._groups: dict[ParamHandle, list[ParamHandle]] | None = None
@@ -97,9 +102,10 @@ class ShardedModel:
     # --- parameters ------------------------------------------------------------------------------
 
     def wrap(self, module: nn.Module, name: str, parameter: Any) -> None:
-        """Prepare a parameter for FP8 all-gathers when FSDP2 puts its shard on a module.
+        """Give a parameter a local tensor with all-gather hooks when FSDP2 puts it on a module.
 
-        Also called after the module was moved or cast.
+        The tensor shares the shard's memory, and the DTensor remains the same object. Also called
+        after the module was moved or cast.
 
         Args:
             module: a converted module.
@@ -119,12 +125,11 @@ class ShardedModel:
         state.move_hooks_first()
         if state.delayed is not None:
             state.delayed.add_mesh(parameter.device_mesh, index)
-        if not isinstance(local_tensor(parameter), QuantizedTensor):
+        local = local_tensor(parameter)
+        if not isinstance(local, QuantizedTensor):
             if handles[name] in self._high_precision or not state.fp8_gather:
                 return
-            if self._unconverted is None and state.root is not None:
-                self._unconverted = unconverted_modules(state.root)
-            if tied := tied_modules(self._unconverted or (), module, name, parameter):
+            if tied := self._unconverted_ties(module, name, parameter):
                 self._high_precision.add(handles[name])
                 warnings.warn(
                     f"the weight of {state.names[index] or 'the layer'} is gathered in high "
@@ -133,8 +138,44 @@ class ShardedModel:
                     stacklevel=2,
                 )
                 return
-        wrap_sharded_param(module, name, parameter)
+        handles[name] = handle = handle_for(module, name, parameter)
+        handle.invalidate_scale()
+        if isinstance(handle, Float8ParamHandle):
+            if (kept := handle.init_value) is not None and kept.shape != local.shape:
+                handle.init_value = local_part(kept, parameter)
+            set_local_tensor(parameter, wrap_shard(local))
+        else:
+            set_local_tensor(parameter, MasterWeight(local, handle))
+        # The DTensor gets the attributes that users have set on the parameter before.
+        before = module._parameters.get(name)
+        if before is not None:
+            copy_attributes(before.__dict__, parameter)
+        if make_plain not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(make_plain)
         self._groups = None
+
+    def _unconverted_ties(self, module: nn.Module, name: str, parameter: Any) -> list[str]:
+        """Return the names of modules that have a parameter and do not gather it in FP8.
+
+        Args:
+            module: a converted module that has the parameter too.
+            name: the parameter's name in that module.
+            parameter: the parameter that FSDP2 puts on that module.
+        """
+        root = self.state.root
+        if self._unconverted is None and root is not None:
+            self._unconverted = [
+                (path or type(other).__name__, weakref.ref(other))
+                for path, other in root.named_modules()
+                if other._parameters and not hasattr(other, "_fp8_params")
+            ]
+        own = {id(parameter), id(module._parameters.get(name))}  # tied modules are set one by one
+        return [
+            path
+            for path, reference in self._unconverted or ()
+            if (other := reference()) is not None
+            and any(id(p) in own for p in other._parameters.values() if p is not None)
+        ]
 
     def _all_handles(self) -> Iterable[ParamHandle]:
         """Yield the handles of all layers, in the order of their indices, which all ranks share."""
@@ -231,12 +272,8 @@ class ShardedModel:
             ]
             scales = (h.scale for h in group if h.scale is not None)
             ready = StreamDependency(shard.device, chain(scales, *kept))
-        layout = self.quantizer.layout
         return {
-            s.handle: (
-                t,
-                AllGatherMetadata(s.handle, s.shard_spec, layout, s.handle.scale, own, ready),
-            )
+            s.handle: (t, AllGatherMetadata(s.handle, s.shard_spec, s.handle.scale, own, ready))
             for s, t, own in zip(shards, inputs, kept, strict=True)
         }
 
@@ -299,7 +336,7 @@ class ShardedModel:
         specs = [handle.shard_spec for handle in handles]
         # A process group may have no backend for the device of offloaded weights.
         values = amaxes.to(specs[0].mesh_device(amaxes.device))
-        reduce_packed_(values, ((range(i, i + 1), s.groups) for i, s in enumerate(specs)))
+        reduce_packed_(values, ((range(i, i + 1), s.matrix_groups) for i, s in enumerate(specs)))
         if values is not amaxes:
             amaxes.copy_(values)
 
@@ -353,12 +390,43 @@ class ShardedModel:
             self._compared.add(mesh)
 
 
-def quantizer_for(state: ModelState) -> ShardQuantizer:
-    """Return the quantizer for a model's weights."""
-    spec = quant_spec(state.recipe, "weight")
-    if state.delayed is not None:
-        return DelayedShardQuantizer(spec, state.delayed)
-    return (TensorwiseShardQuantizer if spec.format.per_tensor else BlockwiseShardQuantizer)(spec)
+def needs_wrapping(module: nn.Module, name: str, parameter: Any) -> bool:
+    """Whether a sharded parameter of a module is FP8 and has no all-gather hooks of the module."""
+    local = local_tensor(parameter)
+    if isinstance(local, QuantizedTensor):
+        # With tensor parallelism, an unsharded weight is a DTensor too.
+        eligible = not local._store.gathered
+    else:
+        eligible = local.dtype.is_floating_point
+    known = local_of(parameter)
+    if known is None or not eligible:
+        return eligible
+    other = known._handle._module()
+    # A tied parameter has the handle of one of its modules.
+    return other is not module and (other is None or other._parameters.get(name) is not parameter)
+
+
+@torch.no_grad()
+def make_plain(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """State-dict hook: replace the entries of master weights by DTensors of plain tensors.
+
+    Checkpoints then load into the unconverted model, without this library. The tensors share the
+    weights' memory, so `torch.distributed.checkpoint.load` into the state dict loads the weights.
+    With ``keep_vars=True`` an entry remains the parameter itself. The entry of an FP8 weight is the
+    quantized shard, whose scales are synchronized first.
+    """
+    for name in module._fp8_params:  # type: ignore[union-attr]
+        value = state_dict.get(prefix + name)
+        local = own_part(value)
+        if isinstance(local, Float8Shard):
+            if (sharded_model := local._handle.sharded_model) is not None:
+                sharded_model.sync_module(module)
+        elif isinstance(local, MasterWeight) and not isinstance(
+            value, (MasterWeight, nn.Parameter)
+        ):
+            state_dict[prefix + name] = dtensor_like(value, local.high_precision)
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:

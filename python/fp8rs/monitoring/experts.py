@@ -49,12 +49,9 @@ def _has_fp8_gemms(module: Any, spec: QuantSpec, device: torch.device) -> bool:
 def _shard_plane(module: Any, key: str, values: Tensor, spec: QuantSpec) -> Plane | None:
     """Quantize a shard, with the scales of the whole weight."""
     from fp8rs.fsdp.param import LocalShard
-    from fp8rs.fsdp.shard_quantizer import BlockwiseShardQuantizer, TensorwiseShardQuantizer
+    from fp8rs.fsdp.shard_quantizer import shard_quantizer
     from fp8rs.fsdp.shard_spec import ShardSpec
 
-    quantizer = (
-        TensorwiseShardQuantizer(spec) if spec.format.per_tensor else BlockwiseShardQuantizer(spec)
-    )
     where = ShardSpec.from_dtensor(module._parameters[key])
     shard = LocalShard(module._fp8_params[key], values, where, values.device)
-    return quantizer.planes([shard])[0][0]
+    return shard_quantizer(spec).planes([shard])[0][0]

@@ -87,7 +87,8 @@ class MasterWeightOptimizer(Optimizer):
             state["master"] = p.new_master()
             if p.weight is not None:
                 self._seen[p.param] = p.last_write
-        p.forget_init()  # also if masters were loaded
+        if p.handle is not None:
+            p.handle.forget_init()  # also if masters were loaded
         master: Tensor | None = state.get("master")
         if master is None:
             return None
@@ -108,12 +109,9 @@ class MasterWeightOptimizer(Optimizer):
             p.read_codes(master, stochastic, self.state[p.param].get("scale"))
 
     def _is_current(self, p: Param, master: Tensor) -> bool:
-        """Return whether `_read_writes` would change nothing. Reads values from the device."""
-        seen = self._seen.get(p.param)
+        """Return whether `_read_writes` has nothing to read. Reads values from the device."""
         if p.weight is not None:
-            return seen == p.last_write
-        if isinstance(seen, Content) and seen.is_in(p.plain, p.param._version):
-            return True
+            return self._seen.get(p.param) == p.last_write
         return p.is_rounded(master)
 
     def _wrote(self, params: Sequence[Param]) -> None:

@@ -173,11 +173,6 @@ class Param:
             master = torch.zeros_like(self.part, dtype=torch.float32).copy_(self.part)
         return self.like(master)
 
-    def forget_init(self) -> None:
-        """Free the values from before the first rounding."""
-        if self.handle is not None:
-            self.handle.forget_init()
-
     @property
     def last_write(self) -> LastWrite:
         """Identifies the last write, no matter which code wrote.

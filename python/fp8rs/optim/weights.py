@@ -127,13 +127,13 @@ def write_values_(params: Sequence[Param], values: Sequence[Tensor]) -> None:
 
 
 def write_masters(params: Sequence[Param], masters: Sequence[Tensor]) -> None:
-    """Write masters into their  All ranks write the same weights, in the same order.
+    """Write masters into their weights. All ranks write the same weights, in the same order.
 
     Weights with one scale per tensor are cast in one launch, and their maxima are reduced in one
     collective per mesh. Weights of other formats are quantized one by one.
 
     Args:
-        params: FP8
+        params: FP8 weights.
         masters: fp32, of their local parts.
     """
     kinds: dict[tuple[UpdateKind, torch.device], list[int]] = {}
@@ -162,7 +162,7 @@ def with_maxima(
     Args:
         params: weights with one scale of their current values.
         masters: fp32, of their local parts.
-        amaxes: fp32, shape (n,), of the whole
+        amaxes: fp32, shape (n,), of the whole weights.
         found_inf: of a step. If it is not 0, codes and scales stay.
     """
     planes = [p.plane for p in params]
