@@ -20,6 +20,7 @@ from fp8rs.nn.fp8_params import float8_class
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import Recipe, RecipeName
+from fp8rs.scaling import steps
 
 _log = logging.getLogger("fp8rs")
 
@@ -168,7 +169,7 @@ def _convert(state: ModelState, selected: Selection, fp8_weights: bool, keep_ini
         # The amaxes of experts come last. Batched weights have no history.
         for (_, layer), amax in zip(layers, amaxes, strict=False):
             cast(Any, layer)._fp8_params["weight"].start_history_from(amax)
-        state.subscribe_to_steps()
+        steps.subscribe(state)
         watch()
 
 
