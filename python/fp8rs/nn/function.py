@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fp8rs._torch import dispatch_when_traced, gradients_needed, is_traced
+from fp8rs._torch import allow_in_graph, dispatch_when_traced, gradients_needed, is_traced
 from fp8rs.gemm.operands import contracted_multiple, dgrad_column_scale, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.ops.inductor import fuse_maxima
@@ -91,7 +91,7 @@ def prepare_compilers() -> None:
     Called when a layer is created, because it imports both, which takes two seconds.
     """
     for function in (linear, grouped, gated_mlp):
-        torch.compiler.allow_in_graph(function)
+        allow_in_graph(function)
     dispatch_when_traced(torch._grouped_mm)  # for `fp8rs.nn.experts.GroupedGemms`
     fuse_maxima()
 
