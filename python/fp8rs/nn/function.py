@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -96,19 +97,14 @@ def prepare_compilers() -> None:
     fuse_maxima()
 
 
+@dataclass(eq=False, slots=True)
 class _Delayed:
-    """A layer's slots, and how this call uses them."""
+    """A layer's slots, and how this call uses them: see `linear`."""
 
-    __slots__ = ("amaxes", "ready", "record", "scales")
-
-    def __init__(
-        self,
-        scales: tuple[Tensor, ...],
-        amaxes: tuple[Tensor, ...],
-        ready: tuple[bool, bool, bool],
-        record: bool,
-    ) -> None:
-        self.scales, self.amaxes, self.ready, self.record = scales, amaxes, ready, record
+    scales: tuple[Tensor, ...]
+    amaxes: tuple[Tensor, ...]
+    ready: tuple[bool, bool, bool]
+    record: bool
 
     def scale(self, role: int, x: Tensor, spec: QuantSpec) -> Tensor:
         """Return the scale of an operand: the slot's, or one computed from ``x`` if it is 0."""
