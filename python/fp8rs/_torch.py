@@ -5,6 +5,7 @@ Each entry says why public API does not suffice.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -135,6 +136,12 @@ def memory_of(x: Tensor) -> object:
 
 #: Like ``torch.compiler.disable``, but imports Dynamo only at the first call. Used by torch.optim.
 not_traced: Callable[..., Any] = torch._compile._disable_dynamo
+
+
+#: ``torch.compiler.allow_in_graph``, which registers a finalizer in each call. It imports Dynamo.
+allow_in_graph: Callable[[Callable[..., Any]], object] = functools.cache(
+    torch.compiler.allow_in_graph
+)
 
 
 def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:

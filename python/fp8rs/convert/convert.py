@@ -16,10 +16,11 @@ from fp8rs.convert.experts import convert_experts
 from fp8rs.convert.fp8_weights import check_weight, quantize_weight
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.select import FILTERED, SHARDED, Selection, converted, listed, record, select
-from fp8rs.nn.fp8_params import float8_class
+from fp8rs.nn.fp8_params import add_fp8_params
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import Recipe, RecipeName
+from fp8rs.scaling import steps
 
 _log = logging.getLogger("fp8rs")
 
@@ -155,10 +156,9 @@ def _convert(state: ModelState, selected: Selection, fp8_weights: bool, keep_ini
     for name, layer in layers:
         if isinstance(layer, Float8Linear):
             standalone.append(layer._fp8_state)
+            layer._join(state, name)
         else:
-            layer.__class__ = float8_class(Float8Linear, type(layer))
-        assert isinstance(layer, Float8Linear)
-        layer._join(state, name)
+            add_fp8_params(layer, ("weight",), state, name, Float8Linear)
     for left in standalone:
         left.detach()
     convert_experts(state, selected.experts)
@@ -168,7 +168,7 @@ def _convert(state: ModelState, selected: Selection, fp8_weights: bool, keep_ini
         # The amaxes of experts come last. Batched weights have no history.
         for (_, layer), amax in zip(layers, amaxes, strict=False):
             cast(Any, layer)._fp8_params["weight"].start_history_from(amax)
-        state.subscribe_to_steps()
+        steps.subscribe(state)
         watch()
 
 

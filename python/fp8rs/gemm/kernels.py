@@ -22,25 +22,20 @@ def tensorwise(
     a: Plane, b: Plane, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
     """Multiply operands with one scale per tensor."""
-    a_codes, b_codes = padded(a.matrix, 1, 16), padded(b.matrix, 16, 16)
-    a_scale, b_scale = _aligned(a.scale), _aligned(b.scale)
-    n = b.matrix.shape[0]
-    return _run(a_codes, b_codes, a_scale, b_scale, n, bias, out_dtype, use_fast_accum)
+    return _run(a, b, _aligned(a.scale), _aligned(b.scale), bias, out_dtype, use_fast_accum)
 
 
 def rowwise(
     a: Plane, b: Plane, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
     """Multiply operands with one scale per row."""
-    n = b.matrix.shape[0]
-    a_codes, b_codes = padded(a.matrix, 1, 16), padded(b.matrix, 16, 16)
     a_scale = a.scale.contiguous()
     if out_dtype == torch.bfloat16:
         b_scale = padded(b.scale, 16, 1, 1.0).t()
-        return _run(a_codes, b_codes, a_scale, b_scale, n, bias, out_dtype, use_fast_accum)
+        return _run(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
     # The rowwise mode supports only bfloat16. In fp32, the scales are applied to the product.
     one = a.scale.new_ones(())
-    out = _run(a_codes, b_codes, one, one, n, None, torch.float32, use_fast_accum)
+    out = _run(a, b, one, one, None, torch.float32, use_fast_accum)
     # Out of place, because selective checkpointing may have saved the product.
     out = out * a_scale * b.scale.view(1, -1)
     if bias is not None:
@@ -56,14 +51,13 @@ def blockwise(
     # cuBLAS reads 128x128 scales along the contracted dim in fours. Torch would take a single
     # block for one scale per row.
     blocks = 4 if square else 2 if b.matrix.shape[1] <= 128 else 1
-    a_codes, b_codes = padded(a.matrix, 16, 128 * blocks), padded(b.matrix, 16, 128 * blocks)
     a_scale = _outer_contiguous(padded(a.scale, 16, blocks, 1.0))
     if square:
         b_scale = padded(b.scale, 1, blocks, 1.0).contiguous()
     else:
         b_scale = _outer_contiguous(padded(b.scale, 16, blocks, 1.0))
-    n = b.matrix.shape[0]
-    out = _run(a_codes, b_codes, a_scale, b_scale.t(), n, bias, out_dtype, False, plain=True)
+    multiples = 16, 128 * blocks
+    out = _run(a, b, a_scale, b_scale.t(), bias, out_dtype, False, multiples, plain=True)
     m = a.matrix.shape[0]
     # Drop padded rows. Autograd must not see a view, because it would forbid in-place writes.
     return out if out.shape[0] == m else _unsafe_view(out[:m], [m, out.shape[1]])
@@ -75,35 +69,36 @@ def microscaled(
     """Multiply MXFP8 operands, or one with a scale per row: packed E8M0 scales, or both rebased."""
     if rebases(a.data.device, False):
         return rowwise(rebased(a), rebased(b), bias, out_dtype, use_fast_accum)
-    n = b.matrix.shape[0]
-    a_codes, b_codes = padded(a.matrix, 1, 32), padded(b.matrix, 16, 32)
-    return _run(a_codes, b_codes, _packed(a), _packed(b), n, bias, out_dtype, False, plain=True)
+    return _run(a, b, _packed(a), _packed(b), bias, out_dtype, False, (1, 32), plain=True)
 
 
 def _run(
-    a: Tensor,
-    b: Tensor,
+    a: Plane,
+    b: Plane,
     scale_a: Tensor,
     scale_b: Tensor,
-    n: int,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
+    multiples: tuple[int, int] = (1, 16),
     *,
     plain: bool = False,
 ) -> Tensor:
-    """Compute a @ b.T + bias on padded codes, and keep the first ``n`` columns.
+    """Compute a @ b.T + bias on padded codes. Padded rows of ``a`` stay in the result.
 
     Args:
-        a, b: codes.
+        a, b: operands, whose codes are read.
         scale_a, scale_b: scales in the layout of the mode.
-        n: number of columns of the result.
         bias: added by the GEMM if the mode supports it, else afterwards.
         out_dtype: dtype of the result.
         use_fast_accum: accumulate with reduced precision.
+        multiples: multiples to which rows of ``a`` and the contracted dim are padded.
         plain: the mode has no bias, and its output is fp32 or bfloat16.
     """
-    extra = b.shape[0] - n
+    rows, cols = multiples
+    a_codes, b_codes = padded(a.matrix, rows, cols), padded(b.matrix, 16, cols)
+    n = b.matrix.shape[0]
+    extra = b_codes.shape[0] - n
     gemm_dtype = out_dtype
     if plain and not (out_dtype == torch.bfloat16 and bias is None):
         gemm_dtype = torch.float32
@@ -114,8 +109,8 @@ def _run(
         if extra:
             fused = pad(fused, (0, extra))
     out = torch._scaled_mm(
-        a,
-        b.t(),
+        a_codes,
+        b_codes.t(),
         scale_a=scale_a,
         scale_b=scale_b,
         bias=fused,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8rs._torch import gradients_needed
+from fp8rs._torch import allow_in_graph, gradients_needed
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .function import linear
@@ -41,15 +41,9 @@ class Debug(NamedTuple):
         return self if training or self.stats is None else Debug(self.high_precision)
 
 
-@functools.cache
-def prepare_compilers() -> None:
-    """Let compilers put `debugged_linear` into their graphs without tracing it."""
-    torch.compiler.allow_in_graph(debugged_linear)
-
-
 def set_debug(layer: Any, **changed: Any) -> None:
     """Change fields of a layer's `Debug`."""
-    prepare_compilers()
+    allow_in_graph(debugged_linear)
     debug = (layer._fp8_debug or Debug())._replace(**changed)
     layer._fp8_debug = None if debug == Debug() else debug
 

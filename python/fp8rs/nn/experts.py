@@ -122,13 +122,9 @@ def experts_forward(
     parallel, transposed = getattr(self, "_is_expert_parallel", True), self.is_transposed
     name = "gate_up_proj" if self.has_gate else "up_proj"
     up, down = local_part(getattr(self, name)), local_part(self.down_proj)
-    up_bias = down_bias = None
-    if self.has_bias:
-        up_bias, down_bias = (
-            local_part(getattr(self, f"{name}_bias")),
-            local_part(self.down_proj_bias),
-        )
-    x = _cast(hidden_states, up.dtype)
+    up_bias = local_part(getattr(self, f"{name}_bias")) if self.has_bias else None
+    down_bias = local_part(self.down_proj_bias) if self.has_bias else None
+    x = cast_input(hidden_states, up.dtype)
     offs, order, places = _route(top_k_index, up.shape[0])
     rows = order // top_k_index.shape[-1]
     activation = None if gemms == "gather" else self._fp8_activation
@@ -139,7 +135,7 @@ def experts_forward(
         x = _Gather.apply(x, rows, places)
         h = grouped(x, up, offs, up_bias, key, transposed, gemms, parallel)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-        h = _cast(h, down.dtype)
+        h = cast_input(h, down.dtype)
         y = grouped(h, down, offs, down_bias, key, transposed, gemms, parallel)
     if getattr(self, "has_post_expert_norm", False):
         y = self.post_expert_norm(y)
@@ -190,10 +186,6 @@ class _Gather(torch.autograd.Function):
         (places,) = ctx.saved_tensors
         dx = dy.reshape(-1, dy.shape[-1])[places]
         return dx if places.dim() == 1 else dx.sum(1), None, None
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return cast_input(x) if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 
 def batched_parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 `Float8Params` is the mixin of all of them. It notifies the sharded model of shards that FSDP2 puts
 on the module, and keeps FP8 weights and the buffers of delayed scaling valid through torch's
-operations on modules. `add_fp8_params` adds it to modules that are not linear layers. Their forward
-does not change, and must accept the gathered `fp8rs.tensor.quantized.QuantizedTensor`.
+operations on modules. `add_fp8_params` adds it to a module. The forward of a module that is not a
+linear layer does not change, and must accept the gathered `fp8rs.tensor.quantized.QuantizedTensor`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp8rs._torch import hooks_of, is_distributed, own_part, set_hooks, set_local_tensor
 from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, new_buffers
@@ -78,7 +78,7 @@ class Float8Params(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         weights = [(name, self._parameters.get(name)) for name in self._fp8_params]
-        attributes = {n: (dict(w.__dict__), _hooks_of(w)) for n, w in weights if w is not None}
+        kept = {name: (dict(w.__dict__), hooks_of(w)) for name, w in weights if is_fp8(w)}
         delayed = self._fp8_state.delayed
         buffers = {} if delayed is None else {name: self._buffers[name] for name in BUFFERS}
         out = super()._apply(fn, recurse)
@@ -91,9 +91,10 @@ class Float8Params(nn.Module):
                 new.zero_()  # to_empty does not initialize memory
             if new.dtype != torch.float32:  # a cast applies only to parameters
                 self._buffers[name] = before.to(new.device)
-        for name, (marks, hooks) in attributes.items():
-            weight = self._parameters[name]
-            if is_fp8(weight):
+        for name in self._fp8_params:
+            weight = self._parameters.get(name)
+            if name in kept:
+                marks, hooks = kept[name]
                 copy_attributes(marks, weight)
                 if any(hooks):
                     set_hooks(weight, hooks)
@@ -156,7 +157,7 @@ def add_fp8_params(
     matrices, each of which is quantized by itself.
 
     Args:
-        module: a module that is not a converted linear layer. Its class is changed to a subclass.
+        module: a module that is not converted. Its class is changed to a subclass.
         names: names of its parameters (N, K), (E, N, K) or (E, \\*, N, K).
         state: the state of the converted model, whose root contains the module.
         fqn: the module's fully qualified name, for messages.
@@ -175,10 +176,6 @@ def copy_attributes(before: dict[str, Any], parameter: Any) -> None:
     for mark, value in before.items():
         if mark not in _INTERNAL_ATTRIBUTES and mark not in parameter.__dict__:
             setattr(parameter, mark, value)
-
-
-def _hooks_of(weight: Tensor) -> tuple[Any, Any]:
-    return hooks_of(weight) if is_fp8(weight) else (None, None)
 
 
 def quantize_like(before: Any, parameter: Any) -> None:

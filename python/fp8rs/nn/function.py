@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fp8rs._torch import dispatch_when_traced, gradients_needed, is_traced
+from fp8rs._torch import allow_in_graph, dispatch_when_traced, gradients_needed, is_traced
 from fp8rs.gemm.operands import contracted_multiple, dgrad_column_scale, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.ops.inductor import fuse_maxima
@@ -27,6 +28,7 @@ from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
 from .grouped import gated_mlp, grouped
 from .input_cache import input_token, this_thread
 from .observe import OperandStats
+from .saved_weight import gathered_weight, read_weight
 from .spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
 
 _amax = torch.ops.fp8rs.amax.default
@@ -90,24 +92,19 @@ def prepare_compilers() -> None:
     Called when a layer is created, because it imports both, which takes two seconds.
     """
     for function in (linear, grouped, gated_mlp):
-        torch.compiler.allow_in_graph(function)
+        allow_in_graph(function)
     dispatch_when_traced(torch._grouped_mm)  # for `fp8rs.nn.experts.GroupedGemms`
     fuse_maxima()
 
 
+@dataclass(eq=False, slots=True)
 class _Delayed:
-    """A layer's slots, and how this call uses them."""
+    """A layer's slots, and how this call uses them: see `linear`."""
 
-    __slots__ = ("amaxes", "ready", "record", "scales")
-
-    def __init__(
-        self,
-        scales: tuple[Tensor, ...],
-        amaxes: tuple[Tensor, ...],
-        ready: tuple[bool, bool, bool],
-        record: bool,
-    ) -> None:
-        self.scales, self.amaxes, self.ready, self.record = scales, amaxes, ready, record
+    scales: tuple[Tensor, ...]
+    amaxes: tuple[Tensor, ...]
+    ready: tuple[bool, bool, bool]
+    record: bool
 
     def scale(self, role: int, x: Tensor, spec: QuantSpec) -> Tensor:
         """Return the scale of an operand: the slot's, or one computed from ``x`` if it is 0."""
@@ -310,11 +307,6 @@ def _forward(
     return y, x_planes, (x_scale, w_row.scale)
 
 
-def _version(weight: QuantizedTensor) -> int | None:
-    """Return the version counter of a quantized weight. FSDP2's refills do not change it."""
-    return None if weight.is_inference() else weight._version
-
-
 def _check_live(weight: QuantizedTensor, plane: Plane) -> None:
     if not torch.compiler.is_compiling() and not plane.live:
         plane.check_live(f"the gathered weight of a linear layer, {tuple(weight.shape)},")
@@ -338,9 +330,8 @@ class _Linear(torch.autograd.Function):
         y, (x_row, x_col), (row_scale, w_scale) = _forward(
             spec, x, weight, bias, out_dtype, delayed, columnwise, stats
         )
-        # Save plain tensors, which checkpointing and offloading hooks support. A gathered weight is
-        # not saved, because FSDP2 frees and refills its planes.
-        gathered = weight if isinstance(weight, QuantizedTensor) else None
+        # Save plain tensors, which checkpointing and offloading hooks support.
+        gathered = gathered_weight(weight)
         saved_x = x_scale = saved_w = saved_w_scale = x_format = None
         if columnwise:
             assert x_col is not None
@@ -354,8 +345,7 @@ class _Linear(torch.autograd.Function):
         bias_dtype = None if bias is None else bias.dtype
         dtypes = x.dtype, weight.dtype, bias_dtype
         forward = id(weight), this_thread.input_cache.generation
-        quantized = None if gathered is None else (gathered, _version(gathered))
-        ctx.rest = spec, delayed, stats, quantized, x_format, x.shape, dtypes, forward
+        ctx.rest = spec, delayed, stats, gathered, x_format, x.shape, dtypes, forward
         return y
 
     @staticmethod
@@ -366,22 +356,15 @@ class _Linear(torch.autograd.Function):
                 "call backward or torch.autograd.grad without create_graph=True"
             )
         spec: LinearSpec
-        spec, delayed, stats, quantized, x_format, x_shape, dtypes, forward = ctx.rest
+        spec, delayed, stats, gathered, x_format, x_shape, dtypes, forward = ctx.rest
         x_dtype, weight_dtype, bias_dtype = dtypes
         saved_x, x_scale, weight, w_scale = ctx.saved_tensors
         needs_x, needs_w, needs_bias, _ = gradients_needed(ctx)
         dx = dw = db = None
         row = col = column_scale = None
         values = dy
-        if quantized is not None:
-            weight, version = quantized
-            if needs_x and _version(weight) != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: the FP8 weight {tuple(weight.shape)} of a linear layer is "
-                    f"at version {_version(weight)}; expected version {version} instead. Write "
-                    "weights after the backward"
-                )
+        if needs_x:
+            weight = read_weight(gathered, weight, "a linear layer")
         if isinstance(dy, QuantizedTensor):
             # Tensor parallelism gathered it and recorded its amax.
             row, col = dy.rowwise if needs_x else None, dy.columnwise if needs_w else None

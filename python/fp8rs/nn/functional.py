@@ -126,7 +126,9 @@ def local_part(parameter: Any) -> Tensor:
     return local
 
 
-def cast_input(x: Tensor) -> Tensor:
-    """Return an input in autocast's dtype if autocast is enabled."""
+def cast_input(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an input in autocast's dtype. Without autocast, return it in ``dtype`` if given."""
     device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return x if dtype is None else x.to(dtype)

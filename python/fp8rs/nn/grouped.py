@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,13 +30,12 @@ from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec, quantize_planes
 
+from .saved_weight import gathered_weight, read_weight
 from .spec import GroupedSpec, grouped_spec_for
 
 #: Which GEMMs of a weight run on FP8 operands: all ("fp8"), none ("gather"), or those that
 #: `fp8rs.gemm.estimates` finds faster for the number of rows ("auto").
 Gemms = Literal["auto", "fp8", "gather"]
-
-_T = TypeVar("_T")
 
 _E4M3 = torch.float8_e4m3fn
 _group_bounds = torch.ops.fp8rs.group_bounds.default
@@ -79,9 +78,7 @@ def grouped(
     choice = estimates.HIGH_PRECISION
     if gemms != "gather" and _has_fp8_gemms(spec, weight):
         choice = estimates.FP8 if gemms == "fp8" else _choose(x, weight, spec)
-    how = _How(spec, transposed, zero_tail, choice.wgrad)
-    run = _Grouped if choice.rows else _GroupedPlain
-    y: Tensor = run.apply(x, weight, offs, bias, how)
+    y: Tensor = _Grouped.apply(x, weight, offs, bias, _How(spec, transposed, zero_tail, choice))
     return y
 
 
@@ -89,7 +86,7 @@ def _choose(x: Tensor, weight: Tensor, spec: GroupedSpec) -> estimates.GroupedCh
     sizes = weight.shape[0], prod(weight.shape[1:-1]), weight.shape[-1]
     gathered = isinstance(weight, QuantizedTensor)
     given = estimates.GroupedWeight(*sizes, gathered, spec.weight.format.per_row)
-    return _estimate(estimates.choose, x.shape[0], given)
+    return cast(estimates.GroupedChoice, _estimate(estimates.choose, x.shape[0], given))
 
 
 def prefers_gated_mlp(rows: int, down: Tensor) -> bool:
@@ -101,22 +98,17 @@ def prefers_gated_mlp(rows: int, down: Tensor) -> bool:
     """
     experts, hidden, width = down.shape
     given = estimates.GroupedWeight(experts, hidden, width, isinstance(down, QuantizedTensor))
-    return _estimate(estimates.prefers_gated_mlp, rows, given)
+    return bool(_estimate(estimates.prefers_gated_mlp, rows, given))
 
 
-def _estimate(
-    function: Callable[[int, estimates.GroupedWeight], _T],
-    rows: int,
-    weight: estimates.GroupedWeight,
-) -> _T:
+def _estimate(function: Callable[..., Any], rows: int, weight: estimates.GroupedWeight) -> Any:
     """Call a function of `fp8rs.gemm.estimates`, which may take as long as ten operators.
 
     If a compiler does not know the number of rows, it is assumed to be typical. A choice that
     depends on a symbolic size would compile again for other numbers of tokens.
     """
     if not torch.compiler.is_compiling() and type(rows) is int:
-        found: _T = _cached(function, rows, weight)
-        return found
+        return _cached(function, rows, weight)
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     known = rows if has_static_value(rows) else estimates.TYPICAL_ROWS * weight.experts
@@ -159,16 +151,18 @@ def gated_mlp(
     Returns:
         (rows, H), with the dtype of ``x``.
     """
-    how = _How(grouped_spec_for(key), False, zero_tail, True)
-    if all(_has_fp8_gemms(how.spec, weight) for weight in (gate_up, down)):
+    spec = grouped_spec_for(key)
+    if all(_has_fp8_gemms(spec, weight) for weight in (gate_up, down)):
+        how = _How(spec, False, zero_tail, estimates.FP8)
         y: Tensor = _GatedMlp.apply(x, gate_up, down, index, places, offs, activation, how)
         return y
-    h: Tensor = _GroupedPlain.apply(x.index_select(0, index), gate_up, offs, None, how)
+    how = _How(spec, False, zero_tail, estimates.HIGH_PRECISION)
+    h: Tensor = _Grouped.apply(x.index_select(0, index), gate_up, offs, None, how)
     gate, up = h.chunk(2, -1)
     gate = (
         functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
     )
-    rows: Tensor = _GroupedPlain.apply(gate * up, down, offs, None, how)
+    rows: Tensor = _Grouped.apply(gate * up, down, offs, None, how)
     return rows
 
 
@@ -216,15 +210,12 @@ def check(
 
 
 class _How(NamedTuple):
-    """The arguments of an autograd Function that are not tensors.
-
-    `fp8_wgrad` is for FP8 GEMMs: whether wgrad is one of them.
-    """
+    """The arguments of an autograd Function that are not tensors."""
 
     spec: GroupedSpec
     transposed: bool
     zero_tail: bool
-    fp8_wgrad: bool
+    choice: estimates.GroupedChoice
 
 
 # --- operands ------------------------------------------------------------------------------------
@@ -297,6 +288,13 @@ def _operand(
     return _Operand(codes, per_row.new_ones(per_row.shape[0], 1), per_row, scale)
 
 
+def _values(weight: Tensor, dtype: torch.dtype, turned: bool) -> Tensor:
+    """Return the values of a weight as (E, rows, cols), or of its transpose."""
+    values = weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.to(dtype)
+    values = values if values.dim() == 3 else values.flatten(1, -2)
+    return values.transpose(-2, -1) if turned else values
+
+
 class _Codes(NamedTuple):
     """Rows quantized in one or both directions."""
 
@@ -331,92 +329,71 @@ def _quantize(
     return _Codes(row, row_scale, *run(x, False, True)[2:])
 
 
-class _Saved:
-    """A weight that the backward reads again.
-
-    Plain weights are saved by autograd. A gathered weight is not, because FSDP2 frees and refills
-    its planes.
-    """
-
-    __slots__ = ("gathered", "version")
-
-    def __init__(self, weight: Tensor) -> None:
-        self.gathered = weight if isinstance(weight, QuantizedTensor) else None
-        self.version = _version(weight)
-
-    @property
-    def plain(self) -> bool:
-        """Whether autograd saves the weight."""
-        return self.gathered is None
-
-    def read(self, saved: Tensor | None) -> Tensor:
-        """Return the weight. RuntimeError if a gathered weight was written since the forward."""
-        if self.gathered is None:
-            assert saved is not None
-            return saved
-        if _version(self.gathered) != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: the FP8 weight {tuple(self.gathered.shape)} of experts. Write "
-                "weights after the backward"
-            )
-        return self.gathered
-
-
-def _version(weight: Tensor) -> int | None:
-    return None if weight.is_inference() else weight._version
-
-
-# --- FP8 GEMMs -----------------------------------------------------------------------------------
+# --- GEMMs -----------------------------------------------------------------------------------
 
 
 class _Grouped(torch.autograd.Function):
+    """One grouped GEMM. In high precision, the dequantized weight is not kept for the backward."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, how: _How
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
         ends, padded_ends = _group_bounds(offs.contiguous(), x)
-        b = _operand(how.spec.weight, weight, how.transposed)
-        codes = needs_w and how.fp8_wgrad
-        a = _quantize(how.spec, x, (ends, padded_ends), True, codes, b.factors)
-        y: Tensor = _grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, how.zero_tail)
+        codes = needs_w and how.choice.wgrad
+        # Without FP8 codes for wgrad, the input itself is saved.
+        saved_x, x_scale, known = x if needs_w else None, None, None
+        y: Tensor
+        if how.choice.rows:
+            b = _operand(how.spec.weight, weight, how.transposed)
+            a = _quantize(how.spec, x, (ends, padded_ends), True, codes, b.factors)
+            y = _grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, how.zero_tail)
+            known = b.known
+            if codes:
+                saved_x, x_scale = a.col, a.col_scale
+        else:
+            y = _grouped_mm_plain(
+                x, _values(weight, x.dtype, not how.transposed), ends, how.zero_tail
+            )
         if bias is not None:
             y = y + _of_rows(bias.to(y.dtype), ends, x.shape[0])
-        # Without FP8 codes for wgrad, the input itself is saved.
-        col = (a.col, a.col_scale) if codes else (x if needs_w else None, None)
-        ctx.weight = _Saved(weight)
-        saved_weight = (weight, b.known) if needs_x and ctx.weight.plain else (None, None)
-        ctx.save_for_backward(*col, *saved_weight, ends, padded_ends)
+        ctx.gathered = gathered_weight(weight)
+        saved_weight = (weight, known) if needs_x and ctx.gathered is None else (None, None)
+        ctx.save_for_backward(saved_x, x_scale, *saved_weight, ends, padded_ends)
         ctx.rest = how, weight.shape, x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        col, col_scale, weight, known, ends, padded_ends = ctx.saved_tensors
+        x, x_scale, weight, known, ends, padded_ends = ctx.saved_tensors
         how, shape, x_dtype, weight_dtype, bias_dtype = ctx.rest
         needs_x, needs_w, _, needs_bias, _ = gradients_needed(ctx)
-        codes = needs_w and how.fp8_wgrad
-        dx = dw = db = None
+        fp8_dgrad, fp8_wgrad = needs_x and how.choice.rows, needs_w and how.choice.wgrad
+        dx = dw = db = factors = None
         dy = dy.contiguous()
-        factors = None
         if needs_x:
-            weight = ctx.weight.read(weight)
+            weight = read_weight(ctx.gathered, weight, "experts")
+        if fp8_dgrad:
             b = _operand(how.spec.weight, weight, not how.transposed, known, dy)
             factors = b.factors
-        if needs_x or codes:
+        if fp8_dgrad or fp8_wgrad:
             bounds = ends, padded_ends
-            grads = _quantize(how.spec, dy, bounds, needs_x, codes, factors)
-        if needs_x:
+            grads = _quantize(how.spec, dy, bounds, fp8_dgrad, fp8_wgrad, factors)
+        if fp8_dgrad:
             dx = _grouped_mm(
                 grads.row, grads.row_scale, b.codes, b.scale, ends, x_dtype, how.zero_tail
             )
-        if codes:
-            pair = (grads.col, grads.col_scale), (col, col_scale)
+        elif needs_x:
+            values = _values(weight, dy.dtype, how.transposed)
+            dx = _grouped_mm_plain(dy, values, ends, how.zero_tail)
+        if fp8_wgrad:
+            pair = (grads.col, grads.col_scale), (x, x_scale)
             left, right = pair[::-1] if how.transposed else pair
             dw = _grouped_wgrad(*left, *right, padded_ends, weight_dtype).view(shape)
         elif needs_w:
-            dw = _plain_wgrad(how, col, dy, ends).to(weight_dtype).view(shape)
+            operands = (x.t(), dy) if how.transposed else (dy.t(), x)
+            dw = _grouped_mm_plain(*operands, ends, False).to(weight_dtype).view(shape)
         if needs_bias:
             db = _sums(dy, ends, bias_dtype)
         return dx, dw, None, db, None
@@ -449,9 +426,9 @@ class _GatedMlp(torch.autograd.Function):
         c = _operand(spec.weight, down, False)
         y: Tensor = _grouped_mm(g.row, g.row_scale, c.codes, c.scale, ends, x.dtype, how.zero_tail)
         if any(ctx.needs_input_grad):
-            ctx.weights = _Saved(gate_up), _Saved(down)
-            first = (gate_up, b.known) if ctx.weights[0].plain else (None, None)
-            second = (down, c.known) if ctx.weights[1].plain else (None, None)
+            ctx.gathered = gathered_weight(gate_up), gathered_weight(down)
+            first = (gate_up, b.known) if ctx.gathered[0] is None else (None, None)
+            second = (down, c.known) if ctx.gathered[1] is None else (None, None)
             ctx.save_for_backward(
                 *((a.col, a.col_scale) if needs_gate_up else (None, None)),
                 *((g.col, g.col_scale) if needs_down else (None, None)),
@@ -477,7 +454,8 @@ class _GatedMlp(torch.autograd.Function):
             )
         # Tensors of all rows and of all weights are large. Each is freed after its last use.
         if before:
-            c = _operand(spec.weight, ctx.weights[1].read(down), True, down_known, dy)
+            down = read_weight(ctx.gathered[1], down, "experts")
+            c = _operand(spec.weight, down, True, down_known, dy)
             dg = _grouped_mm(grads.row, grads.row_scale, c.codes, c.scale, ends, h.dtype, False)
             del c, grads
             options = spec.scale_options
@@ -488,7 +466,8 @@ class _GatedMlp(torch.autograd.Function):
             )
             del dg
         if needs_x:
-            b = _operand(spec.weight, ctx.weights[0].read(gate_up), True, gate_up_known, dy)
+            gate_up = read_weight(ctx.gathered[0], gate_up, "experts")
+            b = _operand(spec.weight, gate_up, True, gate_up_known, dy)
             rows = _grouped_mm(dh.row, dh.row_scale, b.codes, b.scale, ends, x_dtype, how.zero_tail)
             del b
             dx = rows[places].sum(1)
@@ -498,59 +477,6 @@ class _GatedMlp(torch.autograd.Function):
                 dh.col, dh.col_scale, x_col, x_scale, padded_ends, weight_dtypes[0]
             )
         return dx, d_gate_up, d_down, *[None] * 5
-
-
-# --- GEMMs in high precision ---------------------------------------------------------------------
-
-
-class _GroupedPlain(torch.autograd.Function):
-    """GEMMs on the dequantized weight, which is not kept for the backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, how: _How
-    ) -> Tensor:
-        needs_x, needs_w = ctx.needs_input_grad[:2]
-        ends, _ = _group_bounds(offs.contiguous(), x)
-        values = _values(weight, x.dtype)
-        b = values if how.transposed else values.transpose(-2, -1)
-        y: Tensor = _grouped_mm_plain(x, b, ends, how.zero_tail)
-        if bias is not None:
-            y = y + _of_rows(bias.to(y.dtype), ends, x.shape[0])
-        ctx.weight = _Saved(weight)
-        saved_weight = weight if needs_x and ctx.weight.plain else None
-        ctx.save_for_backward(x if needs_w else None, saved_weight, ends)
-        ctx.rest = how, weight.shape, weight.dtype, None if bias is None else bias.dtype
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, ends = ctx.saved_tensors
-        how, shape, weight_dtype, bias_dtype = ctx.rest
-        needs_x, needs_w, _, needs_bias, _ = gradients_needed(ctx)
-        dx = dw = db = None
-        dy = dy.contiguous()
-        if needs_x:
-            values = _values(ctx.weight.read(weight), dy.dtype)
-            b = values.transpose(-2, -1) if how.transposed else values
-            dx = _grouped_mm_plain(dy, b, ends, how.zero_tail)
-        if needs_w:
-            dw = _plain_wgrad(how, x, dy, ends).to(weight_dtype).view(shape)
-        if needs_bias:
-            db = _sums(dy, ends, bias_dtype)
-        return dx, dw, None, db, None
-
-
-def _plain_wgrad(how: _How, x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
-    left, right = (x, dy) if how.transposed else (dy, x)
-    dw: Tensor = _grouped_mm_plain(left.t(), right, ends, False)
-    return dw
-
-
-def _values(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of a weight as (E, rows, cols)."""
-    values = weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.to(dtype)
-    return values if values.dim() == 3 else values.flatten(1, -2)
 
 
 # --- biases --------------------------------------------------------------------------------------

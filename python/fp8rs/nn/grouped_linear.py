@@ -34,6 +34,7 @@ class GroupedLinear(nn.Module):
     Attributes:
         weight: (num_groups, out_features, in_features).
         bias: (num_groups, out_features), or None.
+        recipe: the recipe for quantizing the operands.
 
     Raises:
         ValueError: a size is not supported.
@@ -63,8 +64,8 @@ class GroupedLinear(nn.Module):
             raise ValueError(f"num_groups is {num_groups}; it must be less than {MAX_GROUPS}")
         self.num_groups, self.in_features = num_groups, in_features
         self.out_features = out_features
-        self._recipe = resolve_recipe(recipe)
-        self._key = key_of(self._recipe)
+        self.recipe = resolve_recipe(recipe)
+        self._key = key_of(self.recipe)
         prepare_compilers()
         like = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, **like))
@@ -73,11 +74,6 @@ class GroupedLinear(nn.Module):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe for quantizing the operands."""
-        return self._recipe
 
     def reset_parameters(self) -> None:
         """Initialize each matrix and its bias like torch.nn.Linear."""

@@ -4,9 +4,9 @@ Each thread caches the planes of the last input while the input tensor is alive.
 reuses them if it is called with the same tensor at the same version, memory and stream.
 
 Writes through ``.data`` and writes of collectives into a receive buffer do not change a tensor's
-version. Therefore the cache serves each weight once, and `clear_input_cache` runs when a model's
-forward begins. The cache does not serve across dispatch modes either. A mode that records operators
-for selective checkpointing must see the same operators in the recomputation.
+version. Therefore the cache serves each weight once, and is cleared when a model's forward begins.
+The cache does not serve across dispatch modes either. A mode that records operators for selective
+checkpointing must see the same operators in the recomputation.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class QuantizedInputCache:
         self.clear()
 
     def clear(self) -> None:
-        """Drop the cached input."""
+        """Drop the cached input, so that layers quantize it again."""
         self.entry = None
         self.generation = object()
 
@@ -110,8 +110,3 @@ class _Thread(threading.local):
 
 
 this_thread = _Thread()
-
-
-def clear_input_cache() -> None:
-    """Make the layers of this thread quantize their next input again."""
-    this_thread.input_cache.clear()

@@ -18,7 +18,7 @@ from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .debug import Debug, debugged_linear
-from .fp8_params import CLASSES, Float8Params, float8_class, quantize_like, reset_scales
+from .fp8_params import CLASSES, Float8Params, add_fp8_params, quantize_like, reset_scales
 from .function import Slots, linear
 from .init import is_sharded, reset_linear
 from .model_state import ModelState
@@ -286,7 +286,5 @@ def make_float8(module: nn.Module, recipe: Recipe | RecipeName | None) -> None:
     state = ModelState(recipe, standalone=True)
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
-            layer.__class__ = kind = float8_class(Float8Linear, type(layer))
-            assert isinstance(layer, kind)
-            layer._join(state, name)
+            add_fp8_params(layer, ("weight",), state, name, Float8Linear)
     state.attach(module)

@@ -30,7 +30,7 @@ from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.quantized import is_fp8
 
 from .function import prepare_compilers
-from .input_cache import clear_input_cache
+from .input_cache import this_thread
 from .spec import ROLES, register
 
 
@@ -92,11 +92,7 @@ class ModelState:
         if isinstance(self.recipe, DelayedScaling):
             specs = [quant_spec(self.recipe, role) for role in ROLES]
             self.delayed = DelayedScalingState(self.recipe, specs, self.tracker, self.layers, group)
-            self.subscribe_to_steps()
-
-    def subscribe_to_steps(self) -> None:
-        """Subscribe to steps of optimizers that own this model's parameters."""
-        steps.subscribe(self)
+            steps.subscribe(self)
 
     def ensure_sharded_model(self) -> Any:
         """Return ``sharded_model``, created on first use. None for standalone layers."""
@@ -124,10 +120,6 @@ class ModelState:
     def root(self) -> nn.Module | None:
         """The module whose forwards this state observes, or None if it is not known yet."""
         return None if self._root is None else self._root()
-
-    def set_root(self, root: nn.Module) -> None:
-        """Set the root. The root's hooks and their copies call this."""
-        self._root = weakref.ref(root)
 
     def attach(self, root: nn.Module) -> None:
         """Make ``root`` the root of the model: register hooks on its forward and on its loads.
@@ -168,7 +160,7 @@ class ModelState:
 
     def _link(self, root: nn.Module) -> None:
         """Find the layers of a copied or unpickled model by its root."""
-        self.set_root(root)
+        self._root = weakref.ref(root)
         linears: dict[int, Any] = {}
         for module in root.modules():
             if getattr(module, "_fp8_state", None) is self:
@@ -197,9 +189,10 @@ class ModelState:
             return
         if self._root is None or not self.linears:
             self._link(module)
-        # Layers that were made one by one are roots themselves. Clearing would disable the cache.
+        # Collectives write receive buffers without a new version. Layers that were made one by one
+        # are roots themselves, for which clearing would disable the cache.
         if not self.standalone or len(self.names) > 1:
-            clear_input_cache()  # collectives write receive buffers without a new version
+            this_thread.input_cache.clear()
         new = self.tracker.begin_forward(
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
         )
@@ -294,9 +287,9 @@ class RootHook:
 
     def __init__(self, state: ModelState, method: str, root: nn.Module) -> None:
         self.state = state
-        self._method, self._root = method, weakref.ref(root)
+        self._method = method
         self._call = getattr(state, method)
-        state.set_root(root)
+        self._root = state._root = weakref.ref(root)
 
     def __call__(self, *args: Any) -> None:
         self._call(*args)

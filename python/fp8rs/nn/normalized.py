@@ -120,9 +120,9 @@ class LayerNormMLP(nn.Module):
         activation: "gelu" (the approximation by tanh, as TransformerEngine's), "relu", or gated:
             "geglu", "swiglu".
         normalization: "LayerNorm" or "RMSNorm".
-        device: as of `LayerNormLinear`.
-        dtype: as there.
-        recipe: as there.
+        device: see `LayerNormLinear`.
+        dtype: see `LayerNormLinear`.
+        recipe: see `LayerNormLinear`.
     """
 
     def __init__(

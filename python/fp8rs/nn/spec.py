@@ -7,8 +7,8 @@ constant. Layers with equal specs have equal keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,16 +49,11 @@ class LinearSpec:
 #: Key -> the recipe, and the name of the group that per-tensor amaxes are reduced over.
 _RECIPES: dict[str, tuple[Recipe, str | None]] = {}
 
-#: Key -> the spec for grouped GEMMs.
-_GROUPED: dict[str, GroupedSpec] = {}
-
 
 def register(recipe: Recipe, group: str | None) -> str:
     """Return the key of a recipe and a reduction group."""
     key = f"{recipe!r} over {group}" if group else repr(recipe)
     _RECIPES[key] = recipe, group
-    options = recipe.power_2_scale, recipe.amax_epsilon
-    _GROUPED[key] = GroupedSpec(quant_spec(recipe, "weight"), *options)
     return key
 
 
@@ -84,26 +79,23 @@ def spec_for(key: str, device: torch.device) -> LinearSpec:
     )
 
 
-@dataclass(frozen=True)
-class GroupedSpec:
+class GroupedSpec(NamedTuple):
     """How the operands of grouped GEMMs are quantized.
 
-    Args:
+    Attributes:
         weight: the quantization of weights.
-        power_2_scale, amax_epsilon: options of the scales of inputs and gradients.
+        scale_options: options of ``fp8rs::quantize_groups`` and ``quantize_gated`` for the scales
+            of inputs and gradients, without those that are defaults.
     """
 
     weight: QuantSpec
-    power_2_scale: bool
-    amax_epsilon: float
-
-    @cached_property
-    def scale_options(self) -> dict[str, Any]:
-        """Options of ``fp8rs::quantize_groups`` and ``quantize_gated`` that are not defaults."""
-        options = {"power_2_scale": self.power_2_scale, "amax_epsilon": self.amax_epsilon}
-        return {name: value for name, value in options.items() if value}
+    scale_options: dict[str, Any]
 
 
+@lru_cache(maxsize=256)
 def grouped_spec_for(key: str) -> GroupedSpec:
     """Return the spec of a key for grouped GEMMs."""
-    return _GROUPED[key]
+    recipe, _ = _RECIPES[key]
+    options = {"power_2_scale": recipe.power_2_scale, "amax_epsilon": recipe.amax_epsilon}
+    given = {name: value for name, value in options.items() if value}
+    return GroupedSpec(quant_spec(recipe, "weight"), given)

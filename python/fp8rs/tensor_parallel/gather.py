@@ -15,7 +15,6 @@ codes. Gathering it too would double the bytes, to as many as bf16 takes.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
 from fp8rs._core import UnsupportedError
-from fp8rs.nn.spec import INPUT, LinearSpec, spec_for
+from fp8rs.nn.spec import INPUT, spec_for
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import wrap
 from fp8rs.tensor.spec import QuantSpec, quantize_planes, reduce_amax
@@ -58,13 +57,6 @@ class Operand(NamedTuple):
         """Return the quantization on a device."""
         spec = spec_for(self.key, device)
         return spec.input if self.role == INPUT else spec.grad
-
-
-@functools.cache
-def prepare() -> None:
-    """Allow compilers to put `gather_input` and `reduce_output` into graphs. Imports Dynamo."""
-    torch.compiler.allow_in_graph(gather_input)
-    torch.compiler.allow_in_graph(reduce_output)
 
 
 def gather_input(x: DTensor, operand: Operand) -> DTensor:
@@ -101,15 +93,6 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: DTensor) -> tuple[Any, ...]:
         return gathered(dy.redistribute(placements=ctx.placements), ctx.operand), None, None
-
-
-def gathers_grad(spec: LinearSpec) -> bool:
-    """Whether the gradient of a row-parallel layer's output is gathered in FP8.
-
-    With one scale per row of the weight it is not: the row scales are multiplied into the gradient
-    before it is quantized, and they differ between ranks.
-    """
-    return not spec.weight.format.per_row
 
 
 def gathered(x: DTensor, operand: Operand) -> DTensor:

@@ -19,12 +19,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fp8rs._core import UnsupportedError
+from fp8rs._torch import allow_in_graph
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.spec import GRAD, INPUT, spec_for
 from fp8rs.quantize.recipes import describe
 from fp8rs.tensor.formats import INPUT_DTYPES
 
-from .gather import Operand, gather_input, gathers_grad, prepare, reduce_output
+from .gather import Operand, gather_input, reduce_output
 
 
 def _operand(layer: Float8Linear, role: int, columnwise: bool) -> Operand:
@@ -62,7 +63,8 @@ def _prepare_layer(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
     if state.delayed is not None:
         # All ranks must use the same scale for gathered codes.
         state.delayed.add_mesh(mesh, module._fp8_index)
-    prepare()
+    allow_in_graph(gather_input)
+    allow_in_graph(reduce_output)
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -133,9 +135,13 @@ class Float8RowwiseParallel(RowwiseParallel):
 
 
 def _reduce(layout: Placement, layer: Float8Linear, y: DTensor) -> DTensor:
-    """Reduce the partial sums of a row-parallel layer."""
-    spec = spec_for(layer._fp8_state.key, y.device)
-    if not isinstance(layout, Shard) or not gathers_grad(spec):
+    """Reduce the partial sums of a row-parallel layer.
+
+    With one scale per row of the weight, the gradient is gathered in high precision: the row scales
+    are multiplied into it before it is quantized, and they differ between ranks.
+    """
+    per_row = spec_for(layer._fp8_state.key, y.device).weight.format.per_row
+    if not isinstance(layout, Shard) or per_row:
         return y.redistribute(placements=[layout])
     needs_weight = torch.is_grad_enabled() and layer.weight.requires_grad
     return reduce_output(y, layout.dim, _operand(layer, GRAD, needs_weight))
@@ -185,7 +191,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 f"{type(self).__name__} requires a module whose FP8 layers have one recipe, but "
                 f"{names} have {len(recipes)}. Choose a layer with fwd_config_submodule_fqn"
             )
-        prepare()
+        allow_in_graph(gather_input)
         # By name, because copies of the module share this hook.
         module.register_forward_pre_hook(
             partial(self._prepare, names, device_mesh), with_kwargs=True
