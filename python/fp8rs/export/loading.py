@@ -30,7 +30,7 @@ from fp8rs.nn.fp8_params import reset_scales
 from fp8rs.tensor.formats import MX_1X32, MX_32X32
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .files import on_all_ranks
+from .files import on_all_ranks, raise_on_all
 from .names import Part, stored_parts
 from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Slice, StoredTensors, read_parts
 from .tensors import check_expert_parallel, is_fp8, persistent_buffers
@@ -97,13 +97,11 @@ class RankFindings:
     """Findings of one rank before anything is written.
 
     Attributes:
-        error: the error that was raised while the files were opened or compared.
         missing: names of targets that the files do not contain.
         used: names of the tensors of the files that are used.
         fp8: for the name of each FP8 weight, whether this rank can load codes and scales.
     """
 
-    error: Exception | None = None
     missing: list[str] = field(default_factory=list)
     used: list[str] = field(default_factory=list)
     fp8: dict[str, bool] = field(default_factory=dict)
@@ -145,21 +143,15 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    findings, stored, found = RankFindings(), None, []
+    error: Exception | None = None
     try:
         stored = StoredTensors(directory)
         found = targets(model, stored)
-        compare(stored, found, findings)
-    except Exception as error:
-        findings.error = error
-    all_findings = on_all_ranks(findings)
-    if findings.error is not None:
-        raise findings.error
-    for rank, other in enumerate(all_findings):
-        if other.error is not None:
-            raise type(other.error)(f"rank {rank}: {other.error}")
-    assert stored is not None
-    loaded = summary(stored, all_findings)
+        findings = compare(stored, found)
+    except Exception as e:
+        error = e
+    raise_on_all(error)
+    loaded = summary(stored, on_all_ranks(findings))
     if strict and (loaded.missing_keys or loaded.unexpected_keys):
         raise ValueError(
             f"{directory} does not match the model, and nothing was loaded. Pass strict=False to "
@@ -206,13 +198,13 @@ def targets(model: nn.Module, stored: StoredTensors) -> list[Target]:
     return list(found.values())
 
 
-def compare(stored: StoredTensors, found: Iterable[Target], findings: RankFindings) -> None:
+def compare(stored: StoredTensors, found: Iterable[Target]) -> RankFindings:
     """Compare the files with this rank's tensors.
 
     Raises:
         ValueError: some tensors do not match. The message lists them.
     """
-    problems: list[str] = []
+    findings, problems = RankFindings(), list[str]()
     for target in found:
         known = len(problems)
         for part in chain.from_iterable(target.sources):
@@ -241,6 +233,7 @@ def compare(stored: StoredTensors, found: Iterable[Target], findings: RankFindin
             f"{stored.directory} does not match the model, and nothing was loaded"
             + list_names("these tensors differ", problems)
         )
+    return findings
 
 
 def check(stored: StoredTensors, target: Target, part: Part) -> None:
@@ -356,18 +349,13 @@ def write(stored: StoredTensors, target: Target, exact: bool) -> None:
     if not exact or cast(QuantizedTensor, local).format is MX_1X32:
         values = read_values(stored, target, target.sources[0], local.device)
         tensor.copy_(dtensor_like(tensor, values) if is_distributed(tensor) else values)
-    if exact:
-        write_codes(stored, target)
-
-
-def write_codes(stored: StoredTensors, target: Target) -> None:
-    """Load the codes and scales of an FP8 weight unchanged."""
-    weight, parts = target.fp8_weight, parts_of(target.tensor)
-    assert weight is not None and parts is not None and target.scale is not None
+    if not exact:
+        return
+    parts = parts_of(tensor)
+    assert parts is not None and target.scale is not None
     if (own := own_part(parts[SCALE])).numel():
         parts[SCALE] = target.scale.view(own.shape)
-    if weight.numel():
-        shape = tuple(target.tensor.shape)
-        codes = read_parts(target.sources[0], target.part, shape, stored.read)
-        parts[""] = codes.view(weight.shape)
-    load_parts(target.tensor, parts)
+    if local.numel():
+        codes = read_parts(target.sources[0], target.part, tuple(tensor.shape), stored.read)
+        parts[""] = codes.view(local.shape)
+    load_parts(tensor, parts)

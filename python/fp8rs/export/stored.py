@@ -104,8 +104,6 @@ class StoredTensors:
                 "download the model first, for example with huggingface_hub.snapshot_download"
             )
         self._opened: dict[str, Any] = {}
-        self._slices: dict[str, Any] = {}
-        self._scales: dict[str, Scales] = {}
         config = self.directory / "config.json"
         quantization = _json(config).get("quantization_config") if config.exists() else None
         self.blocks = () if quantization is None else tuple(_declared(quantization, self.directory))
@@ -139,13 +137,11 @@ class StoredTensors:
         return self._opened[name]
 
     def _slice(self, name: str) -> Any:
-        if name not in self._slices:
-            try:
-                self._slices[name] = self._file(self.files[name]).get_slice(name)
-            except self._error as error:
-                path = self.directory / self.files[name]
-                raise OSError(f"{path} has no tensor {name}: {error}") from error
-        return self._slices[name]
+        try:
+            return self._file(self.files[name]).get_slice(name)
+        except self._error as error:
+            path = self.directory / self.files[name]
+            raise OSError(f"{path} has no tensor {name}: {error}") from error
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
@@ -177,11 +173,6 @@ class StoredTensors:
         Raises:
             ValueError: there are none, or their type or shape is not supported.
         """
-        if weight not in self._scales:
-            self._scales[weight] = self._find(weight)
-        return self._scales[weight]
-
-    def _find(self, weight: str) -> Scales:
         *batch, rows, cols = shape = self.shape(weight)
         name = next((weight + s for s in SCALE_SUFFIXES if weight + s in self), None)
         if name is None:

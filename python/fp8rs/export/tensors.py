@@ -246,14 +246,14 @@ def _unit_tensors(
                 # FSDP2's mixed-precision policy may have rounded the unsharded parameter.
                 needed = min(dtype.itemsize, p.parameter.dtype.itemsize)
                 exact = now if now.dtype.itemsize >= needed else p.parameter
-                values = in_dtype(whole(exact, dtype), dtype)
+                values = whole(exact, dtype)
                 for part in p.parts:
                     yield part.name, part.of(values)
         for name, module in modules:
             for key, buffer in persistent_buffers(module):
                 full = f"{name}.{key}".lstrip(".")
                 for part in stored_as.get(full, [Part(full)]):
-                    yield part.name, in_dtype(whole(buffer), dtype)
+                    yield part.name, whole(buffer, dtype)
     finally:
         if gather:
             unit.reshard()
@@ -372,19 +372,15 @@ def whole(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:
 
     Args:
         tensor: the tensor, sharded or not.
-        dtype: if it is narrower than the tensor's dtype, convert before the gather.
+        dtype: the dtype of floating-point values. The default is the tensor's. If it is narrower,
+            values are converted before the gather.
     """
     local = own_part(tensor)
     values = local.dequantize() if isinstance(local, QuantizedTensor) else local.detach()
     values = getattr(values, "high_precision", values)
-    if local is tensor:
-        return cast(Tensor, values)
-    if dtype is not None and values.is_floating_point() and dtype.itemsize < values.itemsize:
-        values = values.to(dtype)
-    full: Tensor = cast(Any, dtensor_like(tensor, values)).full_tensor()
-    return full
-
-
-def in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return floating-point values in ``dtype``, and other values unchanged."""
-    return values.to(dtype) if values.is_floating_point() else values
+    dtype = dtype if dtype and values.is_floating_point() else values.dtype
+    if local is not tensor:
+        if dtype.itemsize < values.itemsize:
+            values = values.to(dtype)
+        values = cast(Any, dtensor_like(tensor, values)).full_tensor()
+    return cast(Tensor, values.to(dtype))
