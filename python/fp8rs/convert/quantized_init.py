@@ -13,7 +13,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fp8rs.convert.convert import convert_to_float8_training
+from fp8rs.convert.convert import convert
 from fp8rs.convert.fp8_weights import dequantize_weight, quantize_weight
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options
 from fp8rs.convert.select import select, why_not
@@ -61,8 +61,7 @@ def quantized_init(
         fp8_weights=True,
         experts=experts,
     ).resolved()
-    filter_fqns = options.filter_fqns
-    quantizes_early = module_filter_fn is None and not filter_fqns
+    quantizes_early = module_filter_fn is None and not options.filter_fqns
     linears: dict[int, nn.Linear] = {}
     built: dict[int, nn.Module] = {}
     children: set[int] = set()
@@ -94,22 +93,14 @@ def quantized_init(
     finally:
         for hook in hooks:
             hook.remove()
+    at_exit = replace(options, module_filter_fn=keep)
     for root in (module for key, module in built.items() if key not in children):
         inside = [m for m in root.modules() if id(m) in linears]
         if not inside:
-            found = select(root, replace(options, module_filter_fn=keep)).experts
+            found = select(root, at_exit).experts
             if not any(id(each.module) in built for each in found):
                 continue
-        convert_to_float8_training(
-            root,
-            recipe=options.recipe,
-            module_filter_fn=keep,
-            filter_fqns=filter_fqns,
-            amax_reduction_group=amax_reduction_group,
-            fp8_weights=True,
-            experts=experts,
-            preserve_high_precision_init_val=preserve_high_precision_init_val,
-        )
+        convert(root, at_exit, preserve_high_precision_init_val)
         for layer in inside:
             if isinstance(layer, nn.Linear) and not isinstance(layer, Float8Linear):
                 dequantize_weight(layer)  # tied or changed after it was registered
