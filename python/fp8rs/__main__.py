@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from fp8rs import __version__
@@ -140,7 +141,8 @@ def _doctor(options: argparse.Namespace) -> int:
     from fp8rs import doctor
 
     findings = doctor.examine()
-    print(doctor.as_json(findings) if options.json else doctor.as_text(findings))
+    as_json = json.dumps(asdict(findings), indent=2)
+    print(as_json if options.json else doctor.as_text(findings))
     return 0
 
 

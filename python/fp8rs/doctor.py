@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import itertools
-import json
 import os
 import platform
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path as File
 from types import ModuleType
@@ -69,8 +68,6 @@ class Findings:
 
 def examine() -> Findings:
     """Examine this machine."""
-    from fp8rs import __version__
-
     driver = _driver_cuda()
     devices = _devices()
     paths = []
@@ -78,11 +75,11 @@ def examine() -> Findings:
         paths.append(Path(name, "cpu", "dequantized", ON_CPU))
         paths += [Path(name, f"cuda:{d.index}", *gpu_path(name, d.capability)) for d in devices]
     return Findings(
-        fp8rs=__version__,
+        fp8rs=_core.__version__,
         torch=torch.__version__,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
-        cores=_cores(),
+        cores=len(os.sched_getaffinity(0)),
         cpu_simd=_core.cpu_features(),
         driver_cuda=driver,
         torch_cuda=torch.version.cuda,
@@ -91,11 +88,6 @@ def examine() -> Findings:
         no_symmetric_memory_because=_why_no_symmetric_memory(devices),
         recipes=paths,
     )
-
-
-def as_json(findings: Findings) -> str:
-    """Return the findings as a JSON object."""
-    return json.dumps(asdict(findings), indent=2)
 
 
 def as_text(findings: Findings) -> str:
@@ -174,12 +166,6 @@ def _why_no_symmetric_memory(devices: list[Device]) -> str | None:
         if not torch.cuda.can_device_access_peer(one, other):
             return f"cuda:{one} has no peer access to cuda:{other}"
     return None
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 # --- a model -------------------------------------------------------------------------------------
