@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -61,9 +62,8 @@ def stored_parts(model: nn.Module) -> dict[str, list[Part]]:
         transformers.
     """
     model = getattr(model, "_orig_mod", model)
-    tensors = {
-        plain_name(name): tensor for name, tensor in (*_parameters(model), *model.named_buffers())
-    }
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
+    tensors = {plain_name(name): tensor for name, tensor in named}
     library, loading = map(sys.modules.get, (f"transformers.{name}" for name in _MODULES))
     if library is None or loading is None or not isinstance(model, library.PreTrainedModel):
         return {}
@@ -82,10 +82,6 @@ def stored_parts(model: nn.Module) -> dict[str, list[Part]]:
 
 
 _MODULES = ("modeling_utils", "core_model_loading")
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return model.named_parameters(remove_duplicate=False)
 
 
 def _host(model: Any, loading: Any) -> Any:

@@ -183,21 +183,20 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 # --- one unit ------------------------------------------------------------------------------------
 
 
-def units(model: nn.Module) -> list[tuple[nn.Module | None, list[Named]]]:
-    """Return the modules of each FSDP2 unit, and the module that ``fully_shard`` was called on.
+def units(model: nn.Module) -> dict[Any, list[Named]]:
+    """Return the modules of each FSDP2 unit, by the module that ``fully_shard`` was called on.
 
-    The latter is None for modules outside any unit.
+    The key of modules outside any unit is None.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    found: dict[int, tuple[nn.Module | None, list[Named]]] = {}
-    unit_of: dict[str, nn.Module | None] = {}
+    found: dict[Any, list[Named]] = {}
+    unit_of: dict[str, Any] = {}
     for path, module in model.named_modules():
         above = unit_of.get(path.rpartition(".")[0])
-        unit = cast(nn.Module, module) if isinstance(module, FSDPModule) else above
-        unit_of[path] = unit
-        found.setdefault(id(unit), (unit, []))[1].append((plain_name(path), module))
-    return list(found.values())
+        unit_of[path] = module if isinstance(module, FSDPModule) else above
+        found.setdefault(unit_of[path], []).append((plain_name(path), module))
+    return found
 
 
 def _tensors(
@@ -206,8 +205,8 @@ def _tensors(
     yielded: set[int] = set()
     stored_as = stored_parts(model)
     reshard(model)  # a weight that a forward left unsharded may be outdated
-    for unit, modules in units(model):
-        yield from _unit_tensors(cast(Any, unit), modules, serving, dtype, yielded, stored_as)
+    for unit, modules in units(model).items():
+        yield from _unit_tensors(unit, modules, serving, dtype, yielded, stored_as)
 
 
 @torch.no_grad()
