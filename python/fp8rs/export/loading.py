@@ -32,7 +32,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .files import on_all_ranks, raise_on_all
 from .names import Part, stored_parts
-from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Slice, StoredTensors, read_parts
+from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Span, StoredTensors, read_parts
 from .tensors import check_expert_parallel, is_fp8, persistent_buffers
 
 #: The number of names of one kind that an error lists.
@@ -75,15 +75,14 @@ class Target:
     scale: Tensor | None = None
 
     @property
-    def part(self) -> Slice:
-        """The start and the size of this rank's part."""
+    def part(self) -> list[Span]:
+        """The start and the size of this rank's part along each dimension."""
         tensor: Any = self.tensor
+        shape = tuple(tensor.shape)
         if not is_distributed(tensor):
-            return (0,) * tensor.dim(), tuple(tensor.shape)
-        size, begin = local_shape_and_offset(
-            tuple(tensor.shape), tensor.device_mesh, tensor.placements
-        )
-        return begin, size
+            return [(0, size) for size in shape]
+        sizes, starts = local_shape_and_offset(shape, tensor.device_mesh, tensor.placements)
+        return list(zip(starts, sizes, strict=True))
 
     @property
     def fp8_weight(self) -> QuantizedTensor | None:
@@ -292,7 +291,7 @@ def read_values(
     """Read this rank's part of a tensor in high precision."""
     read = partial(stored.read_values, device=torch.device(device))
     values = read_parts(parts, target.part, tuple(target.tensor.shape), read)
-    return values.to(device).view(tuple(target.part[1]))
+    return values.to(device).view(own_part(target.tensor).shape)
 
 
 def read_weight_scales(stored: StoredTensors, target: Target) -> Tensor | None:
@@ -310,20 +309,21 @@ def read_weight_scales(stored: StoredTensors, target: Target) -> Tensor | None:
     block = MX_1X32.block if format.microscaled else format.block
     if any(s.block != block or (format.microscaled and not s.e8m0) for s in scales):
         return None
-    shape, (begin, size) = tuple(target.tensor.shape), map(list, target.part)
+    shape, spans = tuple(target.tensor.shape), target.part
     if format.per_tensor:
         # The tensors of a matrix need equal scales, also those without rows of this rank.
-        begin[1:], size[1:] = [0] * len(begin[1:]), shape[1:]
+        spans[1:] = [(0, size) for size in shape[1:]]
     elif any(part.rows.start % format.block[0] for part in parts if part.matrix is not None):
         return None
     if format is MX_32X32:
         if len(shape) > 3:
             return None
-        # The rows of a block need equal scales, also rows of other ranks.
-        stop = min(-(-(begin[-2] + size[-2]) // 32) * 32, shape[-2]) if size[-2] else begin[-2]
-        begin[-2] -= begin[-2] % 32 if size[-2] else 0
-        size[-2] = stop - begin[-2]
-    own = read_parts(parts, (begin, size), shape, stored.read_scales)
+        start, size = spans[-2]
+        if size:  # the rows of a block need equal scales, also rows of other ranks
+            first_row = start - start % 32
+            stop = min(-(-(start + size) // 32) * 32, shape[-2])
+            spans[-2] = first_row, stop - first_row
+    own = read_parts(parts, spans, shape, stored.read_scales)
     rows = own.shape[-2]
     shared = 32 if format is MX_32X32 else rows if format.per_tensor else 1
     first = own[..., :: max(shared, 1), :]
