@@ -118,11 +118,11 @@ def convert_to_float8_training(
             "preserve_high_precision_init_val=True requires fp8_weights=True: other weights keep "
             "their high-precision values anyway"
         )
-    convert(module, options, preserve_high_precision_init_val)
+    convert_model(module, options, preserve_high_precision_init_val)
     return module
 
 
-def convert(root: nn.Module, options: Options, keep_init: bool) -> None:
+def convert_model(root: nn.Module, options: Options, keep_init: bool) -> None:
     """Convert a model, after all its layers and experts have been checked.
 
     Args:

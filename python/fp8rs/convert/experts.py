@@ -123,10 +123,11 @@ def select_experts(
     if not all(options.names(fqn_of(name, key)) for key in converted):
         options.check(name, cast(Float8Params, module))
     weights = batched_parameters(module)
+    in_any_module = options.experts in ("gather", "fp8")
     taken, left = [], {}
     for key, weight in weights.items():
-        in_doubt = options.experts in ("auto", "off")
-        if key in converted or not (is_expert(module, weight) if in_doubt else _may_be(module)):
+        is_weight = _may_be(module) if in_any_module else is_expert(module, weight)
+        if key in converted or not is_weight:
             continue
         fqn = fqn_of(name, key)
         tied = [other for other in names[id(weight)] if other != fqn]
@@ -168,16 +169,16 @@ def _experts(
         whole: whether these are all of its weights.
         options: the arguments of the conversion.
     """
-    name_of, recipe = name or "the root", options.recipe
+    fqn, recipe = fqn_of(name), options.recipe
     if isinstance(module, GroupedLinear) and module.recipe != recipe:
         raise ValueError(
-            f"{name_of} is a GroupedLinear with recipe {describe(module.recipe)!r}, not "
+            f"{fqn} is a GroupedLinear with recipe {describe(module.recipe)!r}, not "
             f"{describe(recipe)!r}. Build it with that recipe, or exclude it by filter_fqns"
         )
     reason = _why_no_fp8_gemms(module, parameters, recipe)
     if options.experts == "fp8" and reason:
         raise ValueError(
-            f"experts='fp8' is not possible for {name_of}: {reason}. Use experts='gather', or "
+            f"experts='fp8' is not possible for {fqn}: {reason}. Use experts='gather', or "
             "exclude it by filter_fqns"
         )
     if options.experts == "gather":

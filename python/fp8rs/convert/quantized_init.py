@@ -13,7 +13,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fp8rs.convert.convert import convert
+from fp8rs.convert.convert import convert_model
 from fp8rs.convert.fp8_weights import dequantize_weight, quantize_weight
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options
 from fp8rs.convert.select import select, why_not
@@ -95,7 +95,7 @@ def quantized_init(
             found = select(root, at_exit).experts
             if not any(id(each.module) in built for each in found):
                 continue
-        convert(root, at_exit, preserve_high_precision_init_val)
+        convert_model(root, at_exit, preserve_high_precision_init_val)
         for layer in inside:
             if not isinstance(layer, Float8Linear):
                 dequantize_weight(layer)  # tied or changed after it was registered

@@ -14,15 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8rs.convert.memory import STATES, Memory, States, memory_of
+from fp8rs.convert.memory import STATES, States, memory_of
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import Selection, converted, select
 from fp8rs.convert.sizes import Layouts, groups_of, layouts_of
 from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe
-
-__all__ = ["Left", "Memory", "Report", "report"]
 
 #: Rows per expert for which a report names GEMMs.
 ROWS_PER_EXPERT = (128, 1024, 8192)

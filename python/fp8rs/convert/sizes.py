@@ -214,11 +214,9 @@ def _owned(root: nn.Module, unit_fn: UnitFn | None) -> list[tuple[str, list[_Pla
     """Return the names of units, and the parameters that FSDP2 gathers for each."""
     if any(isinstance(m, FSDPModule) for m in root.modules()):
         return _fsdp_groups(root)
-    if unit_fn is None:
-        usual = usual_units(root)
-        units = ["", *(name for name, _ in root.named_modules() if name in usual)]
-    else:
-        units = ["", *(name for name, m in root.named_modules() if name and unit_fn(m, name))]
+    usual = usual_units(root)
+    is_unit = unit_fn or (lambda _, name: name in usual)
+    units = ["", *(name for name, m in root.named_modules() if name and is_unit(m, name))]
     owned: dict[str, list[_Place]] = {unit: [] for unit in units}
     seen: set[int] = set()
     for prefix, module in root.named_modules():
