@@ -214,7 +214,7 @@ def test_a_full_disk_leaves_the_previous_export(tmp_path):
 @ranks(2, cuda=False)
 def test_an_error_on_the_writing_rank_is_raised_on_all(rig):
     model = shard(make((64,), recipe="current"), rig)
-    with pytest.raises(OSError, match=r"/proc/nowhere|rank 0 could not write the model"):
+    with pytest.raises(OSError, match="/proc/nowhere"):
         save_pretrained(model, "/proc/nowhere", "fp8-tensor")
     # This is checked before anything is gathered.
     with pytest.raises(TypeError, match="not int"):

@@ -83,13 +83,20 @@ def save_pretrained(
 
 
 def raise_on_all(error: Exception | None) -> None:
-    """Raise this rank's error, or else the first error of another rank."""
-    errors = on_all_ranks(error)
+    """Raise this rank's error, or else the first error of another rank.
+
+    Errors of stores may not be picklable. Other ranks raise the class of Python that they extend.
+    """
+    found = None
+    if error is not None:
+        found = next(c for c in type(error).__mro__ if c.__module__ == "builtins"), str(error)
+    errors = on_all_ranks(found)
     if error is not None:
         raise error
     for rank, other in enumerate(errors):
         if other is not None:
-            raise type(other)(f"rank {rank}: {other}")
+            kind, text = other
+            raise kind(f"rank {rank}: {text}")
 
 
 def on_all_ranks(value: _T) -> list[_T]:

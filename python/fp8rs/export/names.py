@@ -131,19 +131,16 @@ def _parts(host: Any, loading: Any, name: str, shape: tuple[int, ...]) -> list[P
     found: dict[str, Tensor] = loading.revert_weight_conversion(host, {name: rows})
     if len(found) == 1:
         ((stored, same),) = found.items()
-        if same.shape == rows.shape and torch.equal(same, rows):
+        if torch.equal(same, rows):
             return [Part(stored)]
     if len(shape) < 3:
         return None
     height, parts = prod(shape[1:-1]), []
     for stored, part in found.items():
-        if part.dim() != 2 or part.shape[1] != 2 or not part.shape[0] or (part[:, 1] + 1).any():
+        first = int(part.flatten()[0]) if part.numel() else 0
+        start, stop = first % height, first % height + len(part)
+        is_range = torch.equal(part, rows.view(-1, 2)[first : first + len(part)])
+        if not is_range or not start < stop <= height:
             return None
-        first = int(part[0, 0])
-        if not torch.equal(part[:, 0], torch.arange(first, first + len(part))):
-            return None
-        start = first % height
-        if start + len(part) > height:
-            return None
-        parts.append(Part(stored, first // height, slice(start, start + len(part))))
+        parts.append(Part(stored, first // height, slice(start, stop)))
     return sorted(parts, key=lambda part: (part.matrix, part.rows.start))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -52,9 +51,9 @@ def tensors(
         X.weight_scale_inv, fp32 (ceil(out_features / 128), ceil(in_features / 128)), or
         X.weight_scale, fp32 (out_features, 1) or (1,), or uint8 (out_features, in_features / 32). A
         tied parameter is yielded once, under its first name. If the files of a transformers model
-        store experts one by one, all names are those of these files, and a matrix of an expert is
-        a layer. Otherwise, a weight Y (E, N, K) of experts has its codes in Y and E times the
-        scales of a layer in Y_scale_inv or Y_scale, (E, 1, 1) for "fp8-tensor".
+        store experts one by one, all tensors have the names in these files, and a matrix of an
+        expert is a layer. Otherwise, a weight Y (E, N, K) of experts has its codes in Y and E times
+        the scales of a layer in Y_scale_inv or Y_scale, (E, 1, 1) for "fp8-tensor".
 
     Raises:
         TypeError, ValueError: an argument is not one of these, no layer was converted, a layer does
@@ -258,11 +257,9 @@ def _unit_tensors(
             unit.reshard()
 
 
-def quantized(spec: QuantSpec, values: Tensor) -> Plane:
+def quantized(spec: QuantSpec, values: Tensor, scale: Tensor | None = None) -> Plane:
     """Quantize a matrix, or each matrix of a batch."""
-    if values.dim() > 2:
-        spec = replace(spec, batched=True)
-    row, _ = quantize_planes(spec, values, True, False)
+    row, _ = quantize_planes(spec, values, True, False, scale=scale)
     return cast(Plane, row)
 
 
@@ -352,15 +349,12 @@ def gather_like(weight: Any, part: Tensor, shape: tuple[int, ...]) -> Tensor:
 def quantized_as_in_forward(layer: Any, weight: Tensor) -> Plane:
     """Quantize a high-precision weight as the layer's next forward does."""
     spec = spec_for(layer._fp8_state.key, weight.device).weight
-    if weight.dim() > 2:
-        return quantized(spec, weight)
     scale = None
-    if layer._fp8_state.recipe.delayed:
+    if layer._fp8_state.recipe.delayed and weight.dim() == 2:  # batched weights have no history
         known = own_part(layer.fp8_scale)[0, 0]
         amax = torch.ops.fp8rs.amax(weight)
         scale = torch.where(known > 0, known, spec.scale_from_amax(amax))
-    row, _ = quantize_planes(spec, weight, True, False, scale=scale)
-    return cast(Plane, row)
+    return quantized(spec, weight, scale)
 
 
 # --- high precision ------------------------------------------------------------------------------
