@@ -171,10 +171,6 @@ def _why_no_symmetric_memory(devices: list[Device]) -> str | None:
 # --- a model -------------------------------------------------------------------------------------
 
 
-class ScriptError(Exception):
-    """A model or a model's script cannot be loaded."""
-
-
 def load_model(model: str) -> nn.Module:
     """Build a model on the meta device.
 
@@ -185,7 +181,7 @@ def load_model(model: str) -> nn.Module:
             ``AutoConfig.from_pretrained``: a folder with a config.json, or a name.
 
     Raises:
-        ScriptError: the file or the name does not exist, the name is not a model, the script raises
+        ValueError: the file or the name does not exist, the name is not a model, the script raises
             an error, or transformers has no such causal language model.
     """
     path, _, name = model.rpartition(":") if ":" in model else (model, "", "model")
@@ -193,20 +189,20 @@ def load_model(model: str) -> nn.Module:
     if not file.is_file():
         if path == model and file.suffix != ".py":
             return _from_transformers(model)
-        raise ScriptError(f"file {path} does not exist")
+        raise ValueError(f"file {path} does not exist")
     try:
         with torch.device("meta"):
             built = getattr(_run(file), name)
             built = built if isinstance(built, nn.Module) else built()
     except (Exception, SystemExit) as error:
-        raise ScriptError(
+        raise ValueError(
             f"{path} has no model or function {name!r} that can be built on the meta device: "
             f"{_shown(error, path)}. Name a torch.nn.Module, or a function without arguments that "
             "returns one. Move code that the model does not need under "
             'if __name__ == "__main__"'
         ) from error
     if not isinstance(built, nn.Module):
-        raise ScriptError(
+        raise ValueError(
             f"{path}:{name}: {name}() returns {type(built).__name__}, not a torch.nn.Module"
         )
     return built
@@ -228,7 +224,7 @@ def _from_transformers(name: str) -> nn.Module:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise ScriptError(
+        raise ValueError(
             f"file {name} does not exist. To load the transformers model of that name, install "
             "transformers: pip install transformers"
         ) from None
@@ -236,7 +232,7 @@ def _from_transformers(name: str) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
     except (OSError, ValueError) as error:
-        raise ScriptError(
+        raise ValueError(
             f"file {name} does not exist, and transformers raises {_shown(error, name)}"
         ) from error
     return model
