@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from fp8rs import __version__
@@ -140,7 +141,8 @@ def _doctor(options: argparse.Namespace) -> int:
     from fp8rs import doctor
 
     findings = doctor.examine()
-    print(doctor.as_json(findings) if options.json else doctor.as_text(findings))
+    as_json = json.dumps(asdict(findings), indent=2)
+    print(as_json if options.json else doctor.as_text(findings))
     return 0
 
 
@@ -156,7 +158,7 @@ def _report(options: argparse.Namespace) -> int:
             optimizer=options.optimizer,
             fp8_weights=options.weights == "fp8",
         )
-    except (doctor.ScriptError, ValueError) as error:
+    except ValueError as error:
         print(f"fp8rs report: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
@@ -165,13 +167,13 @@ def _report(options: argparse.Namespace) -> int:
 
 def _monitor(options: argparse.Namespace) -> int:
     from fp8rs.monitoring.plot import plot
-    from fp8rs.monitoring.records import RecordsError, read, worst
+    from fp8rs.monitoring.records import read, worst
 
     try:
         records = read(options.file)
         if options.plot is not None:
             plot(records, options.plot, options.statistic)
-    except (RecordsError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"fp8rs monitor: {error}", file=sys.stderr)
         return 2
     except ImportError:

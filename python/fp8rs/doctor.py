@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import itertools
-import json
 import os
 import platform
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path as File
 from types import ModuleType
@@ -69,8 +68,6 @@ class Findings:
 
 def examine() -> Findings:
     """Examine this machine."""
-    from fp8rs import __version__
-
     driver = _driver_cuda()
     devices = _devices()
     paths = []
@@ -78,11 +75,11 @@ def examine() -> Findings:
         paths.append(Path(name, "cpu", "dequantized", ON_CPU))
         paths += [Path(name, f"cuda:{d.index}", *gpu_path(name, d.capability)) for d in devices]
     return Findings(
-        fp8rs=__version__,
+        fp8rs=_core.__version__,
         torch=torch.__version__,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
-        cores=_cores(),
+        cores=len(os.sched_getaffinity(0)),
         cpu_simd=_core.cpu_features(),
         driver_cuda=driver,
         torch_cuda=torch.version.cuda,
@@ -91,11 +88,6 @@ def examine() -> Findings:
         no_symmetric_memory_because=_why_no_symmetric_memory(devices),
         recipes=paths,
     )
-
-
-def as_json(findings: Findings) -> str:
-    """Return the findings as a JSON object."""
-    return json.dumps(asdict(findings), indent=2)
 
 
 def as_text(findings: Findings) -> str:
@@ -176,17 +168,7 @@ def _why_no_symmetric_memory(devices: list[Device]) -> str | None:
     return None
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 # --- a model -------------------------------------------------------------------------------------
-
-
-class ScriptError(Exception):
-    """A model or a model's script cannot be loaded."""
 
 
 def load_model(model: str) -> nn.Module:
@@ -199,7 +181,7 @@ def load_model(model: str) -> nn.Module:
             ``AutoConfig.from_pretrained``: a folder with a config.json, or a name.
 
     Raises:
-        ScriptError: the file or the name does not exist, the name is not a model, the script raises
+        ValueError: the file or the name does not exist, the name is not a model, the script raises
             an error, or transformers has no such causal language model.
     """
     path, _, name = model.rpartition(":") if ":" in model else (model, "", "model")
@@ -207,20 +189,20 @@ def load_model(model: str) -> nn.Module:
     if not file.is_file():
         if path == model and file.suffix != ".py":
             return _from_transformers(model)
-        raise ScriptError(f"file {path} does not exist")
+        raise ValueError(f"file {path} does not exist")
     try:
         with torch.device("meta"):
             built = getattr(_run(file), name)
             built = built if isinstance(built, nn.Module) else built()
     except (Exception, SystemExit) as error:
-        raise ScriptError(
+        raise ValueError(
             f"{path} has no model or function {name!r} that can be built on the meta device: "
             f"{_shown(error, path)}. Name a torch.nn.Module, or a function without arguments that "
             "returns one. Move code that the model does not need under "
             'if __name__ == "__main__"'
         ) from error
     if not isinstance(built, nn.Module):
-        raise ScriptError(
+        raise ValueError(
             f"{path}:{name}: {name}() returns {type(built).__name__}, not a torch.nn.Module"
         )
     return built
@@ -242,7 +224,7 @@ def _from_transformers(name: str) -> nn.Module:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise ScriptError(
+        raise ValueError(
             f"file {name} does not exist. To load the transformers model of that name, install "
             "transformers: pip install transformers"
         ) from None
@@ -250,7 +232,7 @@ def _from_transformers(name: str) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
     except (OSError, ValueError) as error:
-        raise ScriptError(
+        raise ValueError(
             f"file {name} does not exist, and transformers raises {_shown(error, name)}"
         ) from error
     return model

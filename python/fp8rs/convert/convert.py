@@ -119,29 +119,41 @@ def convert_to_float8_training(
             "preserve_high_precision_init_val=True requires fp8_weights=True: other weights keep "
             "their high-precision values anyway"
         )
-    selected = select(module, options)
+    convert_model(module, options, preserve_high_precision_init_val)
+    return module
+
+
+def convert_model(root: nn.Module, options: Options, keep_init: bool) -> None:
+    """Convert a model, after all its layers and experts have been checked.
+
+    Args:
+        root: the model.
+        options: the arguments of the conversion, resolved.
+        keep_init: whether to keep the weights' values before quantization on the CPU.
+    """
+    selected = select(root, options)
+    weights = selected.parameters()
     for name, reason in selected.left.items():
         if reason == SHARDED:
             raise ValueError(f"{name} is sharded already: convert before fully_shard")
-    for name, owner, key in selected.parameters():
-        check_weight(owner, key, fqn_of(name), options.recipe, fp8_weights)
+    for name, owner, key in weights:
+        check_weight(owner, key, fqn_of(name), options.recipe, options.fp8_weights)
     for message in (*selected.unused, *selected.warnings):
-        warnings.warn(message, stacklevel=2)
-    if not selected.parameters():
-        if not converted(module).parameters():
-            warnings.warn(
-                "no layer was converted: the module has no nn.Linear and no experts that can be "
-                "converted, or module_filter_fn, filter_fqns and experts exclude all of them",
-                stacklevel=2,
-            )
-        return module
-    state = ModelState(options.recipe, amax_reduction_group=amax_reduction_group)
-    state.fp8_gather, state.experts = bool(options.enable_fsdp_float8_all_gather), experts
-    _convert(state, selected, fp8_weights, preserve_high_precision_init_val)
-    state.attach(module)
-    record(module, selected.left)
-    _log_conversion(module, options.recipe)
-    return module
+        warnings.warn(message, stacklevel=3)
+    if weights:
+        state = ModelState(options.recipe, amax_reduction_group=options.amax_reduction_group)
+        state.fp8_gather = bool(options.enable_fsdp_float8_all_gather)
+        state.experts = options.experts
+        _convert(state, selected, options.fp8_weights, keep_init)
+        state.attach(root)
+        record(root, selected.left)
+        _log_conversion(root, options.recipe)
+    elif not converted(root).parameters():
+        warnings.warn(
+            "no layer was converted: the module has no nn.Linear and no experts that can be "
+            "converted, or module_filter_fn, filter_fqns and experts exclude all of them",
+            stacklevel=3,
+        )
 
 
 def _convert(state: ModelState, selected: Selection, fp8_weights: bool, keep_init: bool) -> None:

@@ -70,10 +70,8 @@ class Experts:
     def of(cls, name: str, module: Any) -> Experts:
         """Return a converted module."""
         gemms: Any = getattr(module, "_gemms", "gather")
-        reason, activation = (
-            getattr(module, "_gemms_reason", ""),
-            getattr(module, "_fp8_activation", None),
-        )
+        reason = getattr(module, "_gemms_reason", "")
+        activation = getattr(module, "_fp8_activation", None)
         return cls(name, module, tuple(module._fp8_params), gemms, reason, activation)
 
     @property
@@ -121,18 +119,21 @@ def select_experts(
         ValueError: ``experts="fp8"`` is requested for a weight without FP8 GEMMs, or the module was
             converted with other options.
     """
-    converted = module._fp8_params if isinstance(module, Float8Params) else {}
+    converted: Any = getattr(module, "_fp8_params", {})
     if not all(options.names(fqn_of(name, key)) for key in converted):
         options.check(name, cast(Float8Params, module))
     weights = batched_parameters(module)
+    in_any_module = options.experts in ("gather", "fp8")
     taken, left = [], {}
-    for key in (key for key in weights if key not in converted):
+    for key, weight in weights.items():
+        is_weight = _may_be(module) if in_any_module else is_expert(module, weight)
+        if key in converted or not is_weight:
+            continue
         fqn = fqn_of(name, key)
-        tied = [other for other in names[id(weights[key])] if other != fqn]
-        reason = _why_not(module, key, fqn, tied, options)
-        if reason:
+        tied = [other for other in names[id(weight)] if other != fqn]
+        if reason := _why_not(module, weight, fqn, tied, options):
             left[fqn] = reason
-        elif reason is not None:
+        else:
             taken.append(key)
     if not taken:
         return None, left
@@ -140,23 +141,16 @@ def select_experts(
 
 
 def _why_not(
-    module: nn.Module, key: str, fqn: str, tied: Sequence[str], options: Options
-) -> str | None:
-    """Return why a batched parameter stays in high precision.
-
-    The result is an empty string if it is converted, and None if it is not a weight of experts.
-    """
-    weight, mode = module._parameters[key], options.experts
-    assert weight is not None
-    if not (is_expert(module, weight) if mode in ("auto", "off") else _may_be(module)):
-        return None
+    module: nn.Module, weight: Tensor, fqn: str, tied: Sequence[str], options: Options
+) -> str:
+    """Return why a weight of experts stays in high precision, or an empty string."""
     if options.names(fqn):
         return NAMED
     if isinstance(module, Float8Params):
         return "its module is converted already"
-    if mode == "off":
+    if options.experts == "off":
         return "experts='off'"
-    if mode == "auto" and not is_known(module):
+    if options.experts == "auto" and not is_known(module):
         return "not known as experts, see experts='gather'"
     if weight.dtype not in INPUT_DTYPES:
         return f"its dtype is {weight.dtype}"
@@ -175,16 +169,16 @@ def _experts(
         whole: whether these are all of its weights.
         options: the arguments of the conversion.
     """
-    name_of, recipe = name or "the root", options.recipe
+    fqn, recipe = fqn_of(name), options.recipe
     if isinstance(module, GroupedLinear) and module.recipe != recipe:
         raise ValueError(
-            f"{name_of} is a GroupedLinear with recipe {describe(module.recipe)!r}, not "
+            f"{fqn} is a GroupedLinear with recipe {describe(module.recipe)!r}, not "
             f"{describe(recipe)!r}. Build it with that recipe, or exclude it by filter_fqns"
         )
     reason = _why_no_fp8_gemms(module, parameters, recipe)
     if options.experts == "fp8" and reason:
         raise ValueError(
-            f"experts='fp8' is not possible for {name_of}: {reason}. Use experts='gather', or "
+            f"experts='fp8' is not possible for {fqn}: {reason}. Use experts='gather', or "
             "exclude it by filter_fqns"
         )
     if options.experts == "gather":
@@ -258,7 +252,9 @@ def convert_experts(state: ModelState, modules: Iterable[Experts]) -> None:
             experts.gemms != "gather" or module.config._experts_implementation == "grouped_mm"
         ):
             module._fp8_activation = experts.activation
-            _register()
+            # transformers has built the module, so it is imported.
+            registry: Any = sys.modules["transformers.integrations.moe"]
+            registry.ALL_EXPERTS_FUNCTIONS.register(TRANSFORMERS_KEY, experts_forward)
             module.config._experts_implementation = TRANSFORMERS_KEY
 
 
@@ -268,16 +264,7 @@ def _activation(module: Any, recipe: Recipe, gemms: Gemms) -> str | None:
     if gemms == "gather" or not per_tensor or not uses_registry(module):
         return None
     plain = module.has_gate and module.is_concatenated and not module.has_bias
-    if not plain or module.is_transposed or _apply_gate(module) != "_default_apply_gate":
+    apply_gate = getattr(type(module)._apply_gate, "__name__", "")
+    if not plain or module.is_transposed or apply_gate != "_default_apply_gate":
         return None
     return _ACTIVATIONS.get(type(module.act_fn).__name__)
-
-
-def _apply_gate(module: Any) -> str:
-    return str(getattr(type(module)._apply_gate, "__name__", ""))
-
-
-def _register() -> None:
-    # A module with experts of transformers exists, so transformers is imported.
-    registry: Any = sys.modules["transformers.integrations.moe"]
-    registry.ALL_EXPERTS_FUNCTIONS.register(TRANSFORMERS_KEY, experts_forward)

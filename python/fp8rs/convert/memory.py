@@ -73,12 +73,7 @@ class Memory:
         return sum(getattr(self, part.name) for part in fields(self))
 
 
-def memory_of(
-    groups: Sequence[Group],
-    *,
-    reduce_dtype: torch.dtype | None,
-    states: States,
-) -> Memory:
+def memory_of(groups: Sequence[Group], reduce_dtype: torch.dtype | None, states: States) -> Memory:
     """Return the memory of a rank.
 
     Args:

@@ -13,7 +13,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fp8rs.convert.convert import convert_to_float8_training
+from fp8rs.convert.convert import convert_model
 from fp8rs.convert.fp8_weights import dequantize_weight, quantize_weight
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options
 from fp8rs.convert.select import select, why_not
@@ -61,29 +61,23 @@ def quantized_init(
         fp8_weights=True,
         experts=experts,
     ).resolved()
-    filter_fqns = options.filter_fqns
-    quantizes_early = module_filter_fn is None and not filter_fqns
-    linears: dict[int, nn.Linear] = {}
+    quantizes_early = module_filter_fn is None and not options.filter_fqns
     built: dict[int, nn.Module] = {}
     children: set[int] = set()
 
     def on_parameter(module: nn.Module, name: str, parameter: Any) -> None:
         built[id(module)] = module
-        if isinstance(module, nn.Linear):
-            linears[id(module)] = module
 
     def on_child(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is None:
             return
         built[id(parent)] = parent
         children.add(id(child))
-        layer = linears.get(id(child))
-        if quantizes_early and layer is not None and _can_be_converted(layer):
-            quantize_weight(layer, "weight", options.recipe, preserve_high_precision_init_val)
+        if quantizes_early and id(child) in built and _can_be_converted(child):
+            quantize_weight(child, "weight", options.recipe, preserve_high_precision_init_val)
 
     def keep(module: nn.Module, name: str) -> bool:
-        built_here = id(module) in linears
-        return built_here and (module_filter_fn is None or module_filter_fn(module, name))
+        return id(module) in built and (module_filter_fn is None or module_filter_fn(module, name))
 
     hooks = (
         register_module_parameter_registration_hook(on_parameter),
@@ -94,29 +88,21 @@ def quantized_init(
     finally:
         for hook in hooks:
             hook.remove()
+    at_exit = replace(options, module_filter_fn=keep)
     for root in (module for key, module in built.items() if key not in children):
-        inside = [m for m in root.modules() if id(m) in linears]
+        inside = [m for m in root.modules() if isinstance(m, nn.Linear) and id(m) in built]
         if not inside:
-            found = select(root, replace(options, module_filter_fn=keep)).experts
+            found = select(root, at_exit).experts
             if not any(id(each.module) in built for each in found):
                 continue
-        convert_to_float8_training(
-            root,
-            recipe=options.recipe,
-            module_filter_fn=keep,
-            filter_fqns=filter_fqns,
-            amax_reduction_group=amax_reduction_group,
-            fp8_weights=True,
-            experts=experts,
-            preserve_high_precision_init_val=preserve_high_precision_init_val,
-        )
+        convert_model(root, at_exit, preserve_high_precision_init_val)
         for layer in inside:
-            if isinstance(layer, nn.Linear) and not isinstance(layer, Float8Linear):
+            if not isinstance(layer, Float8Linear):
                 dequantize_weight(layer)  # tied or changed after it was registered
 
 
-def _can_be_converted(layer: nn.Linear) -> bool:
-    """Return whether a layer can be converted, regardless of the rest of the model."""
-    if isinstance(layer, Float8Linear):
-        return layer._fp8_state.standalone
-    return why_not(layer) is None
+def _can_be_converted(module: nn.Module) -> bool:
+    """Return whether a module is a layer that can be converted, whatever the rest of the model."""
+    if isinstance(module, Float8Linear):
+        return module._fp8_state.standalone
+    return isinstance(module, nn.Linear) and why_not(module) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,16 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8rs.convert.experts import Experts
-from fp8rs.convert.memory import STATES, Memory, States, memory_of
+from fp8rs.convert.memory import STATES, States, memory_of
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import Selection, converted, select
 from fp8rs.convert.sizes import Layouts, groups_of, layouts_of
 from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe
-
-__all__ = ["Left", "Memory", "Report", "report"]
 
 #: Rows per expert for which a report names GEMMs.
 ROWS_PER_EXPERT = (128, 1024, 8192)
@@ -104,24 +102,20 @@ def report(
     )
     found, options, layouts = _modules(model, options)
     world_size = _ranks(world_size, model)
-    fp8, plain = (
-        groups_of(
-            model,
-            which,
-            world_size=world_size,
-            param_dtype=param_dtype,
-            reshard_after_forward=reshard_after_forward,
-            unit_fn=fsdp_unit_fn,
-            fp8_weights=fp8_weights,
-        )
-        for which in (layouts, {})
+    groups = partial(
+        groups_of,
+        model,
+        world_size=world_size,
+        param_dtype=param_dtype,
+        reshard_after_forward=reshard_after_forward,
+        unit_fn=fsdp_unit_fn,
+        fp8_weights=fp8_weights,
     )
+    fp8, plain = groups(layouts), groups({})
     if optimizer is None:
         trained = (p for group in fp8 for p in group.parameters if p.trained)
         optimizer = "fp8rs-adamw" if any(p.is_fp8_weight for p in trained) else "adamw"
-    memory, memory_high_precision = (
-        memory_of(of, reduce_dtype=reduce_dtype, states=_states(optimizer)) for of in (fp8, plain)
-    )
+    states = _states(optimizer)
     return Report(
         recipe=options.recipe,
         world_size=world_size,
@@ -133,15 +127,19 @@ def report(
         converted=tuple(dict.fromkeys(name for name, _, _ in found.parameters())),
         converted_parameters=sum(getattr(m, key).numel() for _, m, key in found.parameters()),
         parameters=sum(p.numel() for p in model.parameters()),
-        gemms={fqn: gemms for one in found.experts for fqn, gemms in _gemms(one, options.recipe)},
+        gemms={
+            fqn: {rows: str(one.choices(rows, options.recipe)[key]) for rows in ROWS_PER_EXPERT}
+            for one in found.experts
+            for fqn, key in zip(one.fqns, one.parameters, strict=True)
+        },
         gemm_reasons={fqn: one.reason for one in found.experts for fqn in one.fqns if one.reason},
         left=_left(model, found),
         units=tuple(group.name for group in fp8),
         gathered=sum(group.gathers * group.gathered_bytes for group in fp8),
         gathered_high_precision=sum(group.gathers * group.gathered_bytes for group in plain),
         scattered=sum(group.scattered_bytes(reduce_dtype) for group in fp8),
-        memory=memory,
-        memory_high_precision=memory_high_precision,
+        memory=memory_of(fp8, reduce_dtype, states),
+        memory_high_precision=memory_of(plain, reduce_dtype, states),
     )
 
 
@@ -174,13 +172,6 @@ def _modules(model: nn.Module, options: Options) -> tuple[Selection, Options, La
         if (m._fp8_state.fp8_gather if states else options.enable_fsdp_float8_all_gather)
     )
     return found, options, layouts_of(options.recipe, gathered)
-
-
-def _gemms(experts: Experts, recipe: Recipe) -> Iterable[tuple[str, dict[int, str]]]:
-    """Return the names of a module's weights, and their GEMMs by rows per expert."""
-    choices = {rows: experts.choices(rows, recipe) for rows in ROWS_PER_EXPERT}
-    for fqn, key in zip(experts.fqns, experts.parameters, strict=True):
-        yield fqn, {rows: str(choice[key]) for rows, choice in choices.items()}
 
 
 def _states(optimizer: str | float) -> States:

@@ -177,7 +177,7 @@ def select(root: nn.Module, options: Options) -> Selection:
     """
     found = Selection()
     filtered = {n for n, m in root.named_modules() if isinstance(m, nn.Linear)}
-    filtered |= {n for n, p in root.named_parameters() if _is_batch(p)}
+    filtered |= {fqn_of(n, key) for n, m in root.named_modules() for key in batched_parameters(m)}
     unused = [part for part in options.filter_fqns if not any(part in name for name in filtered)]
     if unused:
         found.unused.append(
@@ -284,11 +284,6 @@ def _check_whole(layers: Iterable[tuple[str, nn.Linear]]) -> None:
                     "layer of that module is excluded. Build the module without recipe, or convert "
                     "all of its layers"
                 )
-
-
-def _is_batch(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has the shape of a batch of matrices."""
-    return not nn.parameter.is_lazy(parameter) and parameter.dim() > 2
 
 
 def _parameter_names(root: nn.Module) -> dict[int, list[str]]:

@@ -214,11 +214,9 @@ def _owned(root: nn.Module, unit_fn: UnitFn | None) -> list[tuple[str, list[_Pla
     """Return the names of units, and the parameters that FSDP2 gathers for each."""
     if any(isinstance(m, FSDPModule) for m in root.modules()):
         return _fsdp_groups(root)
-    if unit_fn is None:
-        usual = usual_units(root)
-        units = ["", *(name for name, _ in root.named_modules() if name in usual)]
-    else:
-        units = ["", *(name for name, m in root.named_modules() if name and unit_fn(m, name))]
+    usual = usual_units(root)
+    is_unit = unit_fn or (lambda _, name: name in usual)
+    units = ["", *(name for name, m in root.named_modules() if name and is_unit(m, name))]
     owned: dict[str, list[_Place]] = {unit: [] for unit in units}
     seen: set[int] = set()
     for prefix, module in root.named_modules():
@@ -233,10 +231,8 @@ def _owned(root: nn.Module, unit_fn: UnitFn | None) -> list[tuple[str, list[_Pla
 
 def _fsdp_groups(root: nn.Module) -> list[tuple[str, list[_Place]]]:
     """Return the groups of a sharded model, with the sharded parameters."""
-    found: list[tuple[str, list[_Place]]] = []
-    seen: set[int] = set()
+    # Modules that are sharded together have one group, which is of the first of them.
+    units: dict[int, tuple[str, list[_Place]]] = {}
     for unit, group in fsdp_groups(root):
-        if id(group) not in seen:
-            seen.add(id(group))
-            found.append((unit, [fsdp_place(p) for p in group.fsdp_params]))
-    return found
+        units.setdefault(id(group), (unit, [fsdp_place(p) for p in group.fsdp_params]))
+    return list(units.values())

@@ -10,11 +10,12 @@ from typing import Any
 from fp8rs.quantize.recipes import Recipe, resolve_recipe
 from fp8rs.tensor import formats
 
-_CASTS = (
-    "cast_config_input",
-    "cast_config_weight",
-    "cast_config_grad_output",
-)
+#: The fields of operands, and the default dtype of each.
+_CASTS = {
+    "cast_config_input": formats.E4M3,
+    "cast_config_weight": formats.E4M3,
+    "cast_config_grad_output": formats.E5M2,
+}
 _SECOND_CASTS = {
     "cast_config_input_for_grad_weight": "cast_config_input",
     "cast_config_weight_for_grad_input": "cast_config_weight",
@@ -65,7 +66,7 @@ def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
             )
     dtypes = [
         getattr(getattr(config, name), "target_dtype", None) or default
-        for name, default in zip(_CASTS, (formats.E4M3, formats.E4M3, formats.E5M2), strict=True)
+        for name, default in _CASTS.items()
     ]
     if dtypes[:2] != [formats.E4M3] * 2 or dtypes[2] not in formats.FP8_MAX:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from importlib import import_module
@@ -23,6 +23,8 @@ from .formats import ServingFormat, serving_format
 from .tensors import kept_layers, tensors
 
 INDEX = "model.safetensors.index.json"
+
+_T = TypeVar("_T")
 
 
 def save_pretrained(
@@ -61,15 +63,15 @@ def save_pretrained(
     serving = serving_format(format, scale_fmt)
     if not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; it must be a positive int")
-    # These raise on every rank.
-    save, path = safetensors_writer(), locate(directory)
+    import_safetensors()  # raises on every rank, like the following lines
+    path = locate(directory)
     config = json_of(config_of(model, serving, dtype))
     each = tensors(model, format, dtype=dtype, scale_fmt=scale_fmt)
     writes = not dist.is_initialized() or dist.get_rank() == 0
     error: OSError | None = None
     try:
         if writes:
-            with ExportWriter(path, max_shard_bytes, save) as files:
+            with ExportWriter(path, max_shard_bytes) as files:
                 for name, tensor in each:
                     files.add(name, tensor)
                 files.finish(config)
@@ -80,13 +82,21 @@ def save_pretrained(
     raise_on_all(error)
 
 
-def raise_on_all(error: OSError | None) -> None:
-    """Raise the first rank's error on every rank."""
-    first = on_all_ranks(None if error is None else str(error))[0]
+def raise_on_all(error: Exception | None) -> None:
+    """Raise this rank's error, or else the first error of another rank.
+
+    Errors of stores may not be picklable. Other ranks raise the class of Python that they extend.
+    """
+    found = None
+    if error is not None:
+        found = next(c for c in type(error).__mro__ if c.__module__ == "builtins"), str(error)
+    errors = on_all_ranks(found)
     if error is not None:
         raise error
-    if first is not None:
-        raise OSError(f"rank 0 could not write the model: {first}")
+    for rank, other in enumerate(errors):
+        if other is not None:
+            kind, text = other
+            raise kind(f"rank {rank}: {text}")
 
 
 def on_all_ranks(value: _T) -> list[_T]:
@@ -104,7 +114,9 @@ def config_of(model: nn.Module, serving: ServingFormat, dtype: torch.dtype) -> d
     has_config = hasattr(model_config, "to_diff_dict")
     config: dict[str, Any] = dict(model_config.to_diff_dict()) if has_config else {}
     if config:
-        config.setdefault("architectures", [architecture(model)])
+        # Without the names of torch.compile and FSDP2.
+        name = type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
+        config.setdefault("architectures", [name])
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("quantization_config", None)
@@ -113,19 +125,9 @@ def config_of(model: nn.Module, serving: ServingFormat, dtype: torch.dtype) -> d
     return config
 
 
-def architecture(model: nn.Module) -> str:
-    """Return the name of a model's class, without the names of torch.compile and FSDP2."""
-    return type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
-
-
 def json_of(value: Any) -> str:
     """Return a value as the text of a JSON file."""
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
-
-
-_T = TypeVar("_T")
-#: Writes tensors to a file.
-SaveFile = Callable[[dict[str, Tensor], Path], None]
 
 
 def import_safetensors() -> Any:
@@ -139,31 +141,16 @@ def import_safetensors() -> Any:
         ) from error
 
 
-def safetensors_writer() -> SaveFile:
-    """Return a function that writes tensors to a file. It raises OSError if the disk is full."""
-    error_of_disk = import_safetensors().SafetensorError
-    from safetensors.torch import save_file
-
-    def save(tensors: dict[str, Tensor], path: Path) -> None:
-        try:
-            save_file(tensors, path, metadata={"format": "pt"})
-        except error_of_disk as error:
-            raise OSError(f"{path}: {error}") from error
-
-    return save
-
-
 class ExportWriter:
     """Writes the files of one export. `finish` replaces an earlier export.
 
     Args:
         directory: a local path, or the URL of a store.
         max_bytes: maximum size of a file. A file with one tensor may be larger.
-        save: writes tensors to a local file.
     """
 
-    def __init__(self, directory: Path | str, max_bytes: int, save: SaveFile) -> None:
-        self._local, self._max_bytes, self._save = isinstance(directory, Path), max_bytes, save
+    def __init__(self, directory: Path | str, max_bytes: int) -> None:
+        self._local, self._max_bytes = isinstance(directory, Path), max_bytes
         self._part: dict[str, Tensor] = {}
         self._part_bytes = self._total_bytes = 0
         #: The names of the tensors in each written file.
@@ -183,14 +170,16 @@ class ExportWriter:
         self._total_bytes += size
 
     def _write(self) -> None:
-        path = f"{self._new}/{len(self._written)}.safetensors"
-        if self._local:
-            self._save(self._part, Path(path))
-        else:
-            with tempfile.TemporaryDirectory() as folder, _os_errors(path):
-                local = Path(folder, "part.safetensors")
-                self._save(self._part, local)
-                self._store.put_file(str(local), path)
+        from safetensors.torch import save_file
+
+        path, metadata = f"{self._new}/{len(self._written)}.safetensors", {"format": "pt"}
+        with _os_errors(path):
+            if self._local:
+                save_file(self._part, path, metadata)
+            else:
+                with tempfile.TemporaryDirectory() as folder:
+                    save_file(self._part, f"{folder}/part.safetensors", metadata)
+                    self._store.put_file(f"{folder}/part.safetensors", path)
         self._written.append(list(self._part))
         self._part, self._part_bytes = {}, 0
 
@@ -199,7 +188,9 @@ class ExportWriter:
         if self._part:
             self._write()
         count = len(self._written)
-        names = [file_name(i, count) for i in range(count)]
+        names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        if count == 1:
+            names = ["model.safetensors"]
         texts = {"config.json": config}
         if count > 1:
             where = {t: file for file, held in zip(names, self._written, strict=True) for t in held}
@@ -232,17 +223,10 @@ class ExportWriter:
 
 @contextmanager
 def _os_errors(path: Path | str) -> Iterator[None]:
-    """Raise the errors of stores as OSError."""
+    """Raise the errors of stores and of safetensors as OSError."""
     try:
         yield
     except OSError:
         raise
     except Exception as error:
         raise OSError(f"{path}: {type(error).__name__}: {error}") from error
-
-
-def file_name(number: int, count: int) -> str:
-    """Return the name of one of ``count`` files."""
-    if count == 1:
-        return "model.safetensors"
-    return f"model-{number + 1:05}-of-{count:05}.safetensors"

@@ -112,21 +112,21 @@ FORMATS: dict[str, ServingFormat] = {
         ServingFormat("bf16"),
         ServingFormat(
             "fp8-block",
-            QuantSpec(formats.BLOCK_128X128, formats.E4M3),
+            QuantSpec(formats.BLOCK_128X128, formats.E4M3, batched=True),
             (formats.BLOCK_128X128,),
             "weight_scale_inv",
             config=_block_config,
         ),
         ServingFormat(
             "fp8-row",
-            QuantSpec(formats.ROW, formats.E4M3),
+            QuantSpec(formats.ROW, formats.E4M3, batched=True),
             (formats.ROW,),
             "weight_scale",
             config=_compressed("float-quantized", {"strategy": "channel"}, {"strategy": "token"}),
         ),
         ServingFormat(
             "fp8-tensor",
-            QuantSpec(formats.TENSOR, formats.E4M3),
+            QuantSpec(formats.TENSOR, formats.E4M3, batched=True),
             (formats.TENSOR,),
             "weight_scale",
             _each_matrix,
@@ -134,7 +134,7 @@ FORMATS: dict[str, ServingFormat] = {
         ),
         ServingFormat(
             "mxfp8",
-            QuantSpec(formats.MX_1X32, formats.E4M3),
+            QuantSpec(formats.MX_1X32, formats.E4M3, batched=True),
             (formats.MX_1X32, formats.MX_32X32),
             "weight_scale",
             _each_row,

@@ -30,9 +30,9 @@ from fp8rs.nn.fp8_params import reset_scales
 from fp8rs.tensor.formats import MX_1X32, MX_32X32
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .files import on_all_ranks
+from .files import on_all_ranks, raise_on_all
 from .names import Part, stored_parts
-from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Slice, StoredTensors, read_parts
+from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Span, StoredTensors, read_parts
 from .tensors import check_expert_parallel, is_fp8, persistent_buffers
 
 #: The number of names of one kind that an error lists.
@@ -75,15 +75,14 @@ class Target:
     scale: Tensor | None = None
 
     @property
-    def part(self) -> Slice:
-        """The start and the size of this rank's part."""
+    def part(self) -> list[Span]:
+        """The start and the size of this rank's part along each dimension."""
         tensor: Any = self.tensor
+        shape = tuple(tensor.shape)
         if not is_distributed(tensor):
-            return (0,) * tensor.dim(), tuple(tensor.shape)
-        size, begin = local_shape_and_offset(
-            tuple(tensor.shape), tensor.device_mesh, tensor.placements
-        )
-        return begin, size
+            return [(0, size) for size in shape]
+        sizes, starts = local_shape_and_offset(shape, tensor.device_mesh, tensor.placements)
+        return list(zip(starts, sizes, strict=True))
 
     @property
     def fp8_weight(self) -> QuantizedTensor | None:
@@ -97,13 +96,11 @@ class RankFindings:
     """Findings of one rank before anything is written.
 
     Attributes:
-        error: the error that was raised while the files were opened or compared.
         missing: names of targets that the files do not contain.
         used: names of the tensors of the files that are used.
         fp8: for the name of each FP8 weight, whether this rank can load codes and scales.
     """
 
-    error: Exception | None = None
     missing: list[str] = field(default_factory=list)
     used: list[str] = field(default_factory=list)
     fp8: dict[str, bool] = field(default_factory=dict)
@@ -145,21 +142,15 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    findings, stored, found = RankFindings(), None, []
+    error: Exception | None = None
     try:
         stored = StoredTensors(directory)
         found = targets(model, stored)
-        compare(stored, found, findings)
-    except Exception as error:
-        findings.error = error
-    all_findings = on_all_ranks(findings)
-    if findings.error is not None:
-        raise findings.error
-    for rank, other in enumerate(all_findings):
-        if other.error is not None:
-            raise type(other.error)(f"rank {rank}: {other.error}")
-    assert stored is not None
-    loaded = summary(stored, all_findings)
+        findings = compare(stored, found)
+    except Exception as e:
+        error = e
+    raise_on_all(error)
+    loaded = summary(stored, on_all_ranks(findings))
     if strict and (loaded.missing_keys or loaded.unexpected_keys):
         raise ValueError(
             f"{directory} does not match the model, and nothing was loaded. Pass strict=False to "
@@ -206,13 +197,13 @@ def targets(model: nn.Module, stored: StoredTensors) -> list[Target]:
     return list(found.values())
 
 
-def compare(stored: StoredTensors, found: Iterable[Target], findings: RankFindings) -> None:
+def compare(stored: StoredTensors, found: Iterable[Target]) -> RankFindings:
     """Compare the files with this rank's tensors.
 
     Raises:
         ValueError: some tensors do not match. The message lists them.
     """
-    problems: list[str] = []
+    findings, problems = RankFindings(), list[str]()
     for target in found:
         known = len(problems)
         for part in chain.from_iterable(target.sources):
@@ -241,6 +232,7 @@ def compare(stored: StoredTensors, found: Iterable[Target], findings: RankFindin
             f"{stored.directory} does not match the model, and nothing was loaded"
             + list_names("these tensors differ", problems)
         )
+    return findings
 
 
 def check(stored: StoredTensors, target: Target, part: Part) -> None:
@@ -299,7 +291,7 @@ def read_values(
     """Read this rank's part of a tensor in high precision."""
     read = partial(stored.read_values, device=torch.device(device))
     values = read_parts(parts, target.part, tuple(target.tensor.shape), read)
-    return values.to(device).view(tuple(target.part[1]))
+    return values.to(device).view(own_part(target.tensor).shape)
 
 
 def read_weight_scales(stored: StoredTensors, target: Target) -> Tensor | None:
@@ -317,20 +309,21 @@ def read_weight_scales(stored: StoredTensors, target: Target) -> Tensor | None:
     block = MX_1X32.block if format.microscaled else format.block
     if any(s.block != block or (format.microscaled and not s.e8m0) for s in scales):
         return None
-    shape, (begin, size) = tuple(target.tensor.shape), map(list, target.part)
+    shape, spans = tuple(target.tensor.shape), target.part
     if format.per_tensor:
         # The tensors of a matrix need equal scales, also those without rows of this rank.
-        begin[1:], size[1:] = [0] * len(begin[1:]), shape[1:]
+        spans[1:] = [(0, size) for size in shape[1:]]
     elif any(part.rows.start % format.block[0] for part in parts if part.matrix is not None):
         return None
     if format is MX_32X32:
         if len(shape) > 3:
             return None
-        # The rows of a block need equal scales, also rows of other ranks.
-        stop = min(-(-(begin[-2] + size[-2]) // 32) * 32, shape[-2]) if size[-2] else begin[-2]
-        begin[-2] -= begin[-2] % 32 if size[-2] else 0
-        size[-2] = stop - begin[-2]
-    own = read_parts(parts, (begin, size), shape, stored.read_scales)
+        start, size = spans[-2]
+        if size:  # the rows of a block need equal scales, also rows of other ranks
+            first_row = start - start % 32
+            stop = min(-(-(start + size) // 32) * 32, shape[-2])
+            spans[-2] = first_row, stop - first_row
+    own = read_parts(parts, spans, shape, stored.read_scales)
     rows = own.shape[-2]
     shared = 32 if format is MX_32X32 else rows if format.per_tensor else 1
     first = own[..., :: max(shared, 1), :]
@@ -356,18 +349,13 @@ def write(stored: StoredTensors, target: Target, exact: bool) -> None:
     if not exact or cast(QuantizedTensor, local).format is MX_1X32:
         values = read_values(stored, target, target.sources[0], local.device)
         tensor.copy_(dtensor_like(tensor, values) if is_distributed(tensor) else values)
-    if exact:
-        write_codes(stored, target)
-
-
-def write_codes(stored: StoredTensors, target: Target) -> None:
-    """Load the codes and scales of an FP8 weight unchanged."""
-    weight, parts = target.fp8_weight, parts_of(target.tensor)
-    assert weight is not None and parts is not None and target.scale is not None
+    if not exact:
+        return
+    parts = parts_of(tensor)
+    assert parts is not None and target.scale is not None
     if (own := own_part(parts[SCALE])).numel():
         parts[SCALE] = target.scale.view(own.shape)
-    if weight.numel():
-        shape = tuple(target.tensor.shape)
-        codes = read_parts(target.sources[0], target.part, shape, stored.read)
-        parts[""] = codes.view(weight.shape)
-    load_parts(target.tensor, parts)
+    if local.numel():
+        codes = read_parts(target.sources[0], target.part, tuple(tensor.shape), stored.read)
+        parts[""] = codes.view(local.shape)
+    load_parts(tensor, parts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -61,9 +62,8 @@ def stored_parts(model: nn.Module) -> dict[str, list[Part]]:
         transformers.
     """
     model = getattr(model, "_orig_mod", model)
-    tensors = {
-        plain_name(name): tensor for name, tensor in (*_parameters(model), *model.named_buffers())
-    }
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
+    tensors = {plain_name(name): tensor for name, tensor in named}
     library, loading = map(sys.modules.get, (f"transformers.{name}" for name in _MODULES))
     if library is None or loading is None or not isinstance(model, library.PreTrainedModel):
         return {}
@@ -82,10 +82,6 @@ def stored_parts(model: nn.Module) -> dict[str, list[Part]]:
 
 
 _MODULES = ("modeling_utils", "core_model_loading")
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return model.named_parameters(remove_duplicate=False)
 
 
 def _host(model: Any, loading: Any) -> Any:
@@ -135,19 +131,16 @@ def _parts(host: Any, loading: Any, name: str, shape: tuple[int, ...]) -> list[P
     found: dict[str, Tensor] = loading.revert_weight_conversion(host, {name: rows})
     if len(found) == 1:
         ((stored, same),) = found.items()
-        if same.shape == rows.shape and torch.equal(same, rows):
+        if torch.equal(same, rows):
             return [Part(stored)]
     if len(shape) < 3:
         return None
     height, parts = prod(shape[1:-1]), []
     for stored, part in found.items():
-        if part.dim() != 2 or part.shape[1] != 2 or not part.shape[0] or (part[:, 1] + 1).any():
+        first = int(part.flatten()[0]) if part.numel() else 0
+        start, stop = first % height, first % height + len(part)
+        is_range = torch.equal(part, rows.view(-1, 2)[first : first + len(part)])
+        if not is_range or not start < stop <= height:
             return None
-        first = int(part[0, 0])
-        if not torch.equal(part[:, 0], torch.arange(first, first + len(part))):
-            return None
-        start = first % height
-        if start + len(part) > height:
-            return None
-        parts.append(Part(stored, first // height, slice(start, start + len(part))))
+        parts.append(Part(stored, first // height, slice(start, stop)))
     return sorted(parts, key=lambda part: (part.matrix, part.rows.start))

@@ -27,9 +27,6 @@ from .names import Part
 #: Rows and columns of one scale. -1 is the whole extent.
 Block = tuple[int, int]
 
-#: The start and the size of a part of a tensor.
-Slice = tuple[Sequence[int], Sequence[int]]
-
 #: The start and the size along one dimension.
 Span = tuple[int, int]
 
@@ -104,8 +101,6 @@ class StoredTensors:
                 "download the model first, for example with huggingface_hub.snapshot_download"
             )
         self._opened: dict[str, Any] = {}
-        self._slices: dict[str, Any] = {}
-        self._scales: dict[str, Scales] = {}
         config = self.directory / "config.json"
         quantization = _json(config).get("quantization_config") if config.exists() else None
         self.blocks = () if quantization is None else tuple(_declared(quantization, self.directory))
@@ -139,13 +134,11 @@ class StoredTensors:
         return self._opened[name]
 
     def _slice(self, name: str) -> Any:
-        if name not in self._slices:
-            try:
-                self._slices[name] = self._file(self.files[name]).get_slice(name)
-            except self._error as error:
-                path = self.directory / self.files[name]
-                raise OSError(f"{path} has no tensor {name}: {error}") from error
-        return self._slices[name]
+        try:
+            return self._file(self.files[name]).get_slice(name)
+        except self._error as error:
+            path = self.directory / self.files[name]
+            raise OSError(f"{path} has no tensor {name}: {error}") from error
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
@@ -158,10 +151,9 @@ class StoredTensors:
         """Return the safetensors type of a tensor."""
         return str(self._slice(name).get_dtype())
 
-    def read(self, name: str, part: Slice) -> Tensor:
+    def read(self, name: str, part: Sequence[Span]) -> Tensor:
         """Read a part of a tensor to the CPU. The result may be a view of the mapped file."""
-        begin, size = part
-        slices = tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))
+        slices = tuple(slice(start, start + size) for start, size in part)
         read: Tensor = self._slice(name)[slices or ...]
         return read
 
@@ -177,11 +169,6 @@ class StoredTensors:
         Raises:
             ValueError: there are none, or their type or shape is not supported.
         """
-        if weight not in self._scales:
-            self._scales[weight] = self._find(weight)
-        return self._scales[weight]
-
-    def _find(self, weight: str) -> Scales:
         *batch, rows, cols = shape = self.shape(weight)
         name = next((weight + s for s in SCALE_SUFFIXES if weight + s in self), None)
         if name is None:
@@ -205,7 +192,7 @@ class StoredTensors:
             "(-1: the whole extent) has that many"
         )
 
-    def read_scales(self, weight: str, part: Slice) -> Tensor:
+    def read_scales(self, weight: str, part: Sequence[Span]) -> Tensor:
         """Read the scales of all blocks that overlap a part of a weight.
 
         Returns:
@@ -215,24 +202,25 @@ class StoredTensors:
         scales = self.scales(weight)
         *batch, rows, cols = _matrices(part, self.shape(weight))
         blocks = [_blocks(b, *span) for b, span in zip(scales.block, (rows, cols), strict=True)]
-        starts, counts = zip(*batch, *blocks, strict=True)
-        dims = len(scales.shape)  # scales of rows may be stored as a vector
-        read = self.read(scales.name, (starts[:dims], counts[:dims])).reshape(counts)
+        spans = [*batch, *blocks]
+        # Scales of rows may be stored as a vector.
+        read = self.read(scales.name, spans[: len(scales.shape)])
+        read = read.reshape([count for _, count in spans])
         if scales.dtype == "U8":
             return read.contiguous().view(torch.float8_e8m0fnu)
         return read if scales.e8m0 else read.to(torch.float32)
 
-    def read_values(self, name: str, part: Slice, device: torch.device) -> Tensor:
+    def read_values(self, name: str, part: Sequence[Span], device: torch.device) -> Tensor:
         """Read a part of a tensor in high precision. FP8 codes are dequantized to float32."""
         if not self.is_fp8(name):
             return self.read(name, part).to(device)
         factors = self.read_scales(name, part).to(device).to(torch.float32)
         spans = _matrices(part, self.shape(name))
         for dim, block in zip((-2, -1), self.scales(name).block, strict=True):
-            begin, size = spans[dim]
+            start, size = spans[dim]
             if block > 1:
-                start = begin % block if size else 0
-                factors = factors.repeat_interleave(block, dim).narrow(dim, start, size)
+                skip = start % block if size else 0
+                factors = factors.repeat_interleave(block, dim).narrow(dim, skip, size)
         codes = self.read(name, part).to(device)
         values = codes.reshape([size for _, size in spans]).to(torch.float32) * factors
         return values.view(codes.shape)
@@ -240,9 +228,9 @@ class StoredTensors:
 
 def read_parts(
     parts: Sequence[Part],
-    part: Slice,
+    part: Sequence[Span],
     shape: tuple[int, ...],
-    read: Callable[[str, Slice], Tensor],
+    read: Callable[[str, Sequence[Span]], Tensor],
 ) -> Tensor:
     """Read a part of a parameter from the tensors of the files that contain the parameter.
 
@@ -264,25 +252,23 @@ def read_parts(
         # The sum of a start and a size is the end.
         start, stop = max(each.rows.start, rows[0]), min(each.rows.stop, sum(rows))
         if matrices[0] <= each.matrix < sum(matrices) and start < stop:
-            own = (start - each.rows.start, cols[0]), (stop - start, cols[1])
-            found.append(read(each.name, own))
+            found.append(read(each.name, [(start - each.rows.start, stop - start), cols]))
     if not found:
         return torch.empty(matrices[1], 0, cols[1])
     return torch.cat(found).view(matrices[1], -1, found[0].shape[-1])
 
 
-def _matrices(part: Slice, shape: tuple[int, ...]) -> list[Span]:
+def _matrices(part: Sequence[Span], shape: tuple[int, ...]) -> Sequence[Span]:
     """Return the rows and columns of a part, after the matrices if it is of a batch (E, \\*, K).
 
     If rows have several dimensions, the part has consecutive rows.
     """
-    spans = list(zip(*part, strict=True))
     if len(shape) < 4:
-        return spans
+        return part
     begin, size = 0, 1
-    for n, (start, count) in zip(shape[1:-1], spans[1:-1], strict=True):
+    for n, (start, count) in zip(shape[1:-1], part[1:-1], strict=True):
         begin, size = begin * n + start, size * count
-    return [spans[0], (begin, size), spans[-1]]
+    return [part[0], (begin, size), part[-1]]
 
 
 def _blocks(block: int, begin: int, size: int) -> tuple[int, int]:
@@ -325,16 +311,12 @@ def _declared(quantization: dict[str, Any], directory: Path) -> Iterator[Block]:
         if weights is None:
             continue
         format = group.get("format") or quantization.get("format")
-        kind = f"{weights.get('num_bits')}-bit {weights.get('type')}"
-        if (
-            format not in ("float-quantized", "naive-quantized", "mxfp8-quantized")
-            or kind != "8-bit float"
-            or not weights.get("symmetric", True)
-        ):
-            zero = "" if weights.get("symmetric", True) else " with zero points"
+        kind = f"{weights.get('num_bits')}-bit {weights.get('type')} weights"
+        kind += "" if weights.get("symmetric", True) else " with zero points"
+        known = format in ("float-quantized", "naive-quantized", "mxfp8-quantized")
+        if not known or kind != "8-bit float weights":
             raise ValueError(
-                f"{directory} is in compressed-tensors format {format!r} ({kind} weights{zero}). "
-                f"{READABLE}"
+                f"{directory} is in compressed-tensors format {format!r} ({kind}). {READABLE}"
             )
         strategy = weights.get("strategy")
         if strategy == "block":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -52,9 +51,9 @@ def tensors(
         X.weight_scale_inv, fp32 (ceil(out_features / 128), ceil(in_features / 128)), or
         X.weight_scale, fp32 (out_features, 1) or (1,), or uint8 (out_features, in_features / 32). A
         tied parameter is yielded once, under its first name. If the files of a transformers model
-        store experts one by one, all names are those of these files, and a matrix of an expert is
-        a layer. Otherwise, a weight Y (E, N, K) of experts has its codes in Y and E times the
-        scales of a layer in Y_scale_inv or Y_scale, (E, 1, 1) for "fp8-tensor".
+        store experts one by one, all tensors have the names in these files, and a matrix of an
+        expert is a layer. Otherwise, a weight Y (E, N, K) of experts has its codes in Y and E times
+        the scales of a layer in Y_scale_inv or Y_scale, (E, 1, 1) for "fp8-tensor".
 
     Raises:
         TypeError, ValueError: an argument is not one of these, no layer was converted, a layer does
@@ -183,21 +182,20 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 # --- one unit ------------------------------------------------------------------------------------
 
 
-def units(model: nn.Module) -> list[tuple[nn.Module | None, list[Named]]]:
-    """Return the modules of each FSDP2 unit, and the module that ``fully_shard`` was called on.
+def units(model: nn.Module) -> dict[Any, list[Named]]:
+    """Return the modules of each FSDP2 unit, by the module that ``fully_shard`` was called on.
 
-    The latter is None for modules outside any unit.
+    The key of modules outside any unit is None.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    found: dict[int, tuple[nn.Module | None, list[Named]]] = {}
-    unit_of: dict[str, nn.Module | None] = {}
+    found: dict[Any, list[Named]] = {}
+    unit_of: dict[str, Any] = {}
     for path, module in model.named_modules():
         above = unit_of.get(path.rpartition(".")[0])
-        unit = cast(nn.Module, module) if isinstance(module, FSDPModule) else above
-        unit_of[path] = unit
-        found.setdefault(id(unit), (unit, []))[1].append((plain_name(path), module))
-    return list(found.values())
+        unit_of[path] = module if isinstance(module, FSDPModule) else above
+        found.setdefault(unit_of[path], []).append((plain_name(path), module))
+    return found
 
 
 def _tensors(
@@ -206,8 +204,8 @@ def _tensors(
     yielded: set[int] = set()
     stored_as = stored_parts(model)
     reshard(model)  # a weight that a forward left unsharded may be outdated
-    for unit, modules in units(model):
-        yield from _unit_tensors(cast(Any, unit), modules, serving, dtype, yielded, stored_as)
+    for unit, modules in units(model).items():
+        yield from _unit_tensors(unit, modules, serving, dtype, yielded, stored_as)
 
 
 @torch.no_grad()
@@ -246,24 +244,22 @@ def _unit_tensors(
                 # FSDP2's mixed-precision policy may have rounded the unsharded parameter.
                 needed = min(dtype.itemsize, p.parameter.dtype.itemsize)
                 exact = now if now.dtype.itemsize >= needed else p.parameter
-                values = in_dtype(whole(exact, dtype), dtype)
+                values = whole(exact, dtype)
                 for part in p.parts:
                     yield part.name, part.of(values)
         for name, module in modules:
             for key, buffer in persistent_buffers(module):
                 full = f"{name}.{key}".lstrip(".")
                 for part in stored_as.get(full, [Part(full)]):
-                    yield part.name, in_dtype(whole(buffer), dtype)
+                    yield part.name, whole(buffer, dtype)
     finally:
         if gather:
             unit.reshard()
 
 
-def quantized(spec: QuantSpec, values: Tensor) -> Plane:
+def quantized(spec: QuantSpec, values: Tensor, scale: Tensor | None = None) -> Plane:
     """Quantize a matrix, or each matrix of a batch."""
-    if values.dim() > 2:
-        spec = replace(spec, batched=True)
-    row, _ = quantize_planes(spec, values, True, False)
+    row, _ = quantize_planes(spec, values, True, False, scale=scale)
     return cast(Plane, row)
 
 
@@ -353,15 +349,12 @@ def gather_like(weight: Any, part: Tensor, shape: tuple[int, ...]) -> Tensor:
 def quantized_as_in_forward(layer: Any, weight: Tensor) -> Plane:
     """Quantize a high-precision weight as the layer's next forward does."""
     spec = spec_for(layer._fp8_state.key, weight.device).weight
-    if weight.dim() > 2:
-        return quantized(spec, weight)
     scale = None
-    if layer._fp8_state.recipe.delayed:
+    if layer._fp8_state.recipe.delayed and weight.dim() == 2:  # batched weights have no history
         known = own_part(layer.fp8_scale)[0, 0]
         amax = torch.ops.fp8rs.amax(weight)
         scale = torch.where(known > 0, known, spec.scale_from_amax(amax))
-    row, _ = quantize_planes(spec, weight, True, False, scale=scale)
-    return cast(Plane, row)
+    return quantized(spec, weight, scale)
 
 
 # --- high precision ------------------------------------------------------------------------------
@@ -372,19 +365,15 @@ def whole(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:
 
     Args:
         tensor: the tensor, sharded or not.
-        dtype: if it is narrower than the tensor's dtype, convert before the gather.
+        dtype: the dtype of floating-point values. The default is the tensor's. If it is narrower,
+            values are converted before the gather.
     """
     local = own_part(tensor)
     values = local.dequantize() if isinstance(local, QuantizedTensor) else local.detach()
     values = getattr(values, "high_precision", values)
-    if local is tensor:
-        return cast(Tensor, values)
-    if dtype is not None and values.is_floating_point() and dtype.itemsize < values.itemsize:
-        values = values.to(dtype)
-    full: Tensor = cast(Any, dtensor_like(tensor, values)).full_tensor()
-    return full
-
-
-def in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return floating-point values in ``dtype``, and other values unchanged."""
-    return values.to(dtype) if values.is_floating_point() else values
+    dtype = dtype if dtype and values.is_floating_point() else values.dtype
+    if local is not tensor:
+        if dtype.itemsize < values.itemsize:
+            values = values.to(dtype)
+        values = cast(Any, dtensor_like(tensor, values)).full_tensor()
+    return cast(Tensor, values.to(dtype))

@@ -29,12 +29,13 @@ from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 _log = logging.getLogger("fp8rs")
 
 
-def _replaced(what: str, undo: Callable[[], None]) -> ExitStack:
-    """Log a replacement in accelerate, and return an object that undoes it."""
+def _replace(owner: type, name: str, method: Callable[..., Any], what: str) -> ExitStack:
+    """Replace a method of accelerate, log it, and return an object that undoes it."""
+    undo = ExitStack()
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, method)
     _log.info("%s", what)
-    stack = ExitStack()
-    stack.callback(undo)
-    return stack
+    return undo
 
 
 def use_fp8rs(
@@ -76,14 +77,12 @@ def use_fp8rs(
     if recipe is not None:
         recipe = resolve_recipe(recipe)
     filter_fqns = tuple(filter_fqns)
-    original = getattr(Accelerator, "_prepare_ao", None)
-    if original is None:
+    if not hasattr(Accelerator, "_prepare_ao"):
         raise RuntimeError(
             f"accelerate {version('accelerate')} has no Accelerator._prepare_ao, which use_fp8rs "
             "replaces. Convert the model before prepare, with mixed_precision='bf16'"
         )
 
-    @functools.wraps(original)
     def _prepare_ao(self: Any, *args: Any) -> tuple[Any, ...]:
         handler = self.ao_recipe_handler
         for model in args:
@@ -99,11 +98,8 @@ def use_fp8rs(
                 )
         return args
 
-    Accelerator._prepare_ao = _prepare_ao
-    return _replaced(
-        "accelerate's mixed_precision='fp8' converts models with fp8rs instead of torchao",
-        lambda: setattr(Accelerator, "_prepare_ao", original),
-    )
+    what = "accelerate's mixed_precision='fp8' converts models with fp8rs instead of torchao"
+    return _replace(Accelerator, "_prepare_ao", _prepare_ao, what)
 
 
 def _all_but_ends(model: nn.Module) -> ModuleFilter:
@@ -141,7 +137,6 @@ def fsdp2_on_cpu() -> ExitStack:
             "accelerate has already chosen its device: call fsdp2_on_cpu before the first "
             "Accelerator, PartialState or TrainingArguments"
         )
-    original = PartialState._prepare_backend
     device = os.environ.get("ACCELERATE_TORCH_DEVICE")
 
     def _prepare_backend(self: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:
@@ -150,13 +145,14 @@ def fsdp2_on_cpu() -> ExitStack:
             dist.init_process_group("gloo")
         return "gloo", DistributedType.MULTI_GPU
 
-    def undo() -> None:
-        PartialState._prepare_backend = original
+    def restore_device() -> None:
         if device is None:
             os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
         else:
             os.environ["ACCELERATE_TORCH_DEVICE"] = device
 
+    what = "accelerate treats CPU ranks as an accelerator's and shards on them"
+    undo = _replace(PartialState, "_prepare_backend", _prepare_backend, what)
+    undo.callback(restore_device)
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    PartialState._prepare_backend = _prepare_backend
-    return _replaced("accelerate treats CPU ranks as an accelerator's and shards on them", undo)
+    return undo

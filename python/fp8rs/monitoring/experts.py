@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ def plane_of(module: Any, key: str, device: torch.device) -> tuple[Tensor | None
     local = own_part(parameter)
     if isinstance(local, QuantizedTensor):
         return None, local.plane("rowwise", "fp8rs.monitor").map(lambda t: t.to(device))
-    spec = replace(spec_for(module._fp8_state.key, device).weight, batched=True)
+    spec = spec_for(module._fp8_state.key, device).weight
     gathered = hasattr(local, "_handle")
     if not gathered and not _has_fp8_gemms(module, spec, device):
         return None, None

@@ -68,7 +68,6 @@ def high_precision(
                 f"{next(iter(layers))!r}"
             )
         found.update(dict.fromkeys(names))
-    forward, dgrad, wgrad = (gemm in chosen for gemm in GEMMS)
     for name in found:
-        set_debug(layers[name], high_precision=(forward, dgrad, wgrad))
+        set_debug(layers[name], high_precision=tuple(gemm in chosen for gemm in GEMMS))
     return list(found)

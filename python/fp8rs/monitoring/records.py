@@ -38,10 +38,6 @@ class Record(NamedTuple):
     statistics: dict[str, float]
 
 
-class RecordsError(ValueError):
-    """A file cannot be read, or a monitor did not write it."""
-
-
 def name_of(layer: str, operand: str, statistic: str) -> str:
     """Return the name of a statistic."""
     return f"{PREFIX}/{layer}/{operand}/{statistic}"
@@ -82,22 +78,19 @@ def read(path: Path) -> list[Record]:
     """Return the records of a file, in the order of steps. The last record of a step is used.
 
     Raises:
-        RecordsError: the file is missing, or a monitor did not write one of its lines.
+        OSError: the file cannot be read.
+        ValueError: the file is empty, or a monitor did not write one of its lines.
     """
     found: dict[int, Record] = {}
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordsError(f"{path}: {error}") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             statistics = json.loads(line)
             step = statistics.pop("step")
             found[step] = Record(step, statistics)
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise RecordsError(
+            raise ValueError(
                 f"{path}, line {number}, was not written by fp8rs.monitor(model, file=...)"
             ) from None
     if not found:
-        raise RecordsError(f"{path} is empty: no step has been logged yet")
+        raise ValueError(f"{path} is empty: no step has been logged yet")
     return [found[step] for step in sorted(found)]
