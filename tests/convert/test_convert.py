@@ -590,11 +590,25 @@ def test_torchao_recipe_names_map_to_recipes():
     assert model.head.recipe == Float8CurrentScaling()
     model = convert_to_float8_training(Model(), recipe="rowwise")
     assert model.head.recipe == Float8RowwiseScaling()
-    with pytest.raises(ValueError, match=r"is not known; the names are .*'rowwise'"):
+    with pytest.raises(ValueError, match=r"weight gradients in high precision.* is 'rowwise'$"):
         convert_to_float8_training(Model(), recipe="rowwise_with_gw_hp")
 
 
-def test_an_unknown_recipe_name_lists_the_known_names():
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("MXFP8", "mxfp8"),
+        ("row_wise", "rowwise"),
+        ("DelayedScaling", "delayed"),
+        ("blocks", "block"),
+    ],
+)
+def test_an_unknown_recipe_name_suggests_the_closest(name, meant):
+    with pytest.raises(ValueError, match=rf"the names are .*\. Did you mean '{meant}'\?$"):
+        convert_to_float8_training(Model(), recipe=name)
+
+
+def test_an_unrelated_recipe_name_has_no_suggestion():
     with pytest.raises(ValueError, match=r"'fp4' is not known; the names are .*'mxfp8'$"):
         convert_to_float8_training(Model(), recipe="fp4")
 

@@ -6,6 +6,7 @@ take its short name (:func:`resolve_recipe`).
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -250,21 +251,29 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "mxfp8": MXFP8BlockScaling,
 }
 
+#: Recipe names of other libraries without an equivalent, and what to use instead.
+_ABSENT = {
+    "rowwise_with_gw_hp": "torchao's recipe of this name computes weight gradients in high "
+    "precision, which no recipe does here. The closest is 'rowwise'",
+}
+
 
 def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
     """Return a recipe from its short name. A recipe is returned unchanged.
 
     Raises:
-        ValueError: an unknown name. The message lists the known names.
+        ValueError: an unknown name. The message lists the known names and suggests the closest.
         TypeError: neither a name nor a recipe, or another library's recipe.
     """
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str):
-        if recipe in RECIPES:
+        try:
             return RECIPES[recipe]()
-        known = ", ".join(map(repr, RECIPES))
-        raise ValueError(f"recipe {recipe!r} is not known; the names are {known}")
+        except KeyError:
+            known = ", ".join(repr(name) for name in RECIPES)
+            message = f"recipe {recipe!r} is not known; the names are {known}"
+            raise ValueError(message + _suggestion(recipe)) from None
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"recipe is the class {recipe.__name__}: give {recipe.__name__}()")
     kind = type(recipe)  # named with its module, because other libraries use the same class names
@@ -272,6 +281,13 @@ def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
         "recipe must be a recipe of fp8rs or its short name, not "
         f"{kind.__module__}.{kind.__qualname__}"
     )
+
+
+def _suggestion(name: str) -> str:
+    if name in _ABSENT:
+        return f". {_ABSENT[name]}"
+    close = difflib.get_close_matches(name.lower(), RECIPES, n=1)
+    return f". Did you mean {close[0]!r}?" if close else ""
 
 
 def describe(recipe: Recipe) -> str:
