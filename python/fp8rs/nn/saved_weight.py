@@ -10,13 +10,16 @@ from torch import Tensor
 
 from fp8rs.tensor.quantized import QuantizedTensor
 
-#: A quantized weight and its version in the forward. None for a plain weight.
+#: A quantized weight and its version in the forward, which an inference tensor does not have. None
+#: for a plain weight. FSDP2's refills do not change the version.
 Gathered = tuple[QuantizedTensor, int | None] | None
 
 
 def gathered_weight(weight: Tensor) -> Gathered:
     """Return a quantized weight with its version, or None for a plain weight."""
-    return (weight, _version(weight)) if isinstance(weight, QuantizedTensor) else None
+    if not isinstance(weight, QuantizedTensor):
+        return None
+    return weight, None if weight.is_inference() else weight._version
 
 
 def read_weight(gathered: Gathered, saved: Tensor, owner: str) -> Tensor:
@@ -33,15 +36,11 @@ def read_weight(gathered: Gathered, saved: Tensor, owner: str) -> Tensor:
     if gathered is None:
         return saved
     weight, version = gathered
-    if (now := _version(weight)) != version:
+    if version is not None and weight._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an "
             f"inplace operation: the FP8 weight {tuple(weight.shape)} of {owner} is at version "
-            f"{now}; expected version {version} instead. Write weights after the backward"
+            f"{weight._version}; expected version {version} instead. Write weights after the "
+            "backward"
         )
     return weight
-
-
-def _version(weight: QuantizedTensor) -> int | None:
-    """Return the version counter of a quantized weight. FSDP2's refills do not change it."""
-    return None if weight.is_inference() else weight._version
