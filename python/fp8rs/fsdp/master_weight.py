@@ -1,6 +1,6 @@
 """MasterWeight: the local tensor of a sharded high-precision parameter, gathered in FP8.
 
-FSDP2's all-gather hooks are here too. `fp8rs.fsdp.float8_shard.Float8Shard` has the same.
+FSDP2's all-gather hooks are here too. `fp8rs.fsdp.float8_shard.Float8Shard` also uses them.
 
 When FSDP2 puts a sharded DTensor on a converted module, the DTensor's local tensor becomes a
 `MasterWeight` over the same storage (`fp8rs.fsdp.sharded_model`). Optimizers, checkpoints and
