@@ -280,3 +280,13 @@ def test_layers_that_are_tied_while_they_are_made_stay_in_high_precision():
     for layer in (model.first, model.second):
         assert type(layer) is torch.nn.Linear
         assert type(layer.weight) is torch.nn.Parameter
+
+
+def test_a_layer_that_was_built_before_stays_in_high_precision():
+    layer = torch.nn.Linear(32, 32)
+    before = layer.weight.detach().clone()
+    with fp8rs.quantized_init():
+        layer.adapter = torch.nn.Linear(32, 32)
+    assert isinstance(layer.adapter.weight, fp8rs.QuantizedTensor)
+    assert type(layer) is torch.nn.Linear
+    assert torch.equal(layer.weight, before)

@@ -64,20 +64,24 @@ def quantized_init(
     quantizes_early = module_filter_fn is None and not options.filter_fqns
     built: dict[int, nn.Module] = {}
     children: set[int] = set()
+    # Modules that were built before can get children here. They do not get parameters.
+    with_parameters: set[int] = set()
 
     def on_parameter(module: nn.Module, name: str, parameter: Any) -> None:
         built[id(module)] = module
+        with_parameters.add(id(module))
 
     def on_child(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is None:
             return
         built[id(parent)] = parent
         children.add(id(child))
-        if quantizes_early and id(child) in built and _can_be_converted(child):
+        if quantizes_early and id(child) in with_parameters and _can_be_converted(child):
             quantize_weight(child, "weight", options.recipe, preserve_high_precision_init_val)
 
     def keep(module: nn.Module, name: str) -> bool:
-        return id(module) in built and (module_filter_fn is None or module_filter_fn(module, name))
+        built_here = id(module) in with_parameters
+        return built_here and (module_filter_fn is None or module_filter_fn(module, name))
 
     hooks = (
         register_module_parameter_registration_hook(on_parameter),
@@ -90,7 +94,8 @@ def quantized_init(
             hook.remove()
     at_exit = replace(options, module_filter_fn=keep)
     for root in (module for key, module in built.items() if key not in children):
-        inside = [m for m in root.modules() if isinstance(m, nn.Linear) and id(m) in built]
+        linears = (m for m in root.modules() if isinstance(m, nn.Linear))
+        inside = [m for m in linears if id(m) in with_parameters]
         if not inside:
             found = select(root, at_exit).experts
             if not any(id(each.module) in built for each in found):
