@@ -7,6 +7,7 @@ process's in every bit.
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 
 import pytest
@@ -206,6 +207,18 @@ def test_a_tied_head_stays_in_high_precision(rig, how):
             optimizer.step()
             optimizer.zero_grad()
     assert_equal(model, whole)
+
+
+@ranks(1)
+def test_a_step_after_the_model_was_deleted_names_the_reason(rig):
+    model = shard(make((64,), recipe="current", device=rig.device, fp8_weights=True), rig)
+    optimizer = AdamW(model.parameters())
+    loss_of(model, batch(rig)).backward()
+    optimizer.step()
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="the module that this weight belongs to no longer"):
+        optimizer.step()
 
 
 @ranks(2)

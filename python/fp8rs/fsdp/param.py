@@ -57,9 +57,10 @@ class ParamHandle:
 
     @property
     def module(self) -> nn.Module:
-        """The module that has the parameter."""
+        """The module that has the parameter. RuntimeError if it no longer exists."""
         module = self._module()
-        assert module is not None
+        if module is None:
+            raise RuntimeError("the module that this weight belongs to no longer exists")
         return module
 
     @property
