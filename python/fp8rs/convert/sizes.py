@@ -231,7 +231,7 @@ def _owned(root: nn.Module, unit_fn: UnitFn | None) -> list[tuple[str, list[_Pla
 
 def _fsdp_groups(root: nn.Module) -> list[tuple[str, list[_Place]]]:
     """Return the groups of a sharded model, with the sharded parameters."""
-    # Modules that are sharded together have one group, which is of the first of them.
+    # Modules that are sharded together share a group. It is listed under the first of them.
     units: dict[int, tuple[str, list[_Place]]] = {}
     for unit, group in fsdp_groups(root):
         units.setdefault(id(group), (unit, [fsdp_place(p) for p in group.fsdp_params]))

@@ -27,7 +27,7 @@ from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.spec import QuantSpec
 
-#: The buffers of a layer, and the dimension of a pack that is the layers.
+#: The names of a layer's buffers, each with the dimension along which a `Pack` stacks layers.
 BUFFERS = {"fp8_scale": 0, "fp8_amax": 0, "fp8_amax_history": 1}
 NOTHING_READY = (False, False, False)
 

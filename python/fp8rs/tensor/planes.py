@@ -179,7 +179,7 @@ class Plane:
 
 
 def swapped(dims: tuple[_T, ...]) -> tuple[_T, ...]:
-    """Return dimensions or slices of transposed matrices: the last two change places."""
+    """Swap the last two dimensions or slices, as a transpose of each matrix does."""
     return *dims[:-2], dims[-1], dims[-2]
 
 

@@ -164,7 +164,7 @@ def quantize_planes(
             options = {**options, **block_amaxes}
         if lead:
             options = {**options, "row_offset": lead}
-            # No rest remains for blocks of one row (1) or of all rows (-1).
+            # The remainder is 0 for blocks of one row (1) or of all rows (-1).
             down, along = (lead % format.block[0], 0), (0, lead % format.block[1])
         row, row_scale, col, col_scale = _quantize_blocks(
             x, spec.fp8_dtype, format.block, format.scale_dtype, rowwise, columnwise, **options
