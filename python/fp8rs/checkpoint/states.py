@@ -110,14 +110,22 @@ class Optimizer:
 
     Raises:
         TypeError: ``model`` is not a module, or one of ``optimizers`` is not an optimizer.
+        ValueError: an optimizer steps tensors that are not parameters of ``model``.
     """
 
     def __init__(self, model: nn.Module, *optimizers: TorchOptimizer) -> None:
         _check_model(model)
+        own = set(map(id, model.parameters()))
         for optimizer in optimizers:
             if not isinstance(optimizer, TorchOptimizer):
                 raise TypeError(
                     f"optimizers must be torch.optim.Optimizer, not {type(optimizer).__name__}"
+                )
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            if other := sum(id(p) not in own for p in stepped):
+                raise ValueError(
+                    f"{type(optimizer).__name__} steps {other} tensors that are not parameters of "
+                    "model. Create the optimizer after fully_shard, which replaces parameters"
                 )
         self.model, self.optimizers = model, optimizers
         #: Whether an optimizer had a state before torch created an empty one to load into.
