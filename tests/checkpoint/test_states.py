@@ -205,4 +205,4 @@ def test_an_optimizer_from_before_sharding_is_refused(rig):
     optimizer = torch.optim.AdamW(model.parameters())
     fully_shard(model)
     with pytest.raises(ValueError, match=r"AdamW steps \d+ tensors .* after fully_shard"):
-        checkpoint.Optimizer(model, optimizer)
+        checkpoint.Optimizer(model, optimizer).state_dict()
