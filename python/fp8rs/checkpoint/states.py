@@ -110,7 +110,7 @@ class Optimizer:
 
     Raises:
         TypeError: ``model`` is not a module, or one of ``optimizers`` is not an optimizer.
-        ValueError: when it is saved or loaded, an optimizer steps tensors that are not parameters of
+        ValueError: in a save or a load, an optimizer steps tensors that are not parameters of
             ``model``.
     """
 
