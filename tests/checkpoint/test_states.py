@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
 
 from cases import each_recipe
 from checkpoint.layouts import KEPT, batch, contents, lay_out, size_of, state_of
@@ -196,3 +197,12 @@ def test_arguments_of_an_optimizers_entry_in_the_wrong_order_are_named():
         checkpoint.Optimizer(optimizer, model)
     with pytest.raises(TypeError, match=r"optimizers must be torch.optim.Optimizer, not Linear"):
         checkpoint.Optimizer(model, optimizer, model)
+
+
+@ranks(1)
+def test_an_optimizer_from_before_sharding_is_refused(rig):
+    model = make(HIDDEN["even"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    fully_shard(model)
+    with pytest.raises(ValueError, match=r"AdamW steps \d+ tensors .* after fully_shard"):
+        checkpoint.Optimizer(model, optimizer).state_dict()

@@ -110,6 +110,8 @@ class Optimizer:
 
     Raises:
         TypeError: ``model`` is not a module, or one of ``optimizers`` is not an optimizer.
+        ValueError: in a save or a load, an optimizer steps tensors that are not parameters of
+            ``model``.
     """
 
     def __init__(self, model: nn.Module, *optimizers: TorchOptimizer) -> None:
@@ -126,6 +128,19 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' own tensors, under the names of their parameters."""
         self._had_state = any(optimizer.state for optimizer in self.optimizers)
+        found: dict[str, Any] = self._by_name()
+        return found
+
+    def _by_name(self) -> Any:
+        """Return torch's state dict of the optimizers, which has names in place of parameters."""
+        own = set(map(id, self.model.parameters()))
+        for optimizer in self.optimizers:
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            if other := sum(id(p) not in own for p in stepped):
+                raise ValueError(
+                    f"{type(optimizer).__name__} steps {other} tensors that are not parameters of "
+                    "model. Create the optimizer after fully_shard, which replaces parameters"
+                )
         return get_optimizer_state_dict(self.model, self.optimizers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -135,7 +150,7 @@ class Optimizer:
         stages save their groups under the same names, so that only one stage's group may be saved.
         A group without a match therefore gets the options of the saved group at its position.
         """
-        own: Any = get_optimizer_state_dict(self.model, self.optimizers)
+        own = self._by_name()
         states, saved = state_dict.get("state", {}), state_dict.get("param_groups", [])
         of = {name: group for group in saved for name in group.get("params", ())}
         groups = iter(enumerate(own["param_groups"]))

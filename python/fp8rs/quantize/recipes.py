@@ -267,18 +267,18 @@ def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
+    known = ", ".join(repr(name) for name in RECIPES)
     if isinstance(recipe, str):
         try:
             return RECIPES[recipe]()
         except KeyError:
-            known = ", ".join(repr(name) for name in RECIPES)
             message = f"recipe {recipe!r} is not known; the names are {known}"
             raise ValueError(message + _suggestion(recipe)) from None
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"recipe is the class {recipe.__name__}: give {recipe.__name__}()")
     kind = type(recipe)  # named with its module, because other libraries use the same class names
     raise TypeError(
-        "recipe must be a recipe of fp8rs or its short name, not "
+        f"recipe must be a recipe of fp8rs or one of {known}, not "
         f"{kind.__module__}.{kind.__qualname__}"
     )
 
