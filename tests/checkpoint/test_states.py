@@ -206,3 +206,17 @@ def test_an_optimizer_from_before_sharding_is_refused(rig):
     fully_shard(model)
     with pytest.raises(ValueError, match=r"AdamW steps \d+ tensors .* after fully_shard"):
         checkpoint.Optimizer(model, optimizer).state_dict()
+
+
+@ranks(1)
+def test_an_optimizer_is_saved_alone_after_an_evaluation(rig, tmp_path):
+    model = make(HIDDEN["even"], device=rig.device)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(batch(rig, 0)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(batch(rig, 0))
+    state = {"optimizer": checkpoint.Optimizer(model, optimizer)}
+    checkpoint.save(state, tmp_path / "saved")
+    checkpoint.load(state, tmp_path / "saved")

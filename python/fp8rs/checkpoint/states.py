@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer as TorchOptimizer
 
-from fp8rs._torch import names_of, note_write, own_part
+from fp8rs._torch import names_of, note_write, own_part, reshard
 from fp8rs.nn.fp8_params import reset_scales
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.scaling.histories import BUFFERS, keep_local
@@ -133,6 +133,7 @@ class Optimizer:
 
     def _by_name(self) -> Any:
         """Return torch's state dict of the optimizers, which has names in place of parameters."""
+        reshard(self.model)  # a forward without a backward leaves the root's parameters unsharded
         own = set(map(id, self.model.parameters()))
         for optimizer in self.optimizers:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
