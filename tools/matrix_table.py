@@ -64,10 +64,11 @@ class Results:
         key = self.key_of(item)
         if report.skipped:
             self.skipped[key[0]] += 1
-        elif report.failed:
+            return report
+        if report.failed:
             lines = call.excinfo.exconly().strip().splitlines()
             self.failed.setdefault(key, lines[-1][:160])
-        elif report.when == "call":
+        if report.when == "call":
             self.ran[key] += 1
         return report
 
@@ -88,12 +89,13 @@ class Results:
                     number = reasons.setdefault(self.failed[key], len(reasons) + 1)
                     cells.append(f"**no** ({number})")
                 elif self.ran[key]:
-                    cells.append(f"yes, {self.ran[key]} of {self.all[key]}")
+                    cells.append("yes")
                 else:
                     cells.append("not run")
             lines.append(f"| {self.name_of(row)} | {' | '.join(cells)} |")
         notes = [f"({number}) {reason}" for reason, number in reasons.items()]
-        return "\n".join([*lines, "", *notes]).strip()
+        ran, known = (sum(counted[key] for key in mine) for counted in (self.ran, self.all))
+        return "\n".join([*lines, "", *notes, f"{ran:,} of {known:,} cases were run."])
 
 
 def left_out() -> str:
@@ -108,10 +110,9 @@ def left_out() -> str:
 
 
 def words(table: str) -> list[list[str]]:
-    """Return the cells of a table, without numbers of trainings and references to reasons."""
+    """Return the cells of a table, without references to reasons."""
     return [
-        [row[0], *(cell.split(",")[0].split("(")[0].strip() for cell in row[1:])]
-        for row in written.rows(table)
+        [row[0], *(cell.split("(")[0].strip() for cell in row[1:])] for row in written.rows(table)
     ]
 
 
