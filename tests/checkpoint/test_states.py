@@ -190,6 +190,15 @@ def test_a_quantized_tensor_in_a_state_is_refused(tmp_path):
             call({"model": model.state_dict()}, tmp_path / name)
 
 
+@pytest.mark.parametrize("call", [checkpoint.save, checkpoint.async_save, checkpoint.load])
+@pytest.mark.parametrize("given", ["Model", "str"])
+def test_a_state_that_is_not_a_dictionary_is_refused(call, given, tmp_path):
+    state = checkpoint.Model(torch.nn.Linear(8, 8)) if given == "Model" else str(tmp_path)
+    with pytest.raises(TypeError, match=f"state must be a dictionary such as .*, not {given}"):
+        call(state, tmp_path / "saved", process_group=None)
+    assert not any(tmp_path.iterdir())
+
+
 def test_arguments_of_an_optimizers_entry_in_the_wrong_order_are_named():
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())

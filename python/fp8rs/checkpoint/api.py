@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -60,12 +60,14 @@ def save(
         process_group: the ranks that save. The default is the default group.
 
     Raises:
+        TypeError: ``state`` is not a dictionary.
         ValueError: fsspec does not support the URL.
         CheckpointError: on all ranks, if one of them could not save. Its disk is full, ranks save
             different tensors or options under one name, a value could not be loaded again, the
             directory is not visible to all ranks, or it exists. The files of the checkpoint are
             removed.
     """
+    _check_state(state)
     writer = Writer(directory)
     with _checkpoint_errors(f"{directory} was not saved", writer):
         state_dict_saver.save(
@@ -88,6 +90,7 @@ def async_save(
         A future. Its ``result()`` waits until the checkpoint is complete, and raises the errors of
         `save`.
     """
+    _check_state(state)
     writer = Writer(directory)
     what = f"{directory} was not saved"
     done: Future[None] = Future()
@@ -138,11 +141,13 @@ def load(
             optimizer or a dictionary of which the checkpoint has no entry.
 
     Raises:
+        TypeError: ``state`` is not a dictionary.
         ValueError: fsspec does not support the URL.
         CheckpointError: on all ranks, if one of them could not load. The directory does not exist,
             files are missing or damaged, or the state does not match the checkpoint. Nothing was
             written.
     """
+    _check_state(state)
     reader = Reader(directory)
     live = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
     # The planner raises an error for tensors on the meta device.
@@ -166,6 +171,14 @@ def load(
     for key, value in state.items():
         if isinstance(value, Stateful):
             value.load_state_dict(live[key])
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            'state must be a dictionary such as {"model": fp8rs.checkpoint.Model(model)}, not '
+            f"{type(state).__name__}"
+        )
 
 
 def _write(live: Any, read: Any, keep: bool) -> Any:
