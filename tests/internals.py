@@ -40,7 +40,7 @@ refuse = aten._refuse
 #: The handlers of `aten` operators that return views.
 VIEW_HANDLERS = aten.any_view, aten._detach
 
-#: The handlers of `aten` operators that write, except those of `fallback`.
+#: The handlers of `aten` operators that write, except operators of `fallback`.
 WRITE_HANDLERS = (
     aten._refuse,
     aten._detach_,

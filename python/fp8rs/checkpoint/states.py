@@ -128,10 +128,9 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' own tensors, under the names of their parameters."""
         self._had_state = any(optimizer.state for optimizer in self.optimizers)
-        found: dict[str, Any] = self._by_name()
-        return found
+        return self._by_name()
 
-    def _by_name(self) -> Any:
+    def _by_name(self) -> dict[str, Any]:
         """Return torch's state dict of the optimizers, which has names in place of parameters."""
         reshard(self.model)  # a forward without a backward leaves the root's parameters unsharded
         own = set(map(id, self.model.parameters()))

@@ -61,8 +61,8 @@ class AllGatherMetadata:
     ready: StreamDependency
 
 
-#: FSDP2 reads the signature at every all-gather. Computing that of a method takes longer than the
-#: hook itself.
+#: FSDP2 reads the signature of the hook at every all-gather. Computing the signature of a method
+#: takes longer than the hook itself.
 _SIGNATURE = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
 
 
@@ -106,11 +106,11 @@ def post_all_gather(
         store: Store = own_part(out)._store
         planes = layout.refilled(store, outputs, shard_spec, metadata.scale)
         if planes is None:
+            # A training forward may write tensors that an inference forward has created.
             with torch.inference_mode(False), torch.no_grad():
                 planes = layout.unpack(outputs, shard_spec, metadata.scale, store.columnwise)
         store.rowwise, store.columnwise = planes
         return None
-    # A training forward may write tensors that an inference forward has created.
     with torch.inference_mode(False), torch.no_grad():
         planes = layout.unpack(outputs, shard_spec, metadata.scale)
         shape = torch.Size(shard_spec.unsharded_shape)

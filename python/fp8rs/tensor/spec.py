@@ -147,8 +147,8 @@ def quantize_planes(
         after: a tensor that a compiler must have before this is computed; not for current scaling.
         declared: declare the write to ``amax`` to autograd and compilers.
         lead: rows that the first blocks have in front of ``x``.
-        block_amaxes: fp32 amaxes of all blocks instead of those of ``x``, for blocks of which ``x``
-            has a part: "amax" (rows, columns of blocks), or "amax_columnwise" of the other plane.
+        block_amaxes: fp32 amaxes of whole blocks, if ``x`` has only a part of a block: "amax" (rows
+            of blocks, columns of blocks), and "amax_columnwise" for the columnwise plane.
 
     Raises:
         TypeError, ValueError: the operators' own, before anything is written.
