@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,8 +69,6 @@ class Param:
         handle: the handle of a layer's FP8 weight (`fp8rs.fsdp.float8_shard`), else None.
     """
 
-    __slots__ = ("handle", "param", "part", "weight")
-
     def __init__(self, param: Tensor) -> None:
         self.param = param
         self.part: Tensor = own_part(param)
@@ -90,7 +89,7 @@ class Param:
         high_precision: Tensor = getattr(self.part, "high_precision", self.part)
         return high_precision
 
-    @property
+    @cached_property
     def sharded_model(self) -> Any:
         """The `fp8rs.fsdp.sharded_model.ShardedModel` of a sharded FP8 weight, or None."""
         return None if self.handle is None else self.handle.sharded_model
@@ -111,7 +110,7 @@ class Param:
         """Whether the parameter needs no master: it is neither FP8 nor a 16-bit float."""
         return self.weight is None and self.part.dtype not in (torch.bfloat16, torch.float16)
 
-    @property
+    @cached_property
     def kind(self) -> UpdateKind:
         """How a step writes the parameter."""
         weight = self.weight
@@ -142,13 +141,13 @@ class Param:
         batch, matrix = formats.split(self.codes.shape, self.codes._store.batched)
         return *batch, *matrix
 
-    @property
+    @cached_property
     def plane(self) -> Plane:
         """The plane of the local part, the rowwise one if it has two. It may be empty."""
         row = self.codes.rowwise
         return self.codes.any_plane() if row is None else row
 
-    @property
+    @cached_property
     def delayed(self) -> Delayed | None:
         """With delayed scaling, the next scale (0: none yet) and where amaxes are recorded."""
         weight = self.weight
