@@ -47,14 +47,14 @@ class AllGatherMetadata:
     """Input of the post-all-gather hook besides the gathered bytes.
 
     Attributes:
-        handle: the parameter's handle.
+        sharded_model: the `fp8rs.fsdp.sharded_model.ShardedModel` of the parameter.
         shard_spec: how the parameter is sharded.
-        scale: the scales on the handle.
+        scale: the scales on the parameter's handle.
         inputs: with one rank, all tensors to gather, because FSDP2 passes on the first alone.
         ready: the work that wrote ``scale`` and ``inputs``.
     """
 
-    handle: ParamHandle
+    sharded_model: Any
     shard_spec: ShardSpec
     scale: Tensor | None
     inputs: tuple[Tensor, ...]
@@ -96,11 +96,10 @@ def post_all_gather(
         On the first call, the weight and its inner tensors besides the gathered ones. FSDP2 frees
         and allocates their memory.
     """
-    sharded_model = metadata.handle.state.ensure_sharded_model()
-    sharded_model.end_all_gather()
+    metadata.sharded_model.end_all_gather()
     metadata.ready.wait()
     outputs = (*all_gather_outputs, *metadata.inputs[len(all_gather_outputs) :])
-    layout: AllGatherLayout = sharded_model.quantizer.layout
+    layout: AllGatherLayout = metadata.sharded_model.quantizer.layout
     shard_spec = metadata.shard_spec
     if out is not None:
         store: Store = own_part(out)._store

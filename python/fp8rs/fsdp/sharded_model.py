@@ -273,7 +273,7 @@ class ShardedModel:
             scales = (h.scale for h in group if h.scale is not None)
             ready = StreamDependency(shard.device, chain(scales, *kept))
         return {
-            s.handle: (t, AllGatherMetadata(s.handle, s.shard_spec, s.handle.scale, own, ready))
+            s.handle: (t, AllGatherMetadata(self, s.shard_spec, s.handle.scale, own, ready))
             for s, t, own in zip(shards, inputs, kept, strict=True)
         }
 
