@@ -109,9 +109,11 @@ def test_filter_fqns_match_parts_of_names():
         convert(Model(), filter_fqns="head")
 
 
-def test_a_recipe_class_is_not_a_recipe():
+def test_classes_and_configs_are_not_recipes():
     with pytest.raises(TypeError, match=r"give Float8CurrentScaling\(\)"):
         convert(Model(), recipe=Float8CurrentScaling)
+    with pytest.raises(TypeError, match=r"Float8LinearConfig\. Pass it as config"):
+        convert(Model(), recipe=Float8LinearConfig())
 
 
 def test_lazy_layers_are_not_converted():

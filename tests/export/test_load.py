@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -782,6 +784,19 @@ def test_an_error_of_one_rank_is_raised_on_all_before_anything_is_written(rig):
         load(model, folder if rig.rank == 0 else "/nowhere")
     for name, value in model.state_dict().items():
         assert same_bytes(value.to_local(), before[name])
+
+
+@ranks(2, cuda=False)
+def test_an_undecodable_config_of_one_rank_is_raised_on_all(rig):
+    folder = folder_for(rig)
+    save_pretrained(make((64,)), folder, "bf16")
+    dist.barrier()
+    own = Path(folder).with_name(f"{Path(folder).name}-{rig.rank}")
+    shutil.copytree(folder, own)
+    if rig.rank == 1:
+        (own / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="rank 1: .*codec" if rig.rank == 0 else "codec"):
+        load(make((64,)), own)
 
 
 @ranks(2)

@@ -85,11 +85,13 @@ def save_pretrained(
 def raise_on_all(error: Exception | None) -> None:
     """Raise this rank's error, or else the first error of another rank.
 
-    Errors of stores may not be picklable. Other ranks raise the class of Python that they extend.
+    Errors of stores may not be picklable. Other ranks raise the class of Python that they extend,
+    or ValueError for a UnicodeError, whose subclasses need more arguments than a message.
     """
     found = None
     if error is not None:
-        found = next(c for c in type(error).__mro__ if c.__module__ == "builtins"), str(error)
+        builtin: list[Any] = [c for c in type(error).__mro__ if c.__module__ == "builtins"]
+        found = next(c for c in builtin if not issubclass(c, UnicodeError)), str(error)
     errors = on_all_ranks(found)
     if error is not None:
         raise error

@@ -277,9 +277,10 @@ def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"recipe is the class {recipe.__name__}: give {recipe.__name__}()")
     kind = type(recipe)  # named with its module, because other libraries use the same class names
+    remedy = ". Pass it as config" if kind.__name__ == "Float8LinearConfig" else ""
     raise TypeError(
         f"recipe must be a recipe of fp8rs or one of {known}, not "
-        f"{kind.__module__}.{kind.__qualname__}"
+        f"{kind.__module__}.{kind.__qualname__}{remedy}"
     )
 
 
