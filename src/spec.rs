@@ -238,6 +238,35 @@ pub struct Gated<'a> {
     pub values: ViewMut<'a>,
 }
 
+/// The rows of all tokens, which are summed for each token.
+#[derive(Debug, Clone, Copy)]
+pub struct Combine<'a> {
+    /// The rows; fp32, bf16 or fp16.
+    pub rows: View<'a>,
+    /// The rows of each token; int64, (tokens, k), contiguous.
+    pub places: View<'a>,
+    /// The factor of each of these rows; fp32 or the dtype of `rows`, in the shape of `places`, contiguous. If
+    /// absent, 1.
+    pub weights: Option<View<'a>>,
+}
+
+/// The arguments of `ops::combine_rows_backward`.
+#[derive(Debug)]
+pub struct CombineBackward<'a> {
+    /// The gradient of the sums (tokens, cols); fp32, bf16 or fp16.
+    pub grad: View<'a>,
+    /// The rows (tokens * k, cols), with the dtype of `grad`. Required for `d_weights`.
+    pub rows: Option<View<'a>>,
+    /// The rows of each token, a permutation of all rows; int64, (tokens, k), contiguous.
+    pub places: View<'a>,
+    /// The factor of each of these rows; fp32 or the dtype of `grad`, in the shape of `places`, contiguous.
+    pub weights: View<'a>,
+    /// Output for the gradient of the rows, with the dtype of `grad`. Contiguous.
+    pub d_rows: Option<ViewMut<'a>>,
+    /// Output for the gradient of the weights; fp32, in the shape of `places`. Contiguous.
+    pub d_weights: Option<ViewMut<'a>>,
+}
+
 /// The lines of the input that share a scale after `ops::rebase`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Axis {

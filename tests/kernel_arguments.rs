@@ -133,6 +133,10 @@ fn constants_match_the_kernels() {
         "MAXIMIZE",
         "STOCHASTIC",
         "FLOOR",
+        "ROWS_VECTORS",
+        "GRAD_VECTORS",
+        "OUT_VECTORS",
+        "F32_WEIGHTS",
     ] {
         let in_rust = constant(&rust, &format!("const {flag}: u32 ="));
         assert_eq!(in_rust, constant(&cuda, &format!("\n  {flag} =")), "{flag}");

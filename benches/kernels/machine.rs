@@ -153,6 +153,9 @@ impl Fill {
             (Self::Random, DType::I32) => {
                 (0..count).flat_map(|_| (random.bits() as i32).to_ne_bytes()).collect()
             }
+            (Self::Random, DType::I64) => {
+                (0..count).flat_map(|_| (random.bits() as i64).to_ne_bytes()).collect()
+            }
             (Self::Random, DType::E8m0) => (0..count).map(|_| 120 + (random.bits() >> 60) as u8).collect(),
         }
     }

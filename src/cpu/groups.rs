@@ -119,7 +119,7 @@ pub(crate) fn quantize_gated(gated: &Gated, call: GroupCall) {
 }
 
 /// Calls `f` with ranges of rows, in parallel if there are many elements.
-fn for_rows(rows: usize, cols: usize, f: impl Fn(Range<usize>) + Sync) {
+pub(super) fn for_rows(rows: usize, cols: usize, f: impl Fn(Range<usize>) + Sync) {
     let lines = (PIECE / cols.max(1)).max(1);
     pool::for_each(rows.div_ceil(lines), rows * cols >= PARALLEL, |i| {
         f(i * lines..((i + 1) * lines).min(rows));

@@ -5,13 +5,14 @@
 //! - `walk` iterates over a matrix of any strides, and `tile` transposes bytes.
 //! - `pool` distributes work over threads, also in a forked process. `float_env` disables a caller's
 //!   flush-to-zero.
-//! - `tensorwise`, `blocks`, `groups`, `codes`, `adamw`, `random` and `sum_rows` implement the operations. Their
-//!   arguments have been validated.
+//! - `tensorwise`, `blocks`, `groups`, `combine`, `codes`, `adamw`, `random` and `sum_rows` implement the
+//!   operations. Their arguments have been validated.
 
 mod access;
 mod adamw;
 mod blocks;
 mod codes;
+mod combine;
 mod convert;
 mod float_env;
 mod groups;
@@ -30,6 +31,7 @@ pub use simd::{Level, set_simd, simd};
 pub(crate) use adamw::*;
 pub(crate) use blocks::*;
 pub(crate) use codes::*;
+pub(crate) use combine::*;
 pub(crate) use groups::*;
 pub(crate) use random::*;
 pub(crate) use sum_rows::*;

@@ -20,6 +20,8 @@ mod blocks;
 #[cfg(feature = "cuda")]
 mod codes;
 #[cfg(feature = "cuda")]
+mod combine;
+#[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "cuda")]
 mod groups;
@@ -40,7 +42,7 @@ mod workspace;
 
 #[cfg(feature = "cuda")]
 pub(crate) use {
-    adamw::*, blocks::*, codes::*, driver::when_memory_lacks, groups::*, random::*, sum_rows::*,
+    adamw::*, blocks::*, codes::*, combine::*, driver::when_memory_lacks, groups::*, random::*, sum_rows::*,
     tensorwise::*,
 };
 
@@ -65,6 +67,7 @@ fn kernels() -> Vec<&'static modules::Kernel> {
         adamw::kernels(),
         blocks::kernels(),
         codes::kernels(),
+        combine::kernels(),
         groups::kernels(),
         random::kernels(),
         sum_rows::kernels(),

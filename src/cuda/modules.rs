@@ -117,6 +117,7 @@ modules! {
     Cast = "cast";
     CastTranspose = "cast_transpose";
     Codes = "codes";
+    Combine = "combine";
     Groups = "groups";
     Multi = "multi";
     MxLines = "mx_lines";

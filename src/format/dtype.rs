@@ -21,6 +21,8 @@ pub enum DType {
     E8m0,
     /// 32-bit integers: offsets of groups and indices of rows.
     I32,
+    /// 64-bit integers: the places of a token's rows.
+    I64,
 }
 
 impl DType {
@@ -28,6 +30,7 @@ impl DType {
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
+            Self::I64 => 8,
             Self::F32 | Self::I32 => 4,
             Self::F16 | Self::Bf16 => 2,
             Self::E4m3 | Self::E5m2 | Self::E8m0 => 1,
@@ -70,6 +73,7 @@ impl fmt::Display for DType {
             Self::E5m2 => "float8_e5m2",
             Self::E8m0 => "float8_e8m0fnu",
             Self::I32 => "int32",
+            Self::I64 => "int64",
         })
     }
 }

@@ -1,4 +1,4 @@
-//! The sum that reduces values received from all ranks: fp32, in rank order.
+//! Sums in fp32, in a defined order: of values received from all ranks, and of the rows of a token.
 
 use super::wide::NAN_BITS;
 
@@ -13,9 +13,31 @@ pub fn divided_sum(values: impl IntoIterator<Item = f32>, divisor: f32) -> f32 {
     if result.is_nan() { f32::from_bits(NAN_BITS) } else { result }
 }
 
+/// Adds weight * value for each `(value, weight)` from first to last to a sum that starts from 0. Each product
+/// and each addition is rounded to fp32, without fused multiply-add. A weight of 1 changes no value, so the sum
+/// without weights is the sum with weights of 1. A NaN is returned as [`NAN_BITS`].
+#[must_use]
+pub fn weighted_sum(terms: impl IntoIterator<Item = (f32, f32)>) -> f32 {
+    let sum = terms.into_iter().fold(0.0, |sum: f32, (value, weight)| sum + weight * value);
+    if sum.is_nan() { f32::from_bits(NAN_BITS) } else { sum }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn weighted_terms_are_rounded_and_added_in_order() {
+        let (big, third) = (f32::from_bits(0x4B80_0000), 1.0 / 3.0);
+        assert_eq!(weighted_sum([(1.0, 1.0), (1.0, 1.0), (big, 1.0)]), big + 2.0);
+        assert_eq!(weighted_sum([(big, 1.0), (1.0, 1.0), (1.0, 1.0)]), big);
+        // A fused multiply-add would not round 3 * (1 / 3) to 1.
+        assert_eq!(weighted_sum([(-1.0, 1.0), (3.0, third)]), 0.0);
+        assert_ne!(3.0_f32.mul_add(third, -1.0), 0.0);
+        assert_eq!(weighted_sum([]).to_bits(), 0);
+        assert_eq!(weighted_sum([(-0.0, 1.0)]).to_bits(), 0);
+        assert_eq!(weighted_sum([(f32::INFINITY, 0.0)]).to_bits(), NAN_BITS);
+    }
 
     #[test]
     fn values_are_added_in_order() {

@@ -31,6 +31,7 @@ macro_rules! on {
 mod adamw;
 mod blocks;
 mod codes;
+mod combine;
 mod groups;
 mod overlap;
 mod random;
@@ -40,12 +41,13 @@ mod validate;
 
 pub use crate::format::activation::Activation;
 pub use crate::spec::{
-    AdamW, AdamWTensor, Axis, BlockPlane, BlockScale, BlockSpec, Gated, Given, Groups, Hyper, Numbers,
-    ScaleRule, Stream, Target,
+    AdamW, AdamWTensor, Axis, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Given,
+    Groups, Hyper, Numbers, ScaleRule, Stream, Target,
 };
 pub use adamw::*;
 pub use blocks::*;
 pub use codes::*;
+pub use combine::*;
 pub use groups::*;
 pub use random::*;
 pub use rows::*;

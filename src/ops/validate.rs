@@ -21,6 +21,8 @@ pub(super) enum Kind {
     Is(DType),
     /// The types of block scales: fp32 or E8M0.
     Scale,
+    /// fp32, or exactly this type.
+    F32Or(DType),
 }
 
 impl Kind {
@@ -31,13 +33,15 @@ impl Kind {
             Self::Fp8 => dtype.fp8().is_some(),
             Self::Is(expected) => dtype == expected,
             Self::Scale => matches!(dtype, DType::F32 | DType::E8m0),
+            Self::F32Or(other) => dtype == DType::F32 || dtype == other,
         }
     }
 
     fn words(self) -> Cow<'static, str> {
         match self {
             Self::Wide => "float32, bfloat16 or float16".into(),
-            Self::F32 => "float32".into(),
+            Self::F32 | Self::F32Or(DType::F32) => "float32".into(),
+            Self::F32Or(other) => format!("float32 or {other}").into(),
             Self::Fp8 => "float8_e4m3fn or float8_e5m2".into(),
             Self::Is(dtype) => dtype.to_string().into(),
             Self::Scale => "float32 or float8_e8m0fnu".into(),

@@ -91,9 +91,11 @@ NAMES = [
     "scale_from_amax",
     "transpose",
 ]
-#: The operators that optim/test_adamw.py, test_random.py, test_rows.py and test_groups.py check.
+#: The operators that optim/test_adamw.py, test_random.py, test_rows.py, test_groups.py and
+#: test_combine.py check.
 OTHER_NAMES = ["adamw_", "random_uniform_", "sum_rows_"]
 OTHER_NAMES += ["group_bounds", "quantize_gated", "quantize_groups"]
+OTHER_NAMES += ["combine_rows", "combine_rows_backward"]
 
 
 def samples_of(name, device):

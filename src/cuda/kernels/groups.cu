@@ -3,7 +3,7 @@
 //
 // A quantization has three launches. The first finds the maxima of rows and of columns, in the
 // memory of the scales. The second turns maxima into scales. The third casts.
-#include "values.cuh"
+#include "vectors.cuh"
 
 struct GroupBoundsArgs {
   const int *offs;       // (count)
@@ -115,11 +115,6 @@ enum : u32 {
   VALUE_VECTORS = 4,  // rows of `values` and of `row` start at multiples of 16 and 8 bytes
 };
 
-template <class T> struct Output;
-template <> struct Output<InF32> { typedef OutF32 type; };
-template <> struct Output<InBf16> { typedef OutBf16 type; };
-template <> struct Output<InF16> { typedef OutF16 type; };
-
 /// Returns the first group whose bound is above `at`, or `count`. All lanes of a warp pass the
 /// same arguments. Unlike in a binary search, the loads do not depend on each other.
 DEVICE i64 group_after(const int *bounds, i64 count, i64 at) {
@@ -134,28 +129,6 @@ DEVICE i64 group_after(const int *bounds, i64 count, i64 at) {
       below += __popc(__ballot_sync(0xffffffffu, first + 32 * k <= most && found[k] <= at));
   }
   return below;
-}
-
-/// Loads 16 bytes of a row, from column `col` on. Elements from `cols` on are 0.
-template <class T>
-DEVICE void load_vector(const void *x, i64 rs, i64 cs, bool vectors, i64 row, i64 col, i64 cols,
-                        u32 (&d)[4]) {
-  constexpr int COLS = 4 * T::PER_REG;
-  const char *at = (const char *)x + (row * rs + col * cs) * T::BYTES;
-  if (vectors && col + COLS <= cols) {
-    uint4 v = *(const uint4 *)at;
-    d[0] = v.x, d[1] = v.y, d[2] = v.z, d[3] = v.w;
-    return;
-  }
-  d[0] = d[1] = d[2] = d[3] = 0;
-#pragma unroll 1
-  for (int j = 0; j < COLS; j++, at += cs * T::BYTES) {
-    u32 v = col + j < cols ? T::load(at, 0) : 0;
-    d[0] = T::shift_in(d[0], d[1]);
-    d[1] = T::shift_in(d[1], d[2]);
-    d[2] = T::shift_in(d[2], d[3]);
-    d[3] = T::shift_in(d[3], v);
-  }
 }
 
 /// Loads 16 bytes of each of N rows of the values, which are STEP rows apart, from column `col` on.
@@ -241,33 +214,12 @@ DEVICE Activated activate(bool gelu, float x) {
   return {__fmul_rn(x, s), __fadd_rn(s, __fmul_rn(x, change))};
 }
 
-/// Packs values into registers as elements of T.
-template <class T> DEVICE void pack(const float *v, u32 (&d)[4]) {
-  typedef typename Output<T>::type O;
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    if (T::PER_REG == 1) d[k] = O::bits(v[k]);
-    else d[k] = O::bits(v[2 * k]) | O::bits(v[2 * k + 1]) << 16;
-  }
-}
-
 /// Stores the elements of registers to `values`, at column `first + col`.
 template <class T>
 DEVICE void store_values(const GroupArgs &a, i64 row, i64 first, i64 col, i64 cols,
                          const u32 (&d)[4]) {
-  constexpr int COLS = 4 * T::PER_REG;
   char *at = (char *)a.values + (row * a.cols + first + col) * T::BYTES;
-  if ((a.flags & VALUE_VECTORS) && col + COLS <= cols) {
-    *(uint4 *)at = make_uint4(d[0], d[1], d[2], d[3]);
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < COLS; j++) {
-    if (col + j >= cols) break;
-    u32 v = d[j / T::PER_REG] >> (T::PER_REG == 2 ? j % 2 * 16 : 0);
-    if (T::BYTES == 4) ((u32 *)at)[j] = v;
-    else ((u16 *)at)[j] = (u16)v;
-  }
+  store_vector<T>(at, a.flags & VALUE_VECTORS, col, cols, d);
 }
 
 // --- maxima ----------------------------------------------------------------------------------

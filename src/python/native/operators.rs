@@ -10,7 +10,9 @@ use super::shim::{Kernel, Value};
 use crate::format::Fp8Format;
 use crate::format::groups::padded_columns;
 use crate::layout::{Block, DType, View, ViewMut, packed};
-use crate::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Gated, Given, Groups, ScaleRule};
+use crate::ops::{
+    self, Axis, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Given, Groups, ScaleRule,
+};
 use crate::python::parse;
 
 type Results = Result<Vec<Tensor>, Failure>;
@@ -46,6 +48,8 @@ operators! {
     group_bounds c"group_bounds"
     quantize_groups c"quantize_groups"
     quantize_gated c"quantize_gated"
+    combine_rows c"combine_rows"
+    combine_rows_backward c"combine_rows_backward"
 }
 
 /// # Safety
@@ -436,6 +440,61 @@ fn quantize_gated(mut values: Values) -> Results {
     let [row, col] = planes.views()?;
     ops::quantize_gated(gated, groups, rule, row, col, stream)?;
     Ok(planes.results)
+}
+
+/// Returns a view of a tensor that must have two dimensions.
+fn two_dimensional<'a>(tensor: &'a Tensor, name: &'static str) -> Result<View<'a>, Failure> {
+    let dimensions = tensor.sizes()?.len();
+    if dimensions == 2 {
+        return tensor.view(name);
+    }
+    Err(Failure::Value(format!("{name} has {dimensions} dimensions; it must have 2")))
+}
+
+fn combine_rows(mut values: Values) -> Results {
+    let (rows, places, weights) = (values.tensor(), values.tensor(), values.optional_tensor());
+    let combine = Combine {
+        rows: two_dimensional(&rows, "rows")?,
+        places: two_dimensional(&places, "places")?,
+        weights: weights.as_ref().map(|weights| two_dimensional(weights, "weights")).transpose()?,
+    };
+    let sizes = [combine.places.rows() as i64, combine.rows.cols() as i64];
+    let out = rows.allocate(combine.rows.dtype(), &sizes)?;
+    ops::combine_rows(combine, out.view_mut("out")?, stream(weights.iter().chain([&rows, &places]))?)?;
+    Ok(vec![out])
+}
+
+fn combine_rows_backward(mut values: Values) -> Results {
+    let (grad, rows) = (values.tensor(), values.optional_tensor());
+    let (places, weights) = (values.tensor(), values.tensor());
+    let wanted = [values.flag(), values.flag()];
+    if wanted == [false, false] {
+        let message = "needs_rows is False, and so is needs_weights; at least one must be True";
+        return Err(Failure::Value(message.into()));
+    }
+    let grad_view = two_dimensional(&grad, "grad")?;
+    let rows_view = rows.as_ref().map(|rows| two_dimensional(rows, "rows")).transpose()?;
+    let places_view = two_dimensional(&places, "places")?;
+    let dtype = grad_view.dtype();
+    let (tokens, k) = (places_view.rows() as i64, places_view.cols() as i64);
+    let allocate = |wanted, dtype, sizes: [i64; 2]| {
+        if wanted { grad.allocate(dtype, &sizes) } else { grad.empty(dtype) }
+    };
+    let d_rows = allocate(wanted[0], dtype, [tokens * k, grad_view.cols() as i64])?;
+    let d_weights = allocate(wanted[1], DType::F32, [tokens, k])?;
+    let output = |wanted: bool, tensor, name| {
+        if wanted { optional_mut(Some(tensor), name, false) } else { Ok(None) }
+    };
+    let backward = CombineBackward {
+        grad: grad_view,
+        rows: rows_view,
+        places: places_view,
+        weights: two_dimensional(&weights, "weights")?,
+        d_rows: output(wanted[0], &d_rows, "d_rows")?,
+        d_weights: output(wanted[1], &d_weights, "d_weights")?,
+    };
+    ops::combine_rows_backward(backward, stream(rows.iter().chain([&grad, &places, &weights]))?)?;
+    Ok(vec![d_rows, d_weights])
 }
 
 /// The outputs of a quantization of groups: rowwise codes and scales, columnwise codes and scales.

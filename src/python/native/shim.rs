@@ -29,7 +29,7 @@ macro_rules! functions {
         pub(super) struct Shim {
             $($(#[$doc])* pub(super) $name: unsafe extern "C" fn($($arg),*) $(-> $result)?,)*
             /// The number of each element type.
-            dtypes: [(DType, i32); 7],
+            dtypes: [(DType, i32); 8],
             /// The number of the CUDA device type.
             pub(super) cuda: i32,
             /// Returns the current stream of a CUDA device.
@@ -57,6 +57,7 @@ macro_rules! functions {
                         (DType::E5m2, number(c"aoti_torch_dtype_float8_e5m2")?),
                         (DType::E8m0, number(c"torch_dtype_float8_e8m0fnu")?),
                         (DType::I32, number(c"aoti_torch_dtype_int32")?),
+                        (DType::I64, number(c"aoti_torch_dtype_int64")?),
                     ],
                     cuda: number(c"aoti_torch_device_type_cuda")?,
                     current_stream,

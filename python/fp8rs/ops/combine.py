@@ -1,0 +1,71 @@
+"""The operators that sum the rows of each token, and compute the gradients of the sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8rs.ops.define import in_rust
+
+
+@in_rust
+def combine_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Sum the rows of each token: out[t] = sum of weights[t, j] * rows[places[t, j]] over j.
+
+    Rows are added in the order of ``j`` to a float32 sum that starts from 0. Each product and each
+    addition is rounded to float32, without fused multiply-add, and the sum is rounded to the dtype
+    of ``rows``. CPU and CUDA give the same bytes. Infinities and NaNs of the sum are kept.
+
+    Args:
+        rows: (M, H), float32, bfloat16 or float16. Any strides. Rows at 16-byte boundaries are read
+            at copy speed.
+        places: int64 (T, k), the rows of each token, contiguous. On CUDA, a place that is not a row
+            counts as a row of zeros, because the host does not wait for the device.
+        weights: (T, k), contiguous, float32 or with the dtype of ``rows``. If None, all are 1.
+
+    Returns:
+        (T, H), with the dtype of ``rows``.
+
+    Raises:
+        ValueError: on the CPU, a place is not a row.
+    """
+    return rows.new_empty((places.shape[0], rows.shape[1]))
+
+
+@in_rust
+def combine_rows_backward(
+    grad: Tensor,
+    rows: Tensor | None,
+    places: Tensor,
+    weights: Tensor,
+    needs_rows: bool = True,
+    needs_weights: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of the rows and the weights of :func:`combine_rows`.
+
+    The gradient of row ``places[t, j]`` is weights[t, j] * grad[t], rounded to float32 and then to
+    the dtype of ``grad``. CPU and CUDA give the same bytes. The gradient of weights[t, j] is the
+    float32 sum of grad[t] * rows[places[t, j]]. Its order is fixed, but depends on the device.
+
+    Args:
+        grad: (T, H), float32, bfloat16 or float16. Any strides.
+        rows: (T * k, H), with the dtype of ``grad``. It may be None without ``needs_weights``.
+        places: int64 (T, k), a permutation of all rows, contiguous. On CUDA, a place that is not a
+            row has no gradient, and the gradients of rows that are not among the places are
+            undefined.
+        weights: (T, k), contiguous, float32 or with the dtype of ``grad``.
+        needs_rows: whether to compute the gradient of the rows.
+        needs_weights: whether to compute the gradient of the weights.
+
+    Returns:
+        The gradients of the rows (T * k, H), with the dtype of ``grad``, and of the weights (T, k),
+        float32. A result that is not requested has the shape (0,).
+
+    Raises:
+        ValueError: neither result is requested, ``rows`` is missing, or, on the CPU, ``places`` is
+            not a permutation of all rows.
+    """
+    tokens, k = places.shape
+    d_rows = (tokens * k, grad.shape[1]) if needs_rows else (0,)
+    d_weights = (tokens, k) if needs_weights else (0,)
+    return grad.new_empty(d_rows), grad.new_empty(d_weights, dtype=torch.float32)

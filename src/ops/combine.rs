@@ -1,0 +1,75 @@
+//! The weighted sum of the rows of each token, and its gradients.
+
+use super::validate::{Call, Kind, contiguous, one_matrix, shape};
+use crate::error::Error;
+use crate::layout::{DType, ViewMut};
+use crate::spec::{Combine, CombineBackward, Stream};
+use crate::{cpu, cuda};
+
+/// Sums the rows of each token ([`crate::format::sum::weighted_sum`]), and rounds the sums to the dtype of the
+/// rows.
+///
+/// If a place is not a row, nothing is written on the CPU, and the call returns an error. On CUDA, which does
+/// not wait for the device, the row counts as zeros.
+pub fn combine_rows(combine: Combine, out: ViewMut, stream: Stream) -> Result<(), Error> {
+    let Combine { rows, places, weights } = &combine;
+    let mut call = Call::default();
+    call.input("rows", rows, Kind::Wide)?;
+    one_matrix("rows", rows.batch())?;
+    call.input("places", places, Kind::Is(DType::I64))?;
+    contiguous("places", places.is_contiguous())?;
+    if let Some(weights) = weights {
+        call.input("weights", weights, Kind::F32Or(rows.dtype()))?;
+        shape("weights", weights.shape(), places.shape(), "the shape of places")?;
+        contiguous("weights", weights.is_contiguous())?;
+    }
+    call.output("out", &out, Kind::Is(rows.dtype()))?;
+    shape("out", out.shape(), (places.rows(), rows.cols()), "a row for each token")?;
+    contiguous("out", out.is_contiguous())?;
+    on!(call.finish()?, stream, cpu: cpu::combine_rows(combine, out)?, cuda: cuda::combine_rows(combine, out, stream))
+}
+
+/// Computes the gradients of the rows and of the weights of [`combine_rows`], or one of them.
+///
+/// Each place is a row, and each row is one of the places once. The gradient of a row is weight * grad, rounded
+/// to the dtype of `grad`. The gradient of a weight is the sum of the products of the gradient's and the row's
+/// elements. The products and the sum are fp32. The order of the sum depends on the device.
+///
+/// Other places are an error on the CPU, and nothing is written then. On CUDA, a place that is not a row counts
+/// as a row of zeros and has no gradient. Rows that are not among the places keep what `d_rows` had.
+pub fn combine_rows_backward(backward: CombineBackward, stream: Stream) -> Result<(), Error> {
+    let CombineBackward { grad, rows, places, weights, d_rows, d_weights } = &backward;
+    let (tokens, cols) = grad.shape();
+    let count = places.rows() * places.cols();
+    let mut call = Call::default();
+    call.input("grad", grad, Kind::Wide)?;
+    one_matrix("grad", grad.batch())?;
+    call.input("places", places, Kind::Is(DType::I64))?;
+    shape("places", places.shape(), (tokens, places.cols()), "a row for each row of grad")?;
+    contiguous("places", places.is_contiguous())?;
+    call.input("weights", weights, Kind::F32Or(grad.dtype()))?;
+    shape("weights", weights.shape(), places.shape(), "the shape of places")?;
+    contiguous("weights", weights.is_contiguous())?;
+    if let Some(rows) = rows {
+        call.input("rows", rows, Kind::Is(grad.dtype()))?;
+        shape("rows", rows.shape(), (count, cols), "a row of grad's length for each place")?;
+    }
+    if let Some(d_rows) = d_rows {
+        call.output("d_rows", d_rows, Kind::Is(grad.dtype()))?;
+        shape("d_rows", d_rows.shape(), (count, cols), "a row of grad's length for each place")?;
+        contiguous("d_rows", d_rows.is_contiguous())?;
+    }
+    if let Some(d_weights) = d_weights {
+        call.output("d_weights", d_weights, Kind::F32)?;
+        shape("d_weights", d_weights.shape(), places.shape(), "the shape of places")?;
+        contiguous("d_weights", d_weights.is_contiguous())?;
+        if rows.is_none() {
+            return Err(Error::Value {
+                arg: "rows".into(),
+                got: "absent".into(),
+                expected: "given, because the gradient of weights depends on it".into(),
+            });
+        }
+    }
+    on!(call.finish()?, stream, cpu: cpu::combine_rows_backward(backward)?, cuda: cuda::combine_rows_backward(backward, stream))
+}
