@@ -319,15 +319,65 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", ["fp8", "gather"])
-def test_gradients_of_permuted_rows_are_gathered(device, mode):
+def test_rows_of_a_token_are_summed_by_one_operator_each_way(device, mode):
     """torch accumulates them by a sorted index, which takes longer than some of the GEMMs."""
     block = block_of("qwen3_moe", device, mode)
     x, index, weights = routed(block, tokens(device))
     with Operators() as seen:
         block.experts(x.requires_grad_(), index, weights.requires_grad_()).sum().backward()
     assert x.grad is not None
-    assert "aten::index" in seen.names
+    assert {"fp8rs::combine_rows", "fp8rs::combine_rows_backward"} <= seen.names
     assert not {name for name in seen.names if "index_put" in name or "index_add" in name}
+
+
+@pytest.mark.parametrize("mode", ["fp8", "gather"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+def test_scores_of_any_dtype_weigh_the_rows(device, mode, dtype):
+    experts = block_of("mixtral", device, mode).experts
+    x, index, scores = routed(experts, tokens(device))
+    scores = scores.to(dtype).requires_grad_()
+    y = experts(x, index, scores)
+    y.backward(torch.ones_like(y))
+    assert (y.dtype, scores.grad.dtype) == (x.dtype, dtype)
+    with torch.no_grad():
+        ones = torch.ones(len(x), 1, device=device)
+        rows = torch.stack([experts(x, index[:, j : j + 1], ones) for j in range(2)], 1).double()
+    assert error(y, (rows * scores.unsqueeze(-1)).sum(1)) < 2**-8
+    sums = rows.sum(-1)
+    assert error(scores.grad, sums) < max(torch.finfo(dtype).eps, 1e-3)
+
+
+@pytest.mark.parametrize("wanted", ["tokens", "scores", "weights"])
+def test_one_gradient_of_experts_is_what_it_is_with_all(device, wanted):
+    experts = block_of("mixtral", device).experts
+    x, index, scores = routed(experts, tokens(device))
+    inputs = {"tokens": x, "scores": scores, "weights": experts.down_proj}
+    for t in (x, scores):
+        t.requires_grad_()
+    y = experts(x, index, scores)
+    dy = torch.randn_like(y)
+    expected = torch.autograd.grad(y, list(inputs.values()), dy, retain_graph=True)
+    (found,) = torch.autograd.grad(y, inputs[wanted], dy, retain_graph=True)
+    assert torch.equal(found, expected[list(inputs).index(wanted)])
+    for name, t in inputs.items():
+        t.requires_grad_(name == wanted)
+    experts.gate_up_proj.requires_grad_(False)
+    (found,) = torch.autograd.grad(experts(x, index, scores), inputs[wanted], dy)
+    assert torch.equal(found, expected[list(inputs).index(wanted)])
+
+
+def test_experts_without_tokens_have_gradients(device):
+    experts = block_of("mixtral", device).experts
+    x = torch.zeros(0, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    index = torch.zeros(0, 2, dtype=torch.int64, device=device)
+    scores = torch.zeros(0, 2, device=device, requires_grad=True)
+    y = experts(x, index, scores)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, 64)
+    assert scores.grad.shape == (0, 2)
+    assert not any(p.grad.any() for p in experts.parameters())
 
 
 def test_no_permuted_tokens_are_saved(device):
@@ -345,3 +395,8 @@ def test_no_permuted_tokens_are_saved(device):
     count = index.numel()
     saved = [shape for dtype, shape in shapes if dtype == torch.bfloat16 and shape[:1] == (count,)]
     assert saved == [(count, 2 * 48)]
+    shapes.clear()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        block.experts(x, index, weights.requires_grad_())
+    saved = [shape for dtype, shape in shapes if dtype == torch.bfloat16 and shape[:1] == (count,)]
+    assert saved == [(count, 2 * 48), (count, 64)]  # the gradient of scores needs the output's rows

@@ -19,12 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fp8rs._torch import is_distributed
+from fp8rs._torch import gradients_needed, is_distributed
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .fp8_params import Float8Params
 from .functional import as_stored, cast_input, key_of, local_part
 from .grouped import Gemms, check, gated_mlp, grouped, prefers_gated_mlp
+
+_combine_rows = torch.ops.fp8rs.combine_rows.default
+_combine_rows_backward = torch.ops.fp8rs.combine_rows_backward.default
 
 
 class Float8Experts(Float8Params):
@@ -139,8 +142,9 @@ def experts_forward(
         y = grouped(h, down, offs, down_bias, key, transposed, gemms, parallel)
     if getattr(self, "has_post_expert_norm", False):
         y = self.post_expert_norm(y)
-    of_tokens: Tensor = _Gather.apply(y, places, order)
-    return (of_tokens * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+    weights = top_k_weights if top_k_weights.dtype == y.dtype else top_k_weights.float()
+    combined: Tensor = _Combine.apply(y, places, weights.contiguous())
+    return combined.to(hidden_states.dtype)
 
 
 def _route(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,10 +176,9 @@ class _Gather(torch.autograd.Function):
         """Gather rows of ``x``.
 
         Args:
-            x: (n, H).
-            index: of any shape.
-            places: where each row of ``x`` is in ``index``, flattened: (n,), or (n, k) if ``index``
-                has each row k times.
+            x: (T, H).
+            index: (T * k,), which has each row of ``x`` k times.
+            places: (T, k), where each row of ``x`` is in ``index``.
         """
         ctx.save_for_backward(places)
         return x[index]
@@ -184,8 +187,37 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of ``x``."""
         (places,) = ctx.saved_tensors
-        dx = dy.reshape(-1, dy.shape[-1])[places]
-        return dx if places.dim() == 1 else dx.sum(1), None, None
+        return _combine_rows(dy.contiguous(), places), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The weighted sum of the rows of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        """Sum rows of ``y``.
+
+        Args:
+            y: (T * k, H).
+            places: (T, k), the rows of each token, a permutation of all rows.
+            weights: (T, k), float32 or with the dtype of ``y``.
+
+        Returns:
+            (T, H), with the dtype of ``y``.
+        """
+        ctx.save_for_backward(y if ctx.needs_input_grad[2] else None, places, weights)
+        combined: Tensor = _combine_rows(y, places, weights)
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of ``y`` and ``weights``."""
+        y, places, weights = ctx.saved_tensors
+        needs_y, _, needs_weights = gradients_needed(ctx)
+        dy, d_weights = _combine_rows_backward(
+            grad.contiguous(), y, places, weights, needs_y, needs_weights
+        )
+        return dy if needs_y else None, None, d_weights.to(weights.dtype) if needs_weights else None
 
 
 def batched_parameters(module: nn.Module) -> dict[str, Tensor]:

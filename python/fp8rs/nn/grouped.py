@@ -38,6 +38,7 @@ from .spec import GroupedSpec, grouped_spec_for
 Gemms = Literal["auto", "fp8", "gather"]
 
 _E4M3 = torch.float8_e4m3fn
+_combine_rows = torch.ops.fp8rs.combine_rows.default
 _group_bounds = torch.ops.fp8rs.group_bounds.default
 _grouped_mm = torch.ops.fp8rs.grouped_mm.default
 _grouped_mm_plain = torch.ops.fp8rs.grouped_mm_plain.default
@@ -470,7 +471,7 @@ class _GatedMlp(torch.autograd.Function):
             b = _operand(spec.weight, gate_up, True, gate_up_known, dy)
             rows = _grouped_mm(dh.row, dh.row_scale, b.codes, b.scale, ends, x_dtype, how.zero_tail)
             del b
-            dx = rows[places].sum(1)
+            dx = _combine_rows(rows, places)
             del rows
         if needs_gate_up:
             d_gate_up = _grouped_wgrad(
