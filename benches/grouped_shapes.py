@@ -1,4 +1,4 @@
-"""Time the grouped GEMMs of experts, an expert MLP, and the kernels that quantize for them.
+"""Time the grouped GEMMs of experts, an expert MLP, and the kernels around them.
 
     python benches/grouped_shapes.py [--json FILE] [--only gemms,mlp,kernels]
     python benches/grouped_shapes.py --models qwen3,mixtral --rows 16384
@@ -23,9 +23,10 @@ and of both weights. bf16 is transformers' computation, without its permutation 
 is the time of that sum, which bf16 does not have here. ``experts`` is the whole forward and
 backward of a transformers module, permutation included.
 
-**kernels** times quantization kernels. "fraction" is the time of a device copy that reads and
-writes as many bytes as the kernel's inputs and outputs have, divided by the kernel's time. A kernel
-that finds maxima reads its input twice, but the input counts once.
+**kernels** times the kernels that quantize, and the kernels that sum each token's rows. "fraction"
+is the time of a device copy that reads and writes as many bytes as the kernel's inputs and outputs
+have, divided by the kernel's time. A kernel that finds maxima reads its input twice, but the input
+counts once.
 
 Times are medians of CUDA events in microseconds. The device first sleeps for longer than the host
 needs to submit the calls, so that host time does not count.
@@ -92,8 +93,8 @@ ROWS = (16384, 65536, 131072)
 #: Rows of each model for "mlp", and the goals: times bf16.
 MLP = {"mixtral": (16384, 1.45), "deepseek-v3": (65536, 1.45), "qwen3": (131072, 1.10)}
 
-#: Goals for kernels: the fraction of a copy's speed, with maxima and without.
-WITH_MAXIMA, WITHOUT = 0.60, 0.80
+#: Goals for kernels: the fraction of a copy's speed, with maxima and without, and of the sums.
+WITH_MAXIMA, WITHOUT, SUMS = 0.60, 0.80, 0.85
 
 #: GEMMs with more floating-point operations than this are left out.
 LIMIT = 16e12
@@ -302,7 +303,7 @@ def _mlp(
         y = gated_mlp(x, *gathered, index, places, case.ends, "silu", key, False)
         return torch.autograd.grad(y, (x, *gathered), dy)
 
-    return {"bf16": bf16, "fp8": fp8, "permuting": lambda: dy[places].sum(1)}
+    return {"bf16": bf16, "fp8": fp8, "permuting": lambda: ops.combine_rows(dy, places)}
 
 
 def _experts(case: Case, device: str, weights: list[Any]) -> Callable[[], object]:
@@ -427,6 +428,7 @@ def measure_kernels(case: Case, timer: Timer, report: dict[str, Any]) -> None:
                 lambda: ops.quantize_groups(few, case.ends, case.padded_ends, E4M3, index=index),
             )
         )
+        found += _sums(order, size, x, few)
     weight = codes(size.experts, 2 * width, hidden, device=device)
     found.append(
         (
@@ -446,6 +448,49 @@ def measure_kernels(case: Case, timer: Timer, report: dict[str, Any]) -> None:
             f"| {copy / took:.2f} | {goal:.2f} |",
             flush=True,
         )
+
+
+def _sums(
+    order: Tensor, size: Size, x: Tensor, grad: Tensor
+) -> list[tuple[str, int, int, float, Callable[[], object]]]:
+    """Return the kernels that sum each token's rows ``x``, which ``order`` sorts by expert."""
+    rows, tokens, hidden = len(order), len(grad), size.hidden
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(rows))
+    places = places.view(tokens, size.top_k).to(x.device)
+    weights = torch.rand(tokens, size.top_k, device=x.device)
+    # The bytes of a sum's rows and results, of the places, and of as many fp32 weights.
+    values, indices, factors = 2 * (rows + tokens) * hidden, 8 * rows, 4 * rows
+    written = 2 * rows * hidden
+    return [
+        (
+            "sum of each token's rows",
+            hidden,
+            values + indices,
+            SUMS,
+            lambda: ops.combine_rows(x, places),
+        ),
+        (
+            "weighted sum of each token's rows",
+            hidden,
+            values + indices + factors,
+            SUMS,
+            lambda: ops.combine_rows(x, places, weights),
+        ),
+        (
+            "weighted sum's backward",
+            hidden,
+            values + written + indices + 2 * factors,
+            SUMS,
+            lambda: ops.combine_rows_backward(grad, x, places, weights),
+        ),
+        (
+            "weighted sum's backward, rows only",
+            hidden,
+            2 * tokens * hidden + written + indices + factors,
+            SUMS,
+            lambda: ops.combine_rows_backward(grad, None, places, weights, True, False),
+        ),
+    ]
 
 
 def _copy_us(nbytes: int, timer: Timer) -> float:
