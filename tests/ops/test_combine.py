@@ -385,6 +385,7 @@ def test_captured_graphs_replay_the_sum_and_its_gradients():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_the_host_does_not_wait_for_the_device():
     given = [t.cuda() for t in make(33, 8, 264, BF16)]
     ops.combine_rows(*given[1:]), ops.combine_rows_backward(*given)
