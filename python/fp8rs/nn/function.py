@@ -286,7 +286,6 @@ def _forward(
     x_planes, x_scale = _input_planes(spec, x, id(weight), columnwise, delayed)
     if isinstance(weight, QuantizedTensor):
         w_row = weight.plane("rowwise", "a linear layer's forward")
-        _check_live(weight, w_row)
     else:
         w_row = cast(Plane, _quantize(spec.weight, WEIGHT, weight, True, False, delayed)[0])
     if stats is not None:
@@ -305,11 +304,6 @@ def _forward(
         # Autograd forbids in-place operations on views that a Function returns.
         y = _unsafe_view(y, [*shape[:-1], w_row.data.shape[0]])
     return y, x_planes, (x_scale, w_row.scale)
-
-
-def _check_live(weight: QuantizedTensor, plane: Plane) -> None:
-    if not torch.compiler.is_compiling() and not plane.live:
-        plane.check_live(f"the gathered weight of a linear layer, {tuple(weight.shape)},")
 
 
 class _Linear(torch.autograd.Function):
@@ -411,12 +405,10 @@ def _weight_for_dgrad(spec: LinearSpec, weight: Tensor, scale: Tensor | None, dy
     would be in memory at once. A high-precision weight is quantized again with the forward's scale.
     """
     if isinstance(weight, QuantizedTensor):
-        if weight.columnwise is not None and not weight.columnwise.format.per_row:
-            _check_live(weight, weight.columnwise)
-            return weight.columnwise
-        row = weight.plane("rowwise", "dgrad")
-        _check_live(weight, row)
-        return dgrad_operand(row, spec.emulate, dy)
+        col = weight.columnwise
+        if col is not None and not col.format.per_row:
+            return col
+        return dgrad_operand(weight.plane("rowwise", "dgrad"), spec.emulate, dy)
     if spec.weight.format.per_row:
         again, _ = quantize_planes(spec.weight, weight, True, False, after=dy)
         return dgrad_operand(cast(Plane, again), spec.emulate, dy)
@@ -433,8 +425,5 @@ def _weight_column_scale(spec: LinearSpec, weight: Tensor, scale: Tensor | None)
     """
     if isinstance(weight, QuantizedTensor):
         row = weight.rowwise
-        if row is None:
-            return None
-        _check_live(weight, row)
-        return dgrad_column_scale(row.format, row.scale)
+        return None if row is None else dgrad_column_scale(row.format, row.scale)
     return None if scale is None else dgrad_column_scale(spec.weight.format, scale)

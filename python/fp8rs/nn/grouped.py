@@ -30,7 +30,7 @@ from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec, quantize_planes
 
-from .saved_weight import gathered_weight, read_weight
+from .saved_weight import check_live, gathered_weight, read_weight
 from .spec import GroupedSpec, grouped_spec_for
 
 #: Which GEMMs of a weight run on FP8 operands: all ("fp8"), none ("gather"), or those that
@@ -266,8 +266,8 @@ def _operand(
     """
     if isinstance(weight, QuantizedTensor):
         plane = weight.plane("rowwise", "a grouped GEMM")
-        if not torch.compiler.is_compiling():
-            plane.check_live(f"the gathered weight of experts, {tuple(weight.shape)},")
+        if after is None:  # in a backward, `read_weight` has checked it
+            check_live(weight, "experts")
     else:
         values = weight if weight.dim() == 3 else weight.flatten(1, -2)
         directly = turned and spec.format.per_tensor

@@ -22,6 +22,7 @@ from .fp8_params import CLASSES, Float8Params, add_fp8_params, quantize_like, re
 from .function import Slots, linear
 from .init import is_sharded, reset_linear
 from .model_state import ModelState
+from .saved_weight import check_live
 
 
 @constant_when_traced
@@ -144,15 +145,16 @@ class Float8Linear(Float8Params, nn.Linear):
         Raises:
             ValueError: the last dim is not in_features, or the input is 0-d.
             TypeError: the input is nested, or not float32, bfloat16 or float16.
-            RuntimeError: without autocast, input and weight have two dtypes.
+            RuntimeError: without autocast, input and weight have two dtypes; or FSDP2 has freed the
+                gathered weight.
             UnsupportedError: the device cannot run the recipe.
         """
         compiling = torch.compiler.is_compiling()
         weight, bias = (self.weight, self.bias) if compiling else self._operands()
         if compiling and torch.is_grad_enabled():
             warn_on_export()
-        plain = type(input) is Tensor and type(weight) is nn.Parameter
-        if not plain:
+        plain = type(weight) is nn.Parameter or isinstance(weight, QuantizedTensor)
+        if not plain or type(input) is not Tensor:
             if not isinstance(input, Tensor):
                 raise TypeError(f"input must be a Tensor, not {type(input).__name__}")
             if is_distributed(weight) or is_distributed(input):
@@ -190,6 +192,8 @@ class Float8Linear(Float8Params, nn.Linear):
                 f"input and weight must have the same dtype, but got {dtype} and {weight.dtype}: "
                 "cast one of them, or use torch.autocast"
             )
+        if not torch.compiler.is_compiling() and isinstance(weight, QuantizedTensor):
+            check_live(weight, self._fp8_state.names[self._fp8_index] or "the layer")
         state = self._fp8_state
         delayed = state.delayed
         run: Callable[..., Tensor] = linear
@@ -216,7 +220,7 @@ class Float8Linear(Float8Params, nn.Linear):
         return self._fp8_slots.get(self._buffers)
 
     def _operands(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias. RuntimeError if FSDP2 has freed the gathered weight.
+        """Return weight and bias.
 
         They are read from ``_parameters``, ten times faster than attributes of a module. A
         parametrized weight is an attribute.
@@ -226,11 +230,7 @@ class Float8Linear(Float8Params, nn.Linear):
         if type(weight) is not nn.Parameter:
             if weight is None:
                 weight = self.weight
-            if isinstance(weight, QuantizedTensor):
-                if not (plane := weight.any_plane()).live:
-                    name = self._fp8_state.names[self._fp8_index]
-                    plane.check_live(f"the weight of {name or 'the layer'}")
-            elif type(weight) is Tensor:
+            if type(weight) is Tensor:
                 self._fp8_state.warn_if_fsdp1(weight)
         if "bias" in parameters:
             return weight, parameters["bias"]

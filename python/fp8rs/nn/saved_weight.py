@@ -6,6 +6,7 @@ the planes of a gathered weight.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -13,6 +14,13 @@ from fp8rs.tensor.quantized import QuantizedTensor
 #: A quantized weight and its version in the forward, which an inference tensor does not have. None
 #: for a plain weight. FSDP2's refills do not change the version.
 Gathered = tuple[QuantizedTensor, int | None] | None
+
+
+def check_live(weight: QuantizedTensor, owner: str) -> None:
+    """Raise RuntimeError if FSDP2 has freed a gathered weight. A traced weight has no memory."""
+    plane = weight._store.any_plane
+    if not torch.compiler.is_compiling() and not plane.live:
+        plane.check_live(f"the gathered weight of {owner}, {tuple(weight.shape)},")
 
 
 def gathered_weight(weight: Tensor) -> Gathered:
@@ -31,7 +39,7 @@ def read_weight(gathered: Gathered, saved: Tensor, owner: str) -> Tensor:
         owner: what the weight belongs to, for the message.
 
     Raises:
-        RuntimeError: a quantized weight was written since the forward.
+        RuntimeError: a quantized weight was written since the forward, or its storage is freed.
     """
     if gathered is None:
         return saved
@@ -43,4 +51,5 @@ def read_weight(gathered: Gathered, saved: Tensor, owner: str) -> Tensor:
             f"{weight._version}; expected version {version} instead. Write weights after the "
             "backward"
         )
+    check_live(weight, owner)
     return weight
