@@ -50,7 +50,7 @@ def blockwise(
     square = b.format == formats.BLOCK_128X128
     # cuBLAS reads 128x128 scales along the contracted dim in fours. Torch would take a single
     # block for one scale per row.
-    blocks = 4 if square else 2 if b.matrix.shape[1] <= 128 else 1
+    blocks = 4 if square else 2 if b.data.shape[1] <= 128 else 1
     a_scale = _outer_contiguous(padded(a.scale, 16, blocks, 1.0))
     if square:
         b_scale = padded(b.scale, 1, blocks, 1.0).contiguous()
@@ -58,7 +58,7 @@ def blockwise(
         b_scale = _outer_contiguous(padded(b.scale, 16, blocks, 1.0))
     multiples = 16, 128 * blocks
     out = _run(a, b, a_scale, b_scale.t(), bias, out_dtype, False, multiples, plain=True)
-    m = a.matrix.shape[0]
+    m = a.data.shape[0]
     # Drop padded rows. Autograd must not see a view, because it would forbid in-place writes.
     return out if out.shape[0] == m else _unsafe_view(out[:m], [m, out.shape[1]])
 
@@ -96,8 +96,8 @@ def _run(
         plain: the mode has no bias, and its output is fp32 or bfloat16.
     """
     rows, cols = multiples
-    a_codes, b_codes = padded(a.matrix, rows, cols), padded(b.matrix, 16, cols)
-    n = b.matrix.shape[0]
+    a_codes, b_codes = padded(a.data, rows, cols), padded(b.data, 16, cols)
+    n = b.data.shape[0]
     extra = b_codes.shape[0] - n
     gemm_dtype = out_dtype
     if plain and not (out_dtype == torch.bfloat16 and bias is None):
@@ -130,11 +130,11 @@ def _run(
 def padded(matrix: Tensor, rows: int, cols: int, fill: float = 0.0) -> Tensor:
     """Pad codes or scales to multiples of ``rows`` and ``cols``. Codes become contiguous."""
     m, k = matrix.shape
-    pad_m, pad_k = _missing(m, rows), _missing(k, cols)
     codes = matrix.element_size() == 1
-    if pad_m or pad_k:
+    if m % rows or k % cols:
         raw = matrix.view(torch.uint8) if codes else matrix
-        return pad(raw, (0, pad_k, 0, pad_m), value=fill).view(matrix.dtype)
+        behind = 0, _missing(k, cols), 0, _missing(m, rows)
+        return pad(raw, behind, value=fill).view(matrix.dtype)
     return matrix.contiguous() if codes else matrix
 
 
@@ -161,6 +161,6 @@ def _outer_contiguous(scale: Tensor) -> Tensor:
 def _packed(plane: Plane) -> Tensor:
     """Return an MXFP8 plane's scales in the 128x4 tiles of block-scaled GEMMs."""
     packed: Tensor = _pack_scales(
-        plane.scale.contiguous(), plane.matrix.shape[0], plane.format.block[0]
+        plane.scale.contiguous(), plane.data.shape[0], plane.format.block[0]
     )
     return packed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -54,6 +56,7 @@ def dgrad_column_scale(format: BlockFormat, scale: Tensor) -> Tensor | None:
     return scale.view(1, -1) if format.per_row else None
 
 
+@functools.cache
 def contracted_multiple(format: BlockFormat, device: torch.device) -> int:
     """Return a multiple for the contracted dim of a GEMM with which operands need no padding."""
     return max(16, format.block[1]) if device.type == "cuda" else 1

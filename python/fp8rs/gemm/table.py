@@ -7,6 +7,7 @@ operands are dequantized instead.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -59,8 +60,8 @@ def scaled_mm(
     """Compute a @ b.T + bias over the dequantized values, accumulated in fp32.
 
     Args:
-        a: plane whose 2-D view is (M, K).
-        b: plane whose 2-D view is (N, K).
+        a: plane of a matrix (M, K).
+        b: plane of a matrix (N, K).
         out_dtype: float32, bfloat16 or float16.
         bias: (N,), added before the cast to ``out_dtype``.
         use_fast_accum: accumulate with reduced precision on CUDA.
@@ -74,8 +75,7 @@ def scaled_mm(
         UnsupportedError: the device has no GEMM for these operands. The message has the reason.
     """
     codes = a.data
-    m, k = formats.matrix_shape(codes.shape)
-    n, k_b = formats.matrix_shape(b.data.shape)
+    (m, k), (n, k_b) = codes.shape, b.data.shape
     if k != k_b:
         raise ValueError(f"a is {(m, k)} and b is {(n, k_b)}: their last dims must be equal")
     if not (type(m) is type(n) is type(k) is int) and depends_on_data(m, n, k):
@@ -84,18 +84,26 @@ def scaled_mm(
     if m == 0 or n == 0 or k == 0:
         out = torch.zeros((m, n), dtype=out_dtype, device=codes.device)
         return out if bias is None else out + bias.to(out_dtype)
+    multiply = _kernel(codes.device, a.format, b.format, emulate)
+    return multiply(a, b, bias, out_dtype, use_fast_accum)
+
+
+@functools.cache
+def _kernel(
+    device: torch.device, a: formats.BlockFormat, b: formats.BlockFormat, emulate: bool
+) -> Callable[..., Tensor]:
+    """Return the kernel for operands in two formats."""
     # On meta, only the shape is needed.
-    if emulate or codes.is_cpu or codes.is_meta:
-        return _dequantized(a, b, bias, out_dtype, use_fast_accum)
-    device = codes.device
-    gemm = GEMMS.get((device.type, a.format, b.format))
+    if emulate or device.type in ("cpu", "meta"):
+        return _dequantized
+    gemm = GEMMS.get((device.type, a, b))
     if gemm is None:
         raise UnsupportedError(
-            f"no FP8 GEMM on {device.type} takes operands in formats {a.format.name!r} and "
-            f"{b.format.name!r}; a recipe with emulate=True runs on dequantized operands"
+            f"no FP8 GEMM on {device.type} takes operands in formats {a.name!r} and {b.name!r}; a "
+            "recipe with emulate=True runs on dequantized operands"
         )
     check_cuda(device.index, gemm.recipe)
-    return gemm.kernel(a, b, bias, out_dtype, use_fast_accum)
+    return gemm.kernel
 
 
 @torch.library.custom_op("fp8rs::_scaled_mm", mutates_args=())
@@ -128,8 +136,7 @@ def _scaled_mm(
 @_scaled_mm.register_fake
 def _(a: Tensor, a_scale: Tensor, a_format: str, b: Tensor, *others: Any) -> Tensor:
     *_, out_dtype, _, _ = others
-    rows, cols = formats.matrix_shape(a.shape)[0], formats.matrix_shape(b.shape)[0]
-    return a.new_empty((rows, cols), dtype=out_dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 def _dequantized(
@@ -160,5 +167,5 @@ def _dequantized(
 def _values(plane: Plane, scale: Tensor | None = None) -> Tensor:
     scale = plane.scale if scale is None else scale
     block = list(plane.format.block)
-    values = torch.ops.fp8rs.dequantize(plane.matrix, scale, block, torch.float32)
+    values = torch.ops.fp8rs.dequantize(plane.data, scale, block, torch.float32)
     return cast(Tensor, values)

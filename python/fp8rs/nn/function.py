@@ -127,14 +127,17 @@ def _quantize(
     delayed: _Delayed | None,
     column_scale: Tensor | None = None,
 ) -> Planes:
+    """Return the planes of an operand as one matrix."""
     values = _whole_blocks(x, spec) if columnwise else x
     if delayed is None:
         row, col = quantize_planes(spec, values, rowwise, columnwise, column_scale=column_scale)
     else:
         scale, amax = delayed.scale(role, x, spec), delayed.amax(role)
         row, col = quantize_planes(spec, values, rowwise, columnwise, scale=scale, amax=amax)
-    if row is not None and values is not x:
-        row = row.first_rows(x.shape)
+    if row is not None:
+        row.data = row.matrix
+        if values is not x:
+            row = row.first_rows(math.prod(x.shape[:-1]))
     return row, col
 
 
@@ -179,7 +182,7 @@ def _input_planes(
     if isinstance(x, QuantizedTensor):
         _check_quantized(spec, x)
         given = x.plane("rowwise", "a linear layer's forward")
-        scale = given.scale
+        noted = scale = given.scale
         column = None
         if columnwise:
             column = x.columnwise or given.transposed("columnwise", "wgrad")
@@ -187,8 +190,7 @@ def _input_planes(
             known = x._store.delayed
             assert known is not None
             noted = _note_amax(scale, known[1], delayed.amax(INPUT))
-            given = Plane(given.data, noted, given.format)
-        return (given, column), scale
+        return (Plane(given.matrix, noted, given.format), column), scale
     record = None if delayed is None else delayed.record
     cache, token = this_thread.input_cache, input_token(x, (spec.input, spec.wgrad_input, record))
     if (cached := cache.get(token, user)) is not None:
@@ -283,16 +285,17 @@ def _forward(
     stats: OperandStats | None,
 ) -> tuple[Tensor, Planes, tuple[Tensor, Tensor]]:
     """Return the output, the input's planes, and the scales of input and weight."""
-    x_planes, x_scale = _input_planes(spec, x, id(weight), columnwise, delayed)
+    (x_row, x_col), x_scale = _input_planes(spec, x, id(weight), columnwise, delayed)
     if isinstance(weight, QuantizedTensor):
         w_row = weight.plane("rowwise", "a linear layer's forward")
     else:
         w_row = cast(Plane, _quantize(spec.weight, WEIGHT, weight, True, False, delayed)[0])
+    assert x_row is not None
     if stats is not None:
-        x_planes = stats.add(INPUT, x, cast(Plane, x_planes[0])), x_planes[1]
+        x_row = stats.add(INPUT, x, x_row)
         w_row = stats.add(WEIGHT, weight, w_row)
     y = scaled_mm(
-        cast(Plane, x_planes[0]),
+        x_row,
         w_row,
         bias=bias,
         out_dtype=out_dtype,
@@ -303,7 +306,7 @@ def _forward(
     if len(shape) != 2:
         # Autograd forbids in-place operations on views that a Function returns.
         y = _unsafe_view(y, [*shape[:-1], w_row.data.shape[0]])
-    return y, x_planes, (x_scale, w_row.scale)
+    return y, (x_row, x_col), (x_scale, w_row.scale)
 
 
 class _Linear(torch.autograd.Function):
@@ -362,6 +365,8 @@ class _Linear(torch.autograd.Function):
         if isinstance(dy, QuantizedTensor):
             # Tensor parallelism gathered it and recorded its amax.
             row, col = dy.rowwise if needs_x else None, dy.columnwise if needs_w else None
+            if row is not None:
+                row = Plane(row.matrix, row.scale, row.format)
             assert not needs_bias  # the bias is added after tensor parallelism's reduction
             dy = dy.any_plane().data.view(torch.uint8)  # orders operators after it
         elif needs_x or needs_w:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fp8rs import ops  # noqa: F401  (registers torch.ops.fp8rs)
 from fp8rs.tensor import formats
-from fp8rs.tensor.formats import BlockFormat, matrix_shape, split
+from fp8rs.tensor.formats import BlockFormat, split
 
 #: A part of a matrix (rows, columns), or of a batch of matrices (matrices, rows, columns).
 Box = tuple[slice, ...]
@@ -57,10 +57,10 @@ class Plane:
     def matrix(self) -> Tensor:
         """The codes as (rows, cols), or as (batch, rows, cols)."""
         data = self.data
-        if data.dim() == 2:
+        dims = data.dim()
+        if dims == 2:
             return data
-        batch, matrix = split(data.shape, self.batched)
-        return data.reshape(*batch, *matrix)
+        return data.view(1, -1) if dims < 2 else data.flatten(int(self.batched), -2)
 
     def __getitem__(self, index: slice | int) -> Plane:
         """Return some matrices of a batch, or one of them, over the same memory."""
@@ -141,16 +141,15 @@ class Plane:
             scale = functional.pad(as_bytes(scale), (0, behind), value=1).view(scale.dtype)
         return Plane(codes.view(self.data.dtype), scale, self.format)
 
-    def first_rows(self, shape: torch.Size) -> Plane:
-        """Return the first rows of one matrix as a plane of ``shape`` over the same memory.
+    def first_rows(self, rows: int) -> Plane:
+        """Return the first rows of a 2-D plane over the same memory.
 
         `part` needs sizes that are numbers. Here, a compiler may have unbacked symbols.
         """
-        rows, cols = matrix_shape(shape)
-        scale = self.scale
+        codes, scale = self.data.narrow(0, 0, rows), self.scale
         if not self.format.per_tensor:
-            scale = scale.narrow(0, 0, self.format.scale_shape(rows, cols)[0])
-        return Plane(self.matrix.narrow(0, 0, rows).view(shape), scale, self.format)
+            scale = scale.narrow(0, 0, self.format.scale_shape(*codes.shape)[0])
+        return Plane(codes, scale, self.format)
 
     def spread(self) -> Tensor:
         """Return the scale of each element, fp32, in a shape that broadcasts to `matrix`."""
