@@ -77,14 +77,12 @@ def _will_run(node: Any) -> bool:
         return True
 
 
-def current_stream_id(device: torch.device) -> int:
-    """Return the current stream of a CUDA device with an index as an int, or 0 for other devices.
+def current_stream_id(index: int) -> int:
+    """Return the current stream of a CUDA device as an int.
 
     ``torch.cuda.current_stream`` creates an object, which takes ten times as long.
     """
-    if device.type != "cuda":
-        return 0
-    return int(torch._C._cuda_getCurrentRawStream(device.index))
+    return int(torch._C._cuda_getCurrentRawStream(index))
 
 
 def in_fake_mode() -> bool:
@@ -308,7 +306,7 @@ def check_can_become(parameter: Tensor) -> None:
 
 def is_traced(data: Tensor) -> bool:
     """Return whether a tensor is fake or functional, and so has no data of its own."""
-    return isinstance(data, FakeTensor | FunctionalTensor)
+    return isinstance(data, (FakeTensor, FunctionalTensor))
 
 
 def wrapper_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:

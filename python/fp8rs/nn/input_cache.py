@@ -32,7 +32,8 @@ def input_token(x: Tensor, key: Any) -> tuple[Any, ...] | None:
     mode = dispatch_mode()
     # Two weak references to one mode are one object. One to a dead mode equals no other.
     running = None if mode is None else weakref.ref(mode)
-    return id(x), x._version, memory_of(x), current_stream_id(x.device), running, key
+    stream = current_stream_id(x.device.index) if x.is_cuda else 0
+    return id(x), x._version, memory_of(x), stream, running, key
 
 
 @dataclass(eq=False, slots=True)

@@ -27,7 +27,7 @@ class StreamDependency:
         """Make the current stream wait for the writes, and keep the memory alive for its reads."""
         if self._stream is None:
             return
-        stream_id = current_stream_id(self._stream.device)
+        stream_id = current_stream_id(self._stream.device.index)
         if stream_id not in self._streams:
             self._streams.add(stream_id)
             current = torch.cuda.current_stream(self._stream.device)
