@@ -139,9 +139,9 @@ def test_a_compiled_module_is_one_graph_for_any_number_of_rows(device, client):
     torch._dynamo.reset()
 
 
-def block_of(kind, device, mode="fp8", recipe="current"):
+def block_of(kind, device, mode="fp8", recipe="current", **options):
     """The feed-forward part of a mixture's last layer, with its experts, in bf16."""
-    model = mixture(kind, device).to(torch.bfloat16)
+    model = mixture(kind, device, **options).to(torch.bfloat16)
     block = model.model.layers[-1].mlp
     with torch.no_grad():
         for p in block.parameters():
@@ -258,6 +258,20 @@ def test_experts_of_other_ranks_contribute_nothing(device, kind, recipe):
             a, b = a[1:], b[1:]
         # Rows of other experts move, which changes the order of sums.
         torch.testing.assert_close(a, b, msg=name)
+
+
+def test_a_rank_with_one_expert_computes_its_pairs_only(device):
+    many, one = (block_of("mixtral", device, num_local_experts=count).experts for count in (4, 1))
+    with torch.no_grad():
+        for p, of_many in zip(one.parameters(), many.parameters(), strict=True):
+            p.copy_(of_many[:1])
+    x, index, weights = routed(many, tokens(device))
+    results = []
+    for experts in (many, one):
+        experts._is_expert_parallel = True
+        away = index.masked_fill(index != 0, experts.num_experts)
+        results.append(experts(x, away, weights))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("kind", KINDS)
