@@ -153,7 +153,7 @@ def gated_mlp(
         (rows, H), with the dtype of ``x``.
     """
     spec = grouped_spec_for(key)
-    if all(_has_fp8_gemms(spec, weight) for weight in (gate_up, down)):
+    if _has_fp8_gemms(spec, gate_up) and _has_fp8_gemms(spec, down):
         how = _How(spec, False, zero_tail, estimates.FP8)
         y: Tensor = _GatedMlp.apply(x, gate_up, down, index, places, offs, activation, how)
         return y
