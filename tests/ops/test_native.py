@@ -102,9 +102,12 @@ def test_calls_do_not_leak_memory(kind):
             call()
         return allocated() - before
 
+    # Each collection would otherwise walk the objects that earlier tests imported.
+    gc.collect()
+    gc.freeze()
     grown()
     # A leak is at least 16 bytes per call. The memory of other threads varies.
-    assert min(grown() for _ in range(3)) < 12_000
+    assert any(grown() < 12_000 for _ in range(3))
 
 
 def test_a_write_to_a_lazy_clone_does_not_change_the_original():
