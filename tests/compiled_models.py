@@ -30,10 +30,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, wrap=None):
+    def __init__(self, wrap=None, blocks=2):
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 48)
         self.wrap = wrap
 
@@ -44,10 +44,13 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def build(recipe, device, wrap=None, gather=True):
-    """Convert a `Model` with a recipe, or with one of `RECIPES` by name."""
+def build(recipe, device, wrap=None, gather=True, blocks=2):
+    """Convert a `Model` with a recipe, or with one of `RECIPES` by name.
+
+    Most of a test's time is the compiler's, and proportional to ``blocks``.
+    """
     torch.manual_seed(0)
-    model = Model(wrap).to(device)
+    model = Model(wrap, blocks).to(device)
     return fp8rs.convert_to_float8_training(
         model, recipe=RECIPES.get(recipe, recipe), enable_fsdp_float8_all_gather=gather
     )

@@ -29,6 +29,10 @@ every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
 a_few_recipes = each_recipe("delayed", "mxfp8")
 
 
+#: A model of one block, unless the claim is about several.
+small = partial(build, blocks=1)
+
+
 def train(model, run, device, steps=4, lengths=(8,)):
     """Train and return the losses and gradients of each step."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
@@ -77,7 +81,7 @@ def test_equal_blocks_are_one_graph(device, recipe):
 
 @every_recipe
 def test_a_layer_is_one_graph(device, recipe):
-    eager, model = build(recipe, device), build(recipe, device)
+    eager, model = small(recipe, device), small(recipe, device)
     with counting() as backend:
         model.head.compile(fullgraph=True, backend=backend)
         assert_equal(train(eager, eager, device), train(model, model, device))
@@ -87,7 +91,7 @@ def test_a_layer_is_one_graph(device, recipe):
 def test_an_input_quantized_in_two_ways_is_one_graph(device):
     skip_without_block_gemms(device)
     recipe = fp8rs.Float8BlockScaling(wgrad_input_block=(128, 128))
-    eager, model = build(recipe, device), build(recipe, device)
+    eager, model = small(recipe, device), small(recipe, device)
     with counting() as backend:
         compiled = torch.compile(model, fullgraph=True, backend=backend)
         assert_equal(train(eager, eager, device), train(model, compiled, device))
@@ -136,7 +140,7 @@ def test_a_checkpoint_of_the_whole_model_compiles(device, scaling):
 @a_few_recipes
 def test_evaluation_and_training(device, recipe):
     """Training and evaluation have one graph each. Neither is compiled again."""
-    eager, model = build(recipe, device), build(recipe, device)
+    eager, model = small(recipe, device), small(recipe, device)
     train(eager, eager, device, steps=3)
     train(model, model, device, steps=3)  # delayed scaling has scales now
     with counting() as backend:
@@ -157,7 +161,7 @@ def test_sequence_lengths_do_not_recompile(device, recipe, monkeypatch):
     pad_tokens(monkeypatch, "cuda")
     # Use at least two blocks of 128 tokens: torch specializes a size of 1.
     lengths = (136, 200, 152, 168, 184)
-    eager, model = build(recipe, device), build(recipe, device)
+    eager, model = small(recipe, device), small(recipe, device)
     with counting() as backend:
         compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
         assert_equal(
@@ -178,7 +182,7 @@ def test_sequence_lengths_do_not_recompile(device, recipe, monkeypatch):
 def test_data_dependent_token_counts(device, recipe, monkeypatch):
     """One graph serves any number of tokens, including none, as an expert requires."""
     pad_tokens(monkeypatch, "cuda")
-    eager, model = build(recipe, device), build(recipe, device)
+    eager, model = small(recipe, device), small(recipe, device)
     train(eager, eager, device, steps=3), train(model, model, device, steps=3)  # scales exist now
 
     def chosen(model, x, keep):
@@ -204,7 +208,7 @@ def test_data_dependent_token_counts(device, recipe, monkeypatch):
 @a_few_recipes
 def test_compiled_loss_rolls_histories(device, recipe):
     """The root's hooks are compiled away, so the optimizer step takes over their work."""
-    model = build(recipe, device)
+    model = small(recipe, device)
     with counting() as backend:
 
         def loss(x):
@@ -242,7 +246,7 @@ class Saved:
 @every_recipe
 def test_no_second_plane_of_a_weight_is_saved(device, recipe):
     """Without ``after``, a compiler would compute a weight's second plane in the forward."""
-    model = build(recipe, device)
+    model = small(recipe, device)
     train(model, model, device, steps=3)
     with counting() as backend:
         compiled = torch.compile(model.blocks[0], fullgraph=True, backend=backend)
@@ -257,7 +261,7 @@ def test_no_second_plane_of_a_weight_is_saved(device, recipe):
 
 @every_recipe
 def test_siblings_are_quantized_once(device, recipe):
-    model = build(recipe, device)
+    model = small(recipe, device)
     train(model, model, device, steps=3)
     graphs_seen = []
 
@@ -363,7 +367,7 @@ def test_inputs_are_recomputed_and_quantized_once(device, recipe):
 @a_few_recipes
 def test_codes_may_be_saved(device, recipe):
     kind = dataclasses.replace(resolve_recipe(RECIPES[recipe]), save_input=False)
-    eager, model = build(kind, device), build(kind, device)
+    eager, model = small(kind, device), small(kind, device)
     with counting() as backend:
         compiled = torch.compile(model, fullgraph=True, backend=backend)
         assert_equal(train(eager, eager, device), train(model, compiled, device))
@@ -378,7 +382,7 @@ def test_cuda_graphs_of_a_compiled_model(device, recipe):
         pytest.skip("CUDA graphs need a GPU")
     from torch._inductor.cudagraph_trees import get_manager
 
-    eager, model = build(recipe, device), build(recipe, device)
+    eager, model = small(recipe, device), small(recipe, device)
     dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
 
