@@ -17,8 +17,9 @@ MATRIX ?=
 # Two processes, each with one file at a time. Files start their own ranks, which wait for each other
 # as much as they compute.
 PYTEST ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
-# The first tier: each value of each parameter instead of pairs of values, and at most 3 ranks.
-TIER ?= --strength 1 -k "not 4ranks"
+# The first tier: each value of each parameter instead of pairs of values, at most 3 ranks, and no
+# tests with the mark second_tier.
+TIER ?= --strength 1 -k "not 4ranks and not second_tier"
 # With the oldest torch: without kernels' bytes and messages, which do not depend on torch's release.
 OLDEST_TIER ?= -m "not newest_torch"
 # What differs most between torch's releases: FSDP2, DCP, optimizers and compiled code.

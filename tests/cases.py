@@ -32,6 +32,18 @@ def each_recipe(*short, of=RECIPES):
     )
 
 
+#: Parametrize over the names of `RECIPES`, in slow tests. Two recipes run in the second tier only,
+#: because other recipes reach the same code. A `rowwise` weight has one plane and fp32 scales of
+#: blocks, as a `block` weight has. An `mxfp8` weight has square blocks, as a `block` weight has,
+#: and the dtype of scales of `mxfp8 of 1x32`.
+each_kind_of_recipe = pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(name, marks=pytest.mark.second_tier if name in ("rowwise", "mxfp8") else ())
+        for name in RECIPES
+    ],
+)
+
 each_format = pytest.mark.parametrize("fp8_dtype", FORMATS, ids=["e4m3", "e5m2"])
 each_dtype = pytest.mark.parametrize("dtype", WIDE, ids=["fp32", "bf16", "fp16"])
 each_direction = pytest.mark.parametrize(

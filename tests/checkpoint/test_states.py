@@ -17,10 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
+from cases import each_kind_of_recipe
 from checkpoint.layouts import KEPT, batch, contents, lay_out, size_of, state_of
 from distributed import ranks
 from distributed.folders import shared_folder
-from distributed.models import HIDDEN, RECIPES, UNEVEN, make, recipes, same_bytes, train
+from distributed.models import HIDDEN, RECIPES, UNEVEN, make, same_bytes, train
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError, Model
 
@@ -34,7 +35,7 @@ def same(left, right):
 
 
 @ranks(2)
-@recipes
+@each_kind_of_recipe
 @pytest.mark.parametrize("kept", SOME)
 def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(rig, recipe, kept):
     warnings.filterwarnings("ignore", message=".*FP8 weights, and keeps no masters")
@@ -50,7 +51,7 @@ def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(rig, recipe, 
 
 
 @ranks(2)
-@recipes
+@each_kind_of_recipe
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_a_checkpoint_of_the_unconverted_model_loads(rig, recipe, fp8_weights):
     """DCP saved it without histories and scales. The loaded values are quantized."""
@@ -67,7 +68,7 @@ def test_a_checkpoint_of_the_unconverted_model_loads(rig, recipe, fp8_weights):
 
 
 @ranks(2)
-@recipes
+@each_kind_of_recipe
 @pytest.mark.parametrize("kept", SOME[1:])
 def test_rank_0_broadcasts_a_full_state_of_model_and_optimizer(rig, recipe, kept):
     model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp8rs
+from cases import each_kind_of_recipe
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import (
@@ -241,7 +242,7 @@ def test_a_sharded_model_gives_the_bytes_of_the_unsharded_one(
 
 
 @ranks(2)
-@every_recipe
+@each_kind_of_recipe
 def test_an_export_between_steps_does_not_change_training(rig, recipe):
     def losses(exports):
         model = shard(make((64, 32), recipe=RECIPES[recipe], device=rig.device), rig)

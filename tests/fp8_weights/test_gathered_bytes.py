@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8rs
+from cases import each_kind_of_recipe
 from distributed import ranks
 from distributed.models import (
     HIDDEN,
@@ -232,7 +233,7 @@ def test_empty_shards_have_the_scale_of_a_checkpoint_that_is_read_in_place(rig, 
 
 @ranks(2, 4)
 @shardings
-@recipes
+@each_kind_of_recipe
 @pytest.mark.parametrize("kind", ["sgd", "adamw foreach", "adamw each"])
 def test_torch_optimizers_train_them(rig, hidden, recipe, kind):
     model = shard(make_fp8(hidden, recipe, rig), rig)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 import fp8rs
+from cases import each_kind_of_recipe
 from distributed import ranks
 from distributed.models import (
     RECIPES,
@@ -270,7 +271,7 @@ def test_clipping(rig, recipe):
 
 
 @ranks(2)
-@recipes
+@each_kind_of_recipe
 def test_gathers_that_the_user_orders(rig, recipe):
     for how in ("unshard", "unshard async", "prefetch", "async op"):
         check_ordered(rig, recipe, how)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8rs
+from cases import each_kind_of_recipe
 from distributed.models import RECIPES, Stack, linears, shard
 from fp8rs.convert.sizes import groups_of, layouts_of
 from fp8rs.quantize.recipes import resolve_recipe
@@ -64,7 +65,7 @@ def peak(mesh, recipe, fp8_weights, optimizer, fake):
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
-@pytest.mark.parametrize("recipe", list(RECIPES))
+@each_kind_of_recipe
 def test_a_fake_step_has_the_peak_of_a_real_one(mesh, recipe, fp8_weights, optimizer):
     arguments = RECIPES[recipe], fp8_weights, optimizer
     # The fake step comes first: a tensor that it cached would reach the real one.
@@ -77,7 +78,7 @@ def test_a_fake_step_has_the_peak_of_a_real_one(mesh, recipe, fp8_weights, optim
 
 
 @pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
-@pytest.mark.parametrize("recipe", list(RECIPES))
+@each_kind_of_recipe
 def test_a_fake_step_of_a_foreach_optimizer_has_its_moments(mesh, recipe, fp8_weights):
     found, model = peak(mesh, RECIPES[recipe], fp8_weights, "foreach", fake=True)
     elements = sum(p.to_local().numel() for p in model.parameters())
@@ -91,7 +92,7 @@ def test_a_fake_step_after_a_real_one(mesh):
 
 
 @pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
-@pytest.mark.parametrize("recipe", list(RECIPES))
+@each_kind_of_recipe
 def test_the_peak_of_a_fake_step_has_gathers_in_fp8(mesh, recipe, fp8_weights):
     kind = resolve_recipe(RECIPES[recipe])
     found, model = peak(mesh, kind, fp8_weights, "torch", fake=True)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8rs
+from cases import each_kind_of_recipe
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import (
@@ -90,7 +91,7 @@ def test_bytes_with_replicas_and_other_units(rig):
 
 
 @ranks(2)
-@pytest.mark.parametrize("recipe", [*RECIPES])
+@each_kind_of_recipe
 def test_memory_is_what_a_step_leaves(rig, recipe):
     """Shards, gradients and states, from the tensors that are there."""
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fp8rs
+from cases import each_kind_of_recipe
 from distributed import ranks
 from distributed.models import (
     HIDDEN,
@@ -94,7 +95,7 @@ def test_hybrid_sharding_gives_the_losses_of_one_process(rig, recipe):
 
 
 @ranks(2)
-@every_recipe
+@each_kind_of_recipe
 def test_two_runs_give_the_same_bytes(rig, recipe):
     torch.use_deterministic_algorithms(True)
     try:
@@ -196,7 +197,7 @@ def test_micro_batches(rig, reshard, recipe):
 
 
 @ranks(2)
-@every_recipe
+@each_kind_of_recipe
 def test_bf16_compute_on_fp32_masters(rig, recipe):
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -213,7 +214,7 @@ def test_bf16_compute_on_fp32_masters(rig, recipe):
 
 
 @ranks(2)
-@every_recipe
+@each_kind_of_recipe
 def test_frozen_layers(rig, recipe):
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
     for p in model.blocks[0].parameters():
@@ -232,7 +233,7 @@ def test_frozen_layers(rig, recipe):
 
 @ranks(2)
 @pytest.mark.parametrize("hidden", ["uneven", "empty"])
-@every_recipe
+@each_kind_of_recipe
 def test_cpu_offload(rig, recipe, hidden):
     losses = []
     for offload in (False, True):
@@ -339,7 +340,7 @@ def test_gradient_clipping(rig):
 
 
 @ranks(2)
-@every_recipe
+@each_kind_of_recipe
 def test_a_copy_of_a_converted_model_trains_by_itself(rig, recipe):
     original = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
     model = copy.deepcopy(original)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 import fp8rs
-from cases import RECIPES, each_recipe, pad_tokens, skip_without_block_gemms
+from cases import RECIPES, each_kind_of_recipe, each_recipe, pad_tokens, skip_without_block_gemms
 from compiled_models import WIDTH, Block, batch, build, counting, graphs
 from fp8rs.quantize.recipes import resolve_recipe
 
@@ -79,7 +79,7 @@ def test_equal_blocks_are_one_graph(device, recipe):
         assert backend.frame_count == graphs(recipe, 1)
 
 
-@every_recipe
+@each_kind_of_recipe
 def test_a_layer_is_one_graph(device, recipe):
     eager, model = small(recipe, device), small(recipe, device)
     with counting() as backend:
@@ -243,7 +243,7 @@ class Saved:
         return t
 
 
-@every_recipe
+@each_kind_of_recipe
 def test_no_second_plane_of_a_weight_is_saved(device, recipe):
     """Without ``after``, a compiler would compute a weight's second plane in the forward."""
     model = small(recipe, device)
@@ -259,7 +259,7 @@ def test_no_second_plane_of_a_weight_is_saved(device, recipe):
     saved.y.sum().backward()
 
 
-@every_recipe
+@each_kind_of_recipe
 def test_siblings_are_quantized_once(device, recipe):
     model = small(recipe, device)
     train(model, model, device, steps=3)
@@ -330,7 +330,7 @@ def divided(model, x):
     return saved.tensors, [name for name in backward if name.startswith("fp8rs.")]
 
 
-@every_recipe
+@each_kind_of_recipe
 def test_inputs_are_recomputed_and_quantized_once(device, recipe):
     """By default, a compiler recomputes inputs, such as a norm's output, and saves no codes."""
     kind = resolve_recipe(RECIPES[recipe])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8rs
-from cases import RECIPES, skip_without_block_gemms
+from cases import RECIPES, each_kind_of_recipe, skip_without_block_gemms
 from compiled_models import counting, graphs
 from fp8rs.nn import (
     LayerNormLinear,
@@ -315,7 +315,7 @@ def assert_same_steps(a, b):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@every_recipe
+@each_kind_of_recipe
 @each_norm
 @both_weights
 def test_layer_compiles_whole_and_equals_eager(device, recipe, normalization, fp8_weights):

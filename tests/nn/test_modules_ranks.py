@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fp8rs
+from cases import each_kind_of_recipe
 from distributed import ranks
 from distributed.models import RECIPES
 from fp8rs.nn import TransformerLayer, rotary_pos_emb
@@ -104,7 +105,7 @@ def assert_same(a, b):
 
 
 @ranks(2)
-@every_recipe
+@each_kind_of_recipe
 @each_norm
 @both_weights
 def test_sharded_layers_train_as_one_process_does(rig, recipe, normalization, fp8_weights):
@@ -124,7 +125,7 @@ def test_hybrid_sharded_layers_train_as_one_process_does(rig, recipe, fp8_weight
 
 
 @ranks(2)
-@every_recipe
+@each_kind_of_recipe
 @both_weights
 def test_checkpoints_of_sharded_layers(rig, recipe, fp8_weights):
     """DCP saves under the names of the unconverted model and loads into other values."""

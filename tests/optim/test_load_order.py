@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import fp8rs
+from cases import each_kind_of_recipe
 from distributed import ranks
 from distributed.models import RECIPES, UNEVEN, make, same_bytes, shard
 from distributed.sharded_pairs import batch, full, loss_of
@@ -349,7 +350,7 @@ def sharded(rig, recipe, optimizer, seed, fp8_weights):
 
 @ranks(1, 2)
 @each_optimizer
-@pytest.mark.parametrize("recipe", list(RECIPES))
+@each_kind_of_recipe
 @pytest.mark.parametrize("fp8_weights", [True, False], ids=["FP8 weights", "bf16"])
 def test_the_last_load_wins_for_shards(rig, recipe, optimizer, fp8_weights):
     a, b, c = (sharded(rig, recipe, optimizer, seed, fp8_weights) for seed in range(3))
@@ -400,7 +401,7 @@ BY_TORCH = [
 
 @ranks(1, 2)
 @pytest.mark.parametrize("optimizer", ["AdamW", "MasterWeights"])
-@pytest.mark.parametrize("recipe", list(RECIPES))
+@each_kind_of_recipe
 @pytest.mark.parametrize("fp8_weights", [True, False], ids=["FP8 weights", "bf16"])
 def test_the_last_load_by_torch_checkpoints_wins(rig, recipe, optimizer, fp8_weights, tmp_path):
     a, b, c = (sharded(rig, recipe, optimizer, seed, fp8_weights) for seed in range(3))

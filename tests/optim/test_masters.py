@@ -24,10 +24,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fp8rs
+from cases import each_kind_of_recipe
 from distributed import ranks
 from distributed.batched import make_any, shard_any
 from distributed.collectives import Collectives
-from distributed.models import EMPTY, RECIPES, UNEVEN, linears, make, reduces, same_bytes, shard
+from distributed.models import EMPTY, UNEVEN, linears, make, reduces, same_bytes, shard
 from distributed.sharded_pairs import (
     WEIGHTS,
     assert_equal,
@@ -460,7 +461,7 @@ def masters(model, optimizers):
 
 
 @ranks(2)
-@pytest.mark.parametrize("recipe", list(RECIPES))
+@each_kind_of_recipe
 @pytest.mark.parametrize("hidden", [UNEVEN, EMPTY], ids=["uneven", "empty"])
 @each_optimizer
 def test_shards_step_as_the_unsharded_weight_does(rig, recipe, hidden, name):
@@ -528,7 +529,7 @@ def test_tensor_parallel_shards_step_as_the_unsharded_weight_does(rig, recipe, n
 
 @ranks(2)
 @each_optimizer
-@pytest.mark.parametrize("recipe", list(RECIPES))
+@each_kind_of_recipe
 @pytest.mark.parametrize("whole", [True, False], ids=["full", "sharded"])
 def test_training_resumes_from_a_torch_state_dict(rig, recipe, name, whole):
     """get_optimizer_state_dict and its counterpart restore a new model and optimizer."""
