@@ -180,10 +180,11 @@ $(OLDEST)/.built: $(OLDEST)/.installed dist/.built
 	$(OLDEST_BIN)/python -m pip install --quiet --no-deps --force-reinstall dist/fp8rs-*_$$(uname -m).whl
 	touch $@
 
-# What tools/build_wheel.py needs.
+# What tools/build_wheel.py needs, 500 MB with its compiler.
+BUILDERS := maturin|ziglang|pyelftools
 $(VENV)/.builder: requirements-dev.txt
 	$(call environment,$(VENV))
-	grep -E '^(maturin|ziglang|pyelftools)\b' requirements-dev.txt | \
+	grep -E '^($(BUILDERS))\b' requirements-dev.txt | \
 		$(BIN)/python -m pip install --quiet --upgrade -r /dev/stdin
 	touch $@
 
@@ -193,7 +194,8 @@ $(VENV)/.installed: $(VENV)/.builder
 
 $(OLDEST)/.installed: requirements-dev.txt
 	$(call environment,$(OLDEST))
-	$(OLDEST_BIN)/python -m pip install --quiet torch==$(OLDEST_TORCH) -r requirements-dev.txt
+	grep -vE '^($(BUILDERS)|ruff|mypy|import-linter)\b' requirements-dev.txt | \
+		$(OLDEST_BIN)/python -m pip install --quiet torch==$(OLDEST_TORCH) -r /dev/stdin
 	touch $@
 
 $(DOCS)/.installed: requirements-docs.txt
