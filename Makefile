@@ -17,9 +17,8 @@ MATRIX ?=
 # Two processes, each with one file at a time. Files start their own ranks, which wait for each other
 # as much as they compute.
 PYTEST ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
-# The first tier: each value of each parameter instead of pairs of values, at most 3 ranks, and no
-# tests with the mark second_tier.
-TIER ?= --strength 1 -k "not 4ranks and not second_tier"
+# The first tier: each value of each parameter instead of pairs of values, and at most 3 ranks.
+TIER ?= --strength 1 -k "not 4ranks"
 # With the oldest torch: without kernels' bytes and messages, which do not depend on torch's release.
 OLDEST_TIER ?= -m "not newest_torch"
 # What differs most between torch's releases: FSDP2, DCP, optimizers and compiled code.
@@ -28,8 +27,7 @@ SMOKE := tests/nn/test_compile.py tests/fsdp/test_gather.py tests/fsdp/test_trai
 	tests/fp8_weights/test_dcp.py tests/checkpoint/test_states.py tests/optim/test_adamw.py
 # Four of six recipes: one scale for each tensor, with and without a history, square blocks, and
 # blocks of rows and of columns. What differs between releases of torch does not depend on the others.
-SMOKE_TIER ?= --strength 1 -k "not 4ranks and not second_tier and not rowwise and \
-	not (mxfp8 and not 1x32)"
+SMOKE_TIER ?= --strength 1 -k "not 4ranks and not rowwise and not (mxfp8 and not 1x32)"
 
 BIN := $(VENV)/bin
 OLDEST_BIN := $(OLDEST)/bin

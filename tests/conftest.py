@@ -53,8 +53,13 @@ def pytest_collection_modifyitems(config, items):
     yield
     if not config.getoption("full"):
         collected = len(items)
-        short = [item for item in items if not _is_long(item)]
-        kept = set(map(id, _cover(short, config.getoption("strength"), on_cpu)))
+        strength = config.getoption("strength")
+        short = [
+            item
+            for item in items
+            if not _is_long(item) and not (strength == 1 and _is_second_tier(item))
+        ]
+        kept = set(map(id, _cover(short, strength, on_cpu)))
         left_out = [item for item in items if id(item) not in kept]
         items[:] = [item for item in items if id(item) in kept]
         if left_out:
@@ -92,6 +97,11 @@ def _is_long(item):
     return bool(
         item.get_closest_marker("long") or (on_cpu and item.get_closest_marker("long_on_cpu"))
     )
+
+
+def _is_second_tier(item):
+    """Return whether other cases run the code of this one. On a GPU, recipes have own kernels."""
+    return item.get_closest_marker("second_tier") is not None and not _is_gpu(item)
 
 
 def _is_gpu(item):

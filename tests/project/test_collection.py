@@ -43,6 +43,9 @@ def test_takes_minutes(flag): pass
 @pytest.mark.long_on_cpu
 def test_takes_a_moment_on_a_gpu(device): pass
 
+@pytest.mark.parametrize("recipe", ["block", pytest.param("row", marks=pytest.mark.second_tier)])
+def test_tiers(recipe, device): pass
+
 @flag
 def test_skips(flag):
     pytest.skip("it is Monday")
@@ -127,6 +130,13 @@ def test_long_on_cpu_tests_are_short_on_a_gpu(gpu, usual):
     assert "::test_takes_a_moment_on_a_gpu[cuda]" in gpu
 
 
+def test_the_second_tier_runs_by_default_and_not_with_strength_1(outputs, usual, gpu):
+    assert usual.count("::test_tiers[") == 2
+    assert "::test_tiers[cpu-block]" in outputs["values"]
+    assert "::test_tiers[cpu-row]" not in outputs["values"]
+    assert gpu.count("::test_tiers[") == 2
+
+
 def test_gpu_cases_contain_values_if_tests_through_operators_run_pairs_on_the_cpu(gpu, usual):
     assert usual.count("::test_operators[") == 9
     for name, count in {"operators": 3, "kernels": 9, "fixture": 9}.items():
@@ -137,7 +147,7 @@ def test_the_cover_contains_pairs_by_default(usual):
     # 3 blocks of two names x 3 sizes need 9 of 18 cases. The others keep every case.
     for name, count in {"three": 9, "two": 9, "all": 18, "fixture": 9}.items():
         assert usual.count(f"::test_{name}[") == count
-    assert "tests: 68 of 80, a cover of each pair of parameters (all: --full)" in usual
+    assert "tests: 70 of 82, a cover of each pair of parameters (all: --full)" in usual
 
 
 def test_the_cover_contains_values_with_strength_1_and_xdist_workers_pass_on_their_counts(
@@ -147,7 +157,7 @@ def test_the_cover_contains_values_with_strength_1_and_xdist_workers_pass_on_the
     passed = {line for line in out.splitlines() if "PASSED" in line}
     for name, count in {"three": 3, "two": 3, "all": 18, "fixture": 3}.items():
         assert sum(f"::test_{name}[" in line for line in passed) == count
-    assert "tests: 36 of 80, a cover of each value of parameters (all: --full)" in out
+    assert "tests: 37 of 82, a cover of each value of parameters (all: --full)" in out
 
 
 def test_skips_are_counted_by_reason_and_not_listed(usual):
