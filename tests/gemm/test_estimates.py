@@ -190,10 +190,10 @@ def test_wgrad_of_few_or_many_rows_stays_in_high_precision(rows):
     assert choices(rows, MIXTRAL) == ([gate_up, HIGH_PRECISION_WGRAD], rows == 128)
 
 
-def test_small_experts_run_in_fp8_if_fused_and_with_many_rows():
-    """Two H100s took longer with FP8 GEMMs and 512 rows per expert, and less time with 1,024."""
-    for rows in (128, 512, 1024, 8192):
-        assert choices(rows, QWEN3)[1] == (rows >= 1024)
+def test_small_experts_run_in_fp8_if_fused():
+    """With 128 rows per expert or more, steps on two H100s took no longer with FP8 GEMMs."""
+    for rows in (64, 128, 512, 1024, 8192):
+        assert choices(rows, QWEN3)[1] == (rows >= 128)
 
 
 def test_weights_that_are_not_gathered_gain_less():
