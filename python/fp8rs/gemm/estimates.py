@@ -99,10 +99,10 @@ QUANTIZE_WEIGHT = Cost(9, inf, 340)
 ROW_SCALES = Cost(0, inf, 150)
 
 #: FP8 is chosen if it is estimated to be at least this many times as fast, and to save at least
-#: these microseconds per weight. Steps of a model like Qwen3 (6 layers, two H100s) took 108, 118, 159
-#: and 238 ms with FP8 GEMMs and 114, 119, 161 and 254 ms without, with 128, 256, 512 and 1,024 rows
-#: per expert. The estimated savings are 433, 501, 637 and 909 us. Steps with smaller ones were not
-#: measured. FP8 GEMMs launch more kernels, which takes time where the host limits a step.
+#: these microseconds per weight. Steps of a model like Qwen3 (6 layers, two H100s) took 108, 118,
+#: 159 and 238 ms with FP8 GEMMs and 114, 119, 161 and 254 ms without, with 128, 256, 512 and 1,024
+#: rows per expert. The estimated savings are 433, 501, 637 and 909 us. Steps with smaller ones were
+#: not measured. FP8 GEMMs launch more kernels, which takes time where the host limits a step.
 LEAST_SPEEDUP = 1.1
 LEAST_SAVING = 400
 
