@@ -363,6 +363,30 @@ def test_scores_of_any_dtype_weigh_the_rows(device, mode, dtype):
     assert error(scores.grad, sums) < max(torch.finfo(dtype).eps, 1e-3)
 
 
+class ColumnwiseCodes(TorchDispatchMode):
+    """Counts the columnwise codes that operators write."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name in ("fp8rs::quantize_groups", "fp8rs::quantize_gated"):
+            self.count += out[2].numel()
+        return out
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_without_gradients_nothing_is_quantized_for_wgrad(device, kind):
+    experts = block_of(kind, device).experts
+    arguments = routed(experts, tokens(device))
+    with ColumnwiseCodes() as training:
+        expected = experts(*arguments)
+    with torch.no_grad(), ColumnwiseCodes() as evaluation:
+        found = experts(*arguments)
+    assert training.count > evaluation.count == 0
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("wanted", ["tokens", "scores", "weights"])
 def test_one_gradient_of_experts_is_what_it_is_with_all(device, wanted):
     experts = block_of("mixtral", device).experts

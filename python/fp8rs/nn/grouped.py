@@ -79,6 +79,8 @@ def grouped(
     choice = estimates.HIGH_PRECISION
     if gemms != "gather" and _has_fp8_gemms(spec, weight):
         choice = estimates.FP8 if gemms == "fp8" else _choose(x, weight, spec)
+    if not torch.is_grad_enabled():  # which ctx.needs_input_grad does not show
+        weight = weight.detach()
     y: Tensor = _Grouped.apply(x, weight, offs, bias, _How(spec, transposed, zero_tail, choice))
     return y
 
@@ -153,6 +155,8 @@ def gated_mlp(
         (rows, H), with the dtype of ``x``.
     """
     spec = grouped_spec_for(key)
+    if not torch.is_grad_enabled():
+        gate_up, down = gate_up.detach(), down.detach()
     if _has_fp8_gemms(spec, gate_up) and _has_fp8_gemms(spec, down):
         how = _How(spec, False, zero_tail, estimates.FP8)
         y: Tensor = _GatedMlp.apply(x, gate_up, down, index, places, offs, activation, how)
