@@ -43,7 +43,7 @@ def samples(device):
     yield ops._note_amax, (scale, amax, scalar(0.5, device))
     codes, _, scale = ops.quantize_current(data(device, 2, 3, 16), E4M3)
     b_codes, _, b_scale = ops.quantize_current(data(device, 7, 16), E4M3)
-    for a in (codes, codes[:0]):
+    for a in (codes.flatten(0, 1), codes[0, :0]):
         for bias, dtype in ((None, torch.bfloat16), (torch.ones(7, device=device), torch.float32)):
             given = (a, scale, "tensor", b_codes, b_scale, "tensor", bias, dtype)
             yield ops._scaled_mm, (*given, True, False)
