@@ -142,6 +142,8 @@ def experts_forward(
         y = grouped(h, down, offs, down_bias, key, transposed, gemms, parallel)
     if getattr(self, "has_post_expert_norm", False):
         y = self.post_expert_norm(y)
+    # Under autocast, the sum is rounded to the dtype of the tokens, and not to that of the GEMMs.
+    y = y.to(torch.promote_types(y.dtype, hidden_states.dtype))
     weights = top_k_weights if top_k_weights.dtype == y.dtype else top_k_weights.float()
     combined: Tensor = _Combine.apply(y, places, weights.contiguous())
     return combined.to(hidden_states.dtype)
@@ -210,6 +212,11 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``y`` and ``weights``."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "experts do not support double backward: "
+                "call backward or torch.autograd.grad without create_graph=True"
+            )
         y, places, weights = ctx.saved_tensors
         needs_y, _, needs_weights = gradients_needed(ctx)
         dy, d_weights = _combine_rows_backward(
