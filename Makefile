@@ -17,7 +17,8 @@ MATRIX ?=
 # Two processes, each with one file at a time. Files start their own ranks, which wait for each other
 # as much as they compute.
 PYTEST ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
-# The first tier: each value of each parameter instead of pairs of values, and at most 3 ranks.
+# The first tier: each value of each parameter that is not marked second_tier, instead of pairs of
+# values, and at most 3 ranks.
 TIER ?= --strength 1 -k "not 4ranks"
 # With the oldest torch: without kernels' bytes and messages, which do not depend on torch's release.
 OLDEST_TIER ?= -m "not newest_torch"

@@ -63,7 +63,7 @@ pub struct DLDataType {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct DLTensor {
-    /// Start of the allocation. It may be null if there are no elements.
+    /// Start of the allocation. May be null for a tensor without elements.
     pub data: *mut c_void,
     /// The device of the memory.
     pub device: DLDevice,
@@ -193,7 +193,7 @@ impl DLTensor {
         Ok(unsafe { View::from_raw(ptr, dtype, device, shape, strides).batched(count, stride) })
     }
 
-    /// Returns the tensor as a matrix or a batch to write. The arguments are those of [`Self::view`].
+    /// Returns the tensor as a matrix or a batch to write. Takes the arguments of [`Self::view`].
     ///
     /// # Safety
     /// The tensor must have been filled in by an exporter, and its memory must stay writable for `'a`.

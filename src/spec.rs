@@ -98,7 +98,7 @@ pub struct BlockSpec {
     pub block: Block,
     /// The type and rule of the scales.
     pub scale: BlockScale,
-    /// The row of the whole matrix that row 0 of `x` corresponds to. Block boundaries are those of the whole
+    /// The row of the whole matrix that row 0 of `x` corresponds to. Blocks begin where they do in the whole
     /// matrix, so a shard that starts inside a block has a short first block.
     pub row_offset: usize,
     /// Write E8M0 scales in the packed 128x4 layout ([`packed`]), as a contiguous vector of
@@ -293,7 +293,7 @@ pub struct AdamWTensor<'a> {
     pub master: Option<ViewMut<'a>>,
     /// The number of this step, counted from 1; fp32, one element.
     pub step: View<'a>,
-    /// The scales of the codes. They are written, and also read if there is no `master`. One fp32 element, or
+    /// The scales of the codes. They are written, and also read without a `master`. One fp32 element, or
     /// one element per block with [`Target::Blocks`]. Absent with [`Target::Plain`].
     pub scale: Option<ViewMut<'a>>,
     /// The scale to quantize the updated values with; only with [`Target::Tensor`]. fp32, one element.
@@ -313,8 +313,8 @@ impl AdamWTensor<'_> {
         self.param.batch()
     }
 
-    /// Returns the tensor of matrix `i` of a batch. Its elements are numbered after those of the matrices
-    /// before it.
+    /// Returns the tensor of matrix `i` of a batch. Its elements are numbered after all elements of the
+    /// matrices before it.
     pub(crate) fn at(&self, i: usize) -> AdamWTensor<'_> {
         AdamWTensor {
             grad: self.grad.at(i),

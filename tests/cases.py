@@ -33,8 +33,8 @@ def each_recipe(*short, of=RECIPES):
 
 
 #: Parametrize over the names of `RECIPES`, in slow tests. On the CPU, two recipes run in the second
-#: tier only, because other recipes reach the same code. A `rowwise` weight has one plane and fp32
-#: scales of blocks, as a `block` weight has. An `mxfp8` weight has square blocks, as a `block`
+#: tier only, because other recipes reach the same code. A gathered `rowwise` weight has one plane
+#: and fp32 scales, as a `block` weight has. An `mxfp8` weight has square blocks, as a `block`
 #: weight has, and the dtype of scales of `mxfp8 of 1x32`.
 each_kind_of_recipe = pytest.mark.parametrize(
     "recipe",

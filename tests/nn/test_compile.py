@@ -243,7 +243,7 @@ class Saved:
         return t
 
 
-@each_kind_of_recipe
+@every_recipe  # a high-precision `rowwise` weight is quantized again for dgrad
 def test_no_second_plane_of_a_weight_is_saved(device, recipe):
     """Without ``after``, a compiler would compute a weight's second plane in the forward."""
     model = small(recipe, device)

@@ -387,6 +387,31 @@ def test_without_gradients_nothing_is_quantized_for_wgrad(device, kind):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("mode", ["fp8", "gather"])
+def test_sums_have_the_precision_of_tokens_under_autocast(device, mode):
+    experts = block_of("mixtral", device, mode).experts
+    x, index, scores = routed(experts, tokens(device))
+    x, scores = x.float(), scores.float().requires_grad_()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        y = experts(x, index, scores)
+        with torch.no_grad():
+            ones = torch.ones(len(x), 1, device=device)
+            rows = torch.stack([experts(x, index[:, j : j + 1], ones) for j in range(2)], 1)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(device)
+    (gradient,) = torch.autograd.grad(y, scores, dy)
+    assert y.dtype == torch.float32
+    assert error(y, (rows.double() * scores.detach().unsqueeze(-1)).sum(1)) < 1e-6
+    assert error(gradient, (rows.double() * dy.unsqueeze(1)).sum(-1)) < 1e-6
+
+
+def test_experts_refuse_double_backward(device):
+    experts = block_of("mixtral", device, "gather").experts
+    x, index, scores = routed(experts, tokens(device))
+    y = experts(x, index, scores.requires_grad_())
+    with pytest.raises(RuntimeError, match="experts do not support double backward"):
+        torch.autograd.grad(y.sum(), scores, create_graph=True)
+
+
 @pytest.mark.parametrize("wanted", ["tokens", "scores", "weights"])
 def test_one_gradient_of_experts_is_what_it_is_with_all(device, wanted):
     experts = block_of("mixtral", device).experts

@@ -99,12 +99,14 @@ QUANTIZE_WEIGHT = Cost(9, inf, 340)
 ROW_SCALES = Cost(0, inf, 150)
 
 #: FP8 is chosen if it is estimated to be at least this many times as fast, and to save at least
-#: these microseconds per weight. Steps of a model like Qwen3 (6 layers, two H100s) took 108, 118,
-#: 159 and 238 ms with FP8 GEMMs and 114, 119, 161 and 254 ms without, with 128, 256, 512 and 1,024
-#: rows per expert. The estimated savings are 433, 501, 637 and 909 us. Steps with smaller ones were
-#: not measured. FP8 GEMMs launch more kernels, which takes time where the host limits a step.
+#: these microseconds per weight. FP8 GEMMs launch more kernels, which takes time where the host
+#: limits a step. A gated MLP with fused quantization launches fewer. Steps of a model like Qwen3
+#: (6 layers, two H100s) took 108, 118, 159 and 238 ms with it and 114, 119, 161 and 254 ms without
+#: FP8 GEMMs, with 128, 256, 512 and 1,024 rows per expert. The estimated savings are 433, 501, 637
+#: and 909 us per weight. Steps with smaller savings or unfused quantization were not measured.
 LEAST_SPEEDUP = 1.1
-LEAST_SAVING = 400
+LEAST_SAVING = 750
+LEAST_FUSED_SAVING = 400
 
 #: With more rows per expert, wgrad is not in FP8, or its sums are divided into parts if FP8 is
 #: requested. Sums have about 14 bits on Hopper, so that terms with a mean lose accuracy as their
@@ -114,7 +116,8 @@ MOST_WGRAD_ROWS = 8192
 #: The rule of `choose`, for reports.
 CHOICE = (
     f"FP8 is chosen where it is estimated to be {LEAST_SPEEDUP - 1:.0%} faster and to save "
-    f"{LEAST_SAVING / 1000} ms per weight, for wgrad up to {MOST_WGRAD_ROWS:,} rows per expert."
+    f"{LEAST_SAVING / 1000} ms per weight ({LEAST_FUSED_SAVING / 1000} ms if gate, up and down are "
+    f"fused), for wgrad up to {MOST_WGRAD_ROWS:,} rows per expert."
 )
 
 #: Rows per expert that are assumed if a compiler does not know the number of rows.
@@ -173,7 +176,7 @@ def choose(rows: int, weight: GroupedWeight) -> GroupedChoice:
         weight: the weight.
     """
     plain = grouped_us(HIGH_PRECISION, rows, weight)
-    best, least = HIGH_PRECISION, _most_us(plain, 1)
+    best, least = HIGH_PRECISION, _most_us(plain, LEAST_SAVING)
     for choice in (HIGH_PRECISION_WGRAD, FP8):
         us = grouped_us(choice, rows, weight)
         if us < least and not (choice.wgrad and rows > MOST_WGRAD_ROWS * weight.experts):
@@ -192,7 +195,7 @@ def prefers_gated_mlp(rows: int, down: GroupedWeight) -> bool:
     weights = _gate_up(down), down
     plain = sum(grouped_us(HIGH_PRECISION, rows, weight) for weight in weights)
     separate = sum(grouped_us(choose(rows, weight), rows, weight) for weight in weights)
-    faster = fused < separate and fused < _most_us(plain, 2)
+    faster = fused < separate and fused < _most_us(plain, 2 * LEAST_FUSED_SAVING)
     return faster and rows <= MOST_WGRAD_ROWS * down.experts
 
 
@@ -216,9 +219,9 @@ def _gate_up(down: GroupedWeight) -> GroupedWeight:
     return down._replace(n=2 * down.k, k=down.n)
 
 
-def _most_us(plain: float, weights: int) -> float:
+def _most_us(plain: float, saving: float) -> float:
     """Return the most microseconds that FP8 may take to be chosen."""
-    return min(plain / LEAST_SPEEDUP, plain - LEAST_SAVING * weights)
+    return min(plain / LEAST_SPEEDUP, plain - saving)
 
 
 def grouped_us(choice: GroupedChoice, rows: int, weight: GroupedWeight) -> float:

@@ -129,7 +129,7 @@ def experts_forward(
     down_bias = local_part(self.down_proj_bias) if self.has_bias else None
     x = cast_input(hidden_states, up.dtype)
     offs, order, places = _route(top_k_index, up.shape[0])
-    rows = order.floor_divide(top_k_index.shape[-1])  # `//` runs two more Python functions
+    rows = order // top_k_index.shape[-1]
     activation = None if gemms == "gather" else self._fp8_activation
     if activation and (gemms == "fp8" or prefers_gated_mlp(rows.shape[0], down)):
         index = rows.to(torch.int32)
@@ -142,7 +142,7 @@ def experts_forward(
         y = grouped(h, down, offs, down_bias, key, transposed, gemms, parallel)
     if getattr(self, "has_post_expert_norm", False):
         y = self.post_expert_norm(y)
-    # Under autocast, the sum is rounded to the dtype of the tokens, and not to that of the GEMMs.
+    # Under autocast, tokens may be more precise than the GEMMs. Then the sum must be, too.
     y = y.to(torch.promote_types(y.dtype, hidden_states.dtype))
     weights = top_k_weights if top_k_weights.dtype == y.dtype else top_k_weights.float()
     combined: Tensor = _Combine.apply(y, places, weights.contiguous())

@@ -71,7 +71,6 @@ def linear(
     Raises:
         ValueError: an operand lacks a plane, or a quantized input is in another format than the
             recipe's.
-        RuntimeError: the weight's storage was freed by a reshard.
         UnsupportedError: the device cannot run the recipe.
     """
     spec = spec_for(key, x.device)

@@ -79,7 +79,7 @@ def grouped(
     choice = estimates.HIGH_PRECISION
     if gemms != "gather" and _has_fp8_gemms(spec, weight):
         choice = estimates.FP8 if gemms == "fp8" else _choose(x, weight, spec)
-    if not torch.is_grad_enabled():  # which ctx.needs_input_grad does not show
+    if not torch.is_grad_enabled():  # ctx.needs_input_grad would be True all the same
         weight = weight.detach()
     y: Tensor = _Grouped.apply(x, weight, offs, bias, _How(spec, transposed, zero_tail, choice))
     return y
