@@ -17,11 +17,14 @@ precision and quantized for each all-gather, or an FP8 weight, which is gathered
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fp8rs.comm import set_fsdp_comm
+    from torch import nn
+
+    from fp8rs.comm import FSDPComm, set_fsdp_comm
 
     from .float8_shard import Float8Shard
     from .master_weight import MasterWeight
@@ -32,6 +35,7 @@ __all__ = [
     "MasterWeight",
     "precompute_float8_dynamic_scale_for_fsdp",
     "set_fsdp_comm",
+    "set_links",
 ]
 
 #: Modules that are imported on first use, because torch.distributed.fsdp takes seconds to import.
@@ -47,3 +51,21 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
+
+
+def set_links(
+    model: nn.Module, *, gather: str = "auto", reduction: str = "auto", **kwargs: Any
+) -> FSDPComm:
+    """Call `fp8rs.comm.set_fsdp_comm`, with a DeprecationWarning.
+
+    It is the former name, and will be removed in the next release.
+    """
+    from fp8rs.comm import set_fsdp_comm
+
+    warnings.warn(
+        "fp8rs.fsdp.set_links is deprecated: call fp8rs.comm.set_fsdp_comm(model, all_gather=..., "
+        "reduce_scatter=...)",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return set_fsdp_comm(model, all_gather=gather, reduce_scatter=reduction, **kwargs)
