@@ -116,6 +116,11 @@ def test_classes_and_configs_are_not_recipes():
         convert(Model(), recipe=Float8LinearConfig())
 
 
+def test_fp8_weights_is_a_bool():
+    with pytest.raises(TypeError, match="fp8_weights must be a bool, not 'yes'"):
+        convert(Model(), fp8_weights="yes")
+
+
 def test_lazy_layers_are_not_converted():
     model = nn.Sequential(nn.LazyLinear(48), nn.Linear(48, 16))
     assert converted(convert(model)) == ["1"]

@@ -404,8 +404,9 @@ def test_sums_have_the_precision_of_tokens_under_autocast(device, mode):
     assert error(gradient, (rows.double() * dy.unsqueeze(1)).sum(-1)) < 1e-6
 
 
-def test_experts_refuse_double_backward(device):
-    experts = block_of("mixtral", device, "gather").experts
+@pytest.mark.parametrize("gemms", ["gather", "fp8"])
+def test_experts_refuse_double_backward(device, gemms):
+    experts = block_of("mixtral", device, gemms).experts
     x, index, scores = routed(experts, tokens(device))
     y = experts(x, index, scores.requires_grad_())
     with pytest.raises(RuntimeError, match="experts do not support double backward"):

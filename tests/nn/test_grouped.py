@@ -354,6 +354,13 @@ def test_one_gradient_is_what_it_is_with_all(device, wanted):
     assert all(leaves[j].grad is None for j in range(3) if j != i)
 
 
+def test_double_backward_raises(device):
+    x, weight, _, offs, _ = operands(device, "uneven")
+    y = grouped_linear(x.requires_grad_(), weight, offs)
+    with pytest.raises(RuntimeError, match="grouped linear layers do not support double backward"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
 def test_compiled_is_eager_and_any_number_of_rows_is_one_graph(device):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

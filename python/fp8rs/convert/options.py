@@ -13,7 +13,7 @@ from fp8rs.convert.torchao import from_float8_linear_config
 from fp8rs.gemm.grouped import reads_format
 from fp8rs.nn.fp8_params import Float8Params
 from fp8rs.quantize.quantizers import group_name
-from fp8rs.quantize.recipes import Recipe, describe, resolve_recipe
+from fp8rs.quantize.recipes import Recipe, check_bool, describe, resolve_recipe
 from fp8rs.tensor.quantized import QuantizedTensor
 
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -43,6 +43,7 @@ class Options:
             raise TypeError(
                 f"filter_fqns must be a collection of names, not the str {self.filter_fqns!r}"
             )
+        check_bool("fp8_weights", self.fp8_weights)
         group_name(self.amax_reduction_group)  # raises if it is not a group
         gather = self.enable_fsdp_float8_all_gather
         if self.config is None:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from fp8rs._torch import gradients_needed, is_distributed
 from fp8rs.tensor.quantized import QuantizedTensor
 
+from .backward import refuse_double_backward
 from .fp8_params import Float8Params
 from .functional import as_stored, cast_input, key_of, local_part
 from .grouped import Gemms, check, gated_mlp, grouped, prefers_gated_mlp
@@ -186,6 +187,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of ``x``."""
+        refuse_double_backward("experts")
         (places,) = ctx.saved_tensors
         return _combine_rows(dy.contiguous(), places), None, None
 
@@ -212,11 +214,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``y`` and ``weights``."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "experts do not support double backward: "
-                "call backward or torch.autograd.grad without create_graph=True"
-            )
+        refuse_double_backward("experts")
         y, places, weights = ctx.saved_tensors
         needs_y, _, needs_weights = gradients_needed(ctx)
         dy, d_weights = _combine_rows_backward(

@@ -25,10 +25,10 @@ from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
 
+from .backward import gathered_weight, read_weight, refuse_double_backward
 from .grouped import gated_mlp, grouped
 from .input_cache import input_token, this_thread
 from .observe import OperandStats
-from .saved_weight import gathered_weight, read_weight
 from .spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
 
 _amax = torch.ops.fp8rs.amax.default
@@ -346,11 +346,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "fp8rs.nn.Linear does not support double backward: "
-                "call backward or torch.autograd.grad without create_graph=True"
-            )
+        refuse_double_backward("FP8 linear layers")
         spec: LinearSpec
         spec, delayed, stats, gathered, x_format, x_shape, dtypes, forward = ctx.rest
         x_dtype, weight_dtype, bias_dtype = dtypes

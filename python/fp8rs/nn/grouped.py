@@ -30,7 +30,7 @@ from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec, quantize_planes
 
-from .saved_weight import check_live, gathered_weight, read_weight
+from .backward import check_live, gathered_weight, read_weight, refuse_double_backward
 from .spec import GroupedSpec, grouped_spec_for
 
 #: Which GEMMs of a weight run on FP8 operands: all ("fp8"), none ("gather"), or those that
@@ -371,6 +371,7 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("grouped linear layers")
         x, x_scale, weight, known, ends, padded_ends = ctx.saved_tensors
         how, shape, x_dtype, weight_dtype, bias_dtype = ctx.rest
         needs_x, needs_w, _, needs_bias, _ = gradients_needed(ctx)
@@ -444,6 +445,7 @@ class _GatedMlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("experts")
         how, activation, x_dtype, weight_dtypes = ctx.rest
         x_col, x_scale, g_col, g_scale, h, *weights, places, ends, padded_ends = ctx.saved_tensors
         gate_up, gate_up_known, down, down_known = weights

@@ -17,12 +17,12 @@ from fp8rs.scaling.histories import keep_local
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
+from .backward import check_live
 from .debug import Debug, debugged_linear
 from .fp8_params import CLASSES, Float8Params, add_fp8_params, quantize_like, reset_scales
 from .function import Slots, linear
 from .init import is_sharded, reset_linear
 from .model_state import ModelState
-from .saved_weight import check_live
 
 
 @constant_when_traced

@@ -1,4 +1,4 @@
-"""Weights that a backward reads again.
+"""What the backwards of layers have in common: they read weights again, and run once.
 
 Autograd saves plain weights. It does not save a quantized weight, because FSDP2 frees and refills
 the planes of a gathered weight.
@@ -14,6 +14,22 @@ from fp8rs.tensor.quantized import QuantizedTensor
 #: A quantized weight and its version in the forward, which an inference tensor does not have. None
 #: for a plain weight. FSDP2's refills do not change the version.
 Gathered = tuple[QuantizedTensor, int | None] | None
+
+
+def refuse_double_backward(owner: str) -> None:
+    """Raise RuntimeError in a backward with ``create_graph=True``.
+
+    The operators have no gradients, so that second derivatives would be wrong without an error.
+
+    Args:
+        owner: what the backward belongs to, for the message.
+    """
+    # A compiler traces a backward with gradients enabled.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{owner} do not support double backward: "
+            "call backward or torch.autograd.grad without create_graph=True"
+        )
 
 
 def check_live(weight: QuantizedTensor, owner: str) -> None:
