@@ -3,7 +3,7 @@
 //! The driver compiles PTX when it is loaded, which takes seconds for a whole module. Modules are therefore
 //! also embedded as machine code, for the generations in [`Target`]. In other cases (a newer GPU, an older
 //! driver, `CUDA_FORCE_PTX_JIT=1`), only the entry that is launched is extracted from the PTX and loaded.
-//! Both are compressed, since the kernels of a module differ in little but types.
+//! Both are compressed, because the kernels of a module are similar and differ mostly in types.
 
 use std::ffi::CStr;
 
