@@ -10,7 +10,8 @@ larger difference is a defect of the kernels.
 
 With ``--tokens``, it instead measures the weight gradient of an expert by its number of tokens,
 over which wgrad sums. The CPU sums exact products in fp32, so its error is that of quantization.
-Hopper sums FP8 products with about 14 bits. The ratio of the two errors shows what that costs.
+Hopper sums FP8 products with about 14 bits. The ratio of the two errors shows how much accuracy
+that costs.
 
     python benches/gradient_error.py --tokens 256,4096,65536
 """
