@@ -22,7 +22,7 @@ pub(super) enum Target {
 }
 
 impl Target {
-    /// Returns the target for a compute capability, or None if there is no machine code for it.
+    /// Returns the target for a compute capability, or None if no machine code is built for it.
     pub(super) fn of(major: u32, minor: u32) -> Option<Self> {
         match (major, minor) {
             (8, 9) => Some(Self::Sm89),

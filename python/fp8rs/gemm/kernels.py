@@ -66,7 +66,10 @@ def blockwise(
 def microscaled(
     a: Plane, b: Plane, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
-    """Multiply MXFP8 operands, or one with a scale per row: packed E8M0 scales, or both rebased."""
+    """Multiply MXFP8 operands. On GPUs without MXFP8 GEMMs, rebase them to one scale per row.
+
+    On such GPUs, an operand may already have one scale per row.
+    """
     if rebases(a.data.device, False):
         return rowwise(rebased(a), rebased(b), bias, out_dtype, use_fast_accum)
     return _run(a, b, _packed(a), _packed(b), bias, out_dtype, False, (1, 32), plain=True)

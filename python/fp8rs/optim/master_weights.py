@@ -52,7 +52,7 @@ class MasterWeights(MasterWeightOptimizer):
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise TypeError(
                 f"optimizer_class is {optimizer_class!r}; it must be a subclass of "
-                "torch.optim.Optimizer, with its options beside it"
+                "torch.optim.Optimizer. Pass its options as keyword arguments"
             )
         closure = inspect.signature(optimizer_class.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:

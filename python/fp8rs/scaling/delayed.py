@@ -1,7 +1,7 @@
-"""Delayed scaling of one model: when its histories roll, and over which ranks.
+"""Delayed scaling of one model: when its histories roll, and over which ranks amaxes are reduced.
 
-The host never waits for the device to learn which layers have scales. A copy to the host starts
-after a roll, and is read at the next one.
+The host has to know which layers have scales, but it does not wait for the device. A copy to the
+host starts after a roll, and is read at the next roll.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Quantized tensors: a logical shape and dtype over up to two planes of FP8 codes.
 
-``rowwise`` has data of the logical shape, ``columnwise`` the transposed 2-D view stored
-contiguously (what GEMMs that contract over the rows read: Hopper's FP8 GEMM takes only K-major
-operands).
+The data of the ``rowwise`` plane has the logical shape. The data of the ``columnwise`` plane is the
+transposed 2-D view, stored contiguously. GEMMs that contract over the rows read the columnwise
+plane, because Hopper's FP8 GEMM supports only K-major operands.
 
 A batched weight (E, N, K) consists of E matrices, each quantized by itself. Its columnwise plane is
 (E, K, N). Views of whole matrices can be written.
@@ -453,7 +453,7 @@ class QuantizedTensor(Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """Whether codes and scales are in shared memory."""
+        """Return whether codes and scales are in shared memory."""
         return all(x.is_shared() for x in self._store.tensors())
 
     # --- other tensors like this one --------------------------------------------------------------

@@ -130,7 +130,7 @@ class Store:
         return row is not None and col is not None and row.scale is col.scale
 
     def tensors(self) -> list[Tensor]:
-        """The data and scales of all planes."""
+        """Return the data and scales of all planes."""
         planes = [p for p in (self.rowwise, self.columnwise) if p is not None]
         return [t for p in planes for t in (p.data, p.scale)]
 
