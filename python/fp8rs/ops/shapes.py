@@ -1,4 +1,4 @@
-"""Computes the matrix shapes that operators read tensors in, and allocates outputs."""
+"""Helpers that map shapes of tensors to matrices and blocks, and that allocate outputs."""
 
 from __future__ import annotations
 

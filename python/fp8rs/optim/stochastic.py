@@ -70,8 +70,8 @@ def is_of(plane: Plane, values: Tensor, stochastic: bool, saturates: bool) -> Te
         stochastic: whether codes are rounded stochastically, to either of the two neighboring
             codes, or to nearest.
         saturates: whether scales may be too small for their values, because scales were rounded
-            down. The largest code then stands for values below the next power of two. Otherwise it
-            stands for values that exceed it by less than half a step.
+            down. The largest code then also stands for larger values below the next power of two.
+            Otherwise it also stands for values that exceed it by less than half a step.
     """
     codes = plane.matrix.view(torch.uint8)
     dtype = plane.data.dtype

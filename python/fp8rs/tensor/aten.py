@@ -183,7 +183,7 @@ def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _view_like(t: QuantizedTensor, like: Tensor) -> QuantizedTensor:
-    """Return the view with the geometry of ``like``. If that is the whole store, it has none."""
+    """Return the view with the geometry of ``like``, or an alias if that is the whole store."""
     row, offset = t._store.rowwise, int(like.storage_offset())
     shape = row.data.shape if row is not None else None if t._store_view else t.shape
     if like.shape == shape and not offset and like.is_contiguous():

@@ -105,7 +105,10 @@ class QuantSpec:
         return torch.where(fits, scale, power * significand)
 
     def without_group(self) -> QuantSpec:
-        """Return the spec without its group, whose name may differ in another process."""
+        """Return the spec without its group, for use in another process.
+
+        There, the name may belong to another group.
+        """
         return self if self.group is None else replace(self, group=None)
 
 

@@ -136,12 +136,12 @@ class Store:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The number of rows and the size of a row. For a batch, of matrices and of a matrix."""
+        """The number of rows, and of elements per row. For a batch, matrices replace rows."""
         matrix = self.matrix
         return matrix[0], math.prod(matrix[1:])
 
     def rows_around(self, begin: int, end: int) -> slice:
-        """Return the rows of all blocks that a range of elements touches. For a batch, matrices."""
+        """Return the rows, or matrices of a batch, of all blocks with one of these elements."""
         height, size = self.extent
         if begin == 0 and end == height * size:
             return slice(0, height)
