@@ -14,7 +14,7 @@ experts 14 times the mean.
 Variants:
 
 - bf16: transformers' "grouped_mm". Before 5.18, it masks rows that only expert parallelism has. The
-  benchmark then runs it as it is since 5.18, which is faster.
+  benchmark then runs the implementation of 5.18 instead, which is faster.
 - torchao: bf16 with the experts' weights converted by torchao.prototype.moe_training (0.18). It
   gathers bf16. Numbers of rows per expert are multiples of 16, which it requires.
 - auto, fp8, gather: ``fp8rs.convert_to_float8_training(model, experts=...)``. Linear layers of the
@@ -98,8 +98,8 @@ TINY = {
     "qwen3": Size(2, 16, 4, 64, 32, 4, 2, 16, 256),
 }
 
-#: Goals on two H100s with 8,192 balanced tokens, in ms per step, and what bf16 and bf16 with comm
-#: took when the goals were set.
+#: Goals on two H100s with 8,192 balanced tokens, in ms per step, and the times of bf16 and of bf16
+#: with comm when the goals were set.
 GOALS = {"mixtral": (130, 165, 152), "qwen3": (165, 190, 179)}
 
 #: Values of ``experts`` in `convert_to_float8_training`.
@@ -224,7 +224,7 @@ def rank(arguments: dict[str, Any], report: Callable[[dict[str, Any]], None]) ->
             stack.enter_context(_as_rank_0_of(ranks))
         for model, variant in arguments["jobs"]:
             report({"begins": (model, variant), "what": f"{model}, {variant}"})
-            # Ends the process with the stack of each thread.
+            # After the limit, print the stack of each thread and end the process.
             limit = arguments["limit"]
             faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
             try:
@@ -439,7 +439,7 @@ class _Routing:
 def timed(
     step: Callable[[], object], steps: int, device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of each step, and those in which the host submitted it."""
+    """Return the duration of each step in seconds, and how long the host took to submit it."""
     host = []
     if device.type != "cuda":
         for _ in range(steps):
@@ -474,7 +474,7 @@ def _traffic(
     with counted(model, ranks) as traffic:
         step()
     after = sent()
-    # Reductions through comm and reductions of torch are of different parameters.
+    # Each parameter is reduced either through comm or by torch.
     return (
         traffic.total + after[0] - gathered,
         sum(traffic.scatters) + after[1] - reduced,

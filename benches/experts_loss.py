@@ -4,9 +4,9 @@
 
 The models are transformers', with two layers, and are sharded by FSDP2. The text is the demo's. All
 trainings of a model have equal initial weights and batches. The loss is the mean over held-out
-text. Its difference to bf16 must be below 1%, and weights of experts must be gathered with 0.50 to
+text. Its difference from bf16 must be below 1%, and gathers of expert weights must take 0.50 to
 0.52 of bf16's bytes. Exits with 1 otherwise. A second training in bf16 begins with weights that
-differ by 0.1%, and shows how far results depend on such a difference.
+differ by 0.1%, and shows how much results depend on such a difference.
 """
 
 from __future__ import annotations
@@ -171,13 +171,13 @@ def run_rank(rank: int, ranks: int, store: str, options: argparse.Namespace) -> 
 
 
 def reference(results: list[Result], model: str | None = None) -> Result:
-    """Return the bf16 training of a model, by default of the last result's."""
+    """Return the bf16 training of a model. The default is the model of the last result."""
     model = model or results[-1].model
     return next(r for r in results if r.model == model and r.recipe == "bf16")
 
 
 def passes(result: Result, bf16: Result) -> bool:
-    """Whether the loss and the bytes of gathers are within the limits."""
+    """Return whether the loss and the bytes of gathers are within the limits."""
     ratio = result.expert_bytes / bf16.expert_bytes
     small = result.recipe.startswith("bf16") or 0.5 <= ratio <= 0.52
     return small and abs(result.loss / bf16.loss - 1) < 0.01

@@ -9,8 +9,9 @@ larger difference is a defect of the kernels.
     python benches/gradient_error.py [--recipes current,delayed] [--dtypes bfloat16] [--json FILE]
 
 With ``--tokens``, it instead measures the weight gradient of an expert by its number of tokens,
-over which wgrad sums. The CPU sums exact products in fp32, so its error is that of quantization.
-Hopper sums FP8 products with about 14 bits. The ratio of the two errors shows what that costs.
+over which wgrad sums. The CPU sums exact products in fp32, so its error comes from quantization.
+Hopper sums FP8 products with about 14 bits. The ratio of the two errors shows how much accuracy
+that costs.
 
     python benches/gradient_error.py --tokens 256,4096,65536
 """

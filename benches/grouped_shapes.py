@@ -14,8 +14,8 @@ quantization that its operands need if nothing is shared:
 - dgrad: dx = dy @ W. Rows of dy are quantized, and the codes of W are transposed.
 - wgrad: dW = dy.T @ x. Columns of dy and of x are quantized.
 
-Weights count as quantized, because FSDP2 gathers codes. GEMMs that would take longer than about 25
-ms in bf16 are left out.
+Quantizing weights is not timed, because FSDP2 gathers codes. GEMMs that would take longer than
+about 25 ms in bf16 are left out.
 
 **mlp** times the forward and backward of gate_up, SwiGLU and down, with the gradients of the input
 and of both weights. bf16 is transformers' computation, without its permutation of tokens. FP8 is
@@ -43,7 +43,7 @@ The JSON file has the keys "torch", "device" and these lists:
 - "mlp": objects with model, experts, rows, largest, routing, kind ("mlp" or "experts"), and the
   times bf16, fp8 and permuting
 - "kernels": objects with name, rows, cols, experts, routing, bytes, time, copy and fraction
-- "skipped": texts
+- "skipped": messages about measurements that were left out
 """
 
 from __future__ import annotations
@@ -90,10 +90,11 @@ MODELS = {
 TINY = {"qwen3": Size(4, 64, 32, 2), "mixtral": Size(2, 64, 96, 1)}
 ROWS = (16384, 65536, 131072)
 
-#: Rows of each model for "mlp", and the goals: times bf16.
+#: Rows of each model for "mlp", and the goals: speedups over bf16.
 MLP = {"mixtral": (16384, 1.45), "deepseek-v3": (65536, 1.45), "qwen3": (131072, 1.10)}
 
-#: Goals for kernels: the fraction of a copy's speed, with maxima and without, and of the sums.
+#: Goals for kernels, as fractions of a copy's speed: kernels that compute maxima, kernels that do
+#: not, and kernels that sum rows.
 WITH_MAXIMA, WITHOUT, SUMS = 0.60, 0.80, 0.85
 
 #: GEMMs with more floating-point operations than this are left out.
@@ -176,7 +177,7 @@ def random(*shape: int, device: str) -> Tensor:
 
 
 def codes(*shape: int, device: str) -> Tensor:
-    """Return random codes. None is NaN, and their values are distributed like quantized ones."""
+    """Return random codes without NaN. Their values are distributed like quantized values."""
     return (torch.randn(*shape, dtype=BF16, device=device) * 50).to(E4M3)
 
 

@@ -1,6 +1,6 @@
-"""Measure the bytes a parameter that a rank stores between steps.
+"""Measure how many bytes per parameter a rank stores between steps.
 
-Every storage of the process counts once, so that a forgotten copy is found.
+Every storage of the process is counted once, so that a forgotten copy is noticed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 @dataclass(frozen=True)
 class AtRest:
-    """Bytes a parameter of the converted weights on this rank.
+    """Bytes per parameter of the converted weights on this rank.
 
     Attributes:
         weights: all storages except gradients, buffers, other parameters and optimizer states.

@@ -1,4 +1,4 @@
-"""Measure the overhead of a monitor in logged steps, in other steps, and in a step without one.
+"""Measure the overhead of a monitor: time logged steps, other steps, and steps without a monitor.
 
     python benches/monitor.py --device cuda                   # one GPU, 4 layers of Llama-3-8B
     python benches/monitor.py --device cuda --recipes delayed,mxfp8 --compiled

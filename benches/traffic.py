@@ -1,8 +1,9 @@
 """Count the bytes that a training step gathers and reduces.
 
-A dispatch mode counts the collectives. The part of converted weights is what their pre-all-gather
-hooks return. Without hooks, it is calculated from the sizes of the gathers and of the padded
-parameters. An all-gather counts the bytes of its output, including padding.
+A dispatch mode counts the collectives. The share of converted weights is the size of the tensors
+that their pre-all-gather hooks return. Without hooks, it is calculated from the sizes of the
+gathers and of the padded parameters. An all-gather counts the bytes of its output, including
+padding.
 """
 
 from __future__ import annotations

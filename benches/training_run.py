@@ -208,8 +208,8 @@ def train_variant(
     """Train on this rank. Resume from the checkpoint of an earlier call.
 
     Args:
-        name: of the variant.
-        settings: the same on all ranks.
+        name: the name of the variant.
+        settings: settings of the training, equal on all ranks.
         out: the folder of the tokens and the results.
         options: "every" is the number of steps between evaluations, "save_every" between
             checkpoints, "compile" whether to compile blocks, "seconds" when to stop.
@@ -309,7 +309,7 @@ def _plain(values: dict[str, Any]) -> Any:
 
 
 def _expired(begun: float, seconds: float, settings: Settings) -> bool:
-    """Whether the time is over on any rank."""
+    """Return whether the time limit has passed on any rank."""
     over = torch.tensor(float(time.monotonic() - begun > seconds), device=settings.device)
     dist.all_reduce(over)
     return over.item() > 0

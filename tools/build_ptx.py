@@ -10,7 +10,7 @@ TARGETS require newer devices, or one device. Their rows in src/cuda/modules.rs 
 
 With machine code, the driver does not compile at first use. PTX covers other devices and drivers.
 Machine code comes from the oldest assembler that supports all targets, because drivers of CUDA 12
-refuse code from CUDA 13. Both are stored compressed, 1 MB instead of 17, and compared after
+reject code from CUDA 13. Both are stored compressed, 1 MB instead of 17, and compared after
 decompression, because compressors differ. target/ptx/ has the PTX as text.
 """
 
@@ -179,7 +179,7 @@ def assemble(ptxas: Path, ptx: Path, target: str, verbose: bool) -> tuple[bytes,
                 wrong.append(f"{entry} on {target}: {line.strip()}")
         if verbose and (match := re.search(r"Used (\d+) registers.*", line)):
             print(f"{target} {entry}: {match[0]}")
-    # If another ptxas words its reports differently, do not take that for no spills.
+    # Another ptxas may word its reports differently. A missing report must not pass as no spills.
     entries = len(re.findall(r"\.entry\s", ptx.read_text()))
     if reported != entries:
         wrong.append(f"{ptx.name} on {target}: {reported} reports of spills for {entries} entries")
@@ -187,7 +187,7 @@ def assemble(ptxas: Path, ptx: Path, target: str, verbose: bool) -> tuple[bytes,
 
 
 def compress(code: bytes) -> bytes:
-    """Compress code by LZMA, which finds similar modules far apart: a third of deflate's size."""
+    """Compress code with LZMA, which finds similar code far apart. A third of deflate's size."""
     return lzma.compress(code, format=lzma.FORMAT_ALONE, preset=9 | lzma.PRESET_EXTREME)
 
 

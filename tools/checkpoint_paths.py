@@ -4,7 +4,7 @@
     python tools/checkpoint_paths.py [--check]
 
 Runs the ways of tests/checkpoint/paths.py on two ranks of the CPU, in `RECIPES`. A cell has
-the worst outcome of these recipes. The errors of refusals are numbered, and follow the table.
+the worst outcome of these recipes. Errors are numbered, and their messages follow the table.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ RECIPES = ["current", "delayed", "block", "mxfp8"]
 
 
 def table(found: dict[tuple[str, str], Any], optimizers: list[str]) -> str:
-    """The table.
+    """Return the table.
 
     Args:
-        found: outcomes of each way and move, by recipe and optimizer.
+        found: outcomes of each way to save and to load, by recipe and optimizer.
         optimizers: the columns.
     """
     head = ["saved by", "loaded by", *optimizers, "histories of `delayed`"]
@@ -51,7 +51,7 @@ def table(found: dict[tuple[str, str], Any], optimizers: list[str]) -> str:
 
 
 def words(text: str) -> list[list[str]]:
-    """The cells, without the numbers of errors."""
+    """Return the cells, without the numbers of errors."""
     return [[cell.partition(" (")[0] for cell in row] for row in written.rows(text)]
 
 

@@ -135,7 +135,7 @@ def adapted(text: str, source: Path, name: str) -> str:
 
 
 def in_list(lines: list[str]) -> bool:
-    """Whether the last of these lines belongs to a list item."""
+    """Return whether the last of these lines belongs to a list item."""
     for line in reversed(lines):
         if not line.strip():
             return False

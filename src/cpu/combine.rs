@@ -55,7 +55,7 @@ fn check_places(places: &Matrix, rows: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns an error unless each row is one of the places once.
+/// Returns an error unless the places are a permutation of the rows.
 fn check_permutation(places: &Matrix) -> Result<(), Error> {
     let rows = places.rows * places.cols;
     check_places(places, rows)?;

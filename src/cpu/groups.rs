@@ -152,7 +152,7 @@ fn scale_of(amax: u32, rule: ScaleRule, format: Fp8Format) -> f32 {
     rule.scale(f32::from_bits(if amax > INF_BITS { NAN_BITS } else { amax }), format)
 }
 
-/// Quantizes rows with a scale each.
+/// Quantizes rows with one scale per row.
 struct RowPiece<T, C> {
     reader: Reader<T>,
     rows: Range<usize>,
@@ -187,7 +187,7 @@ impl<T: Element, C: Codes> Kernel for RowPiece<T, C> {
     }
 }
 
-/// Quantizes columns of a group with a scale each.
+/// Quantizes columns of a group with one scale per column.
 struct ColumnPiece<T, C> {
     reader: Reader<T>,
     group: usize,
@@ -246,8 +246,8 @@ impl<T: Element, C: Codes> Fill for CastColumns<T, C> {
     }
 }
 
-/// Reads the bounds, and restricts them to the rows and columns of the call. The result of
-/// [`group_bounds`] needs no restriction. Each group has its rows and its first column.
+/// Returns the rows of each group, and its first column in the columnwise codes. Bounds are clamped to the
+/// rows and columns of the call, which does not change bounds from [`group_bounds`].
 fn read_bounds(groups: &Groups, rows: usize, columns: usize) -> Vec<(Range<usize>, usize)> {
     let (ends, padded_ends) = (groups.ends.matrix(), groups.padded_ends.matrix());
     let (mut start, mut padded_start) = (0, 0);

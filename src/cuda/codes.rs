@@ -195,7 +195,7 @@ pub(crate) fn multi_rescale(
             let mut args = RescaleArgs {
                 scales: scales.ptr(),
                 new_scales: new_scales.ptr(),
-                // The kernel adds it to a number of columns.
+                // The kernel adds the width to a number of columns, and the sum must not overflow.
                 width: width.min(1 << 60) as i64,
                 entries: [part[0]; RESCALED],
             };

@@ -335,15 +335,15 @@ pub(super) fn workspace(ordinal: i32, bytes: usize) -> Result<*mut u8, Error> {
     Ok(at as *mut u8)
 }
 
-/// Allocates a word of the host's memory that kernels of all devices can write to. It is 0, and is never
+/// Allocates a word of host memory that kernels of all devices can write to. It starts as 0 and is never
 /// freed. The allocation works while a graph is captured.
 pub(super) fn host_word(ordinal: i32) -> Result<&'static AtomicU32, Error> {
     let _restore = enter(device(ordinal)?)?;
     let _relaxed = Relaxed::enter()?;
     let mut at: *mut c_void = std::ptr::null_mut();
     let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-    // SAFETY: the context is current. The memory is aligned to a page, and nothing else refers to it yet. With
-    // unified addressing, kernels use its address on the host.
+    // SAFETY: the context is current. The memory is aligned to a page, and nothing else refers to it yet.
+    // With unified addressing, kernels use its address on the host.
     unsafe {
         check("cuMemHostAlloc", sys::cuMemHostAlloc(&raw mut at, size_of::<u32>(), flags))?;
         at.cast::<u32>().write(0);

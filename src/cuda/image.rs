@@ -3,7 +3,7 @@
 //! The driver compiles PTX when it is loaded, which takes seconds for a whole module. Modules are therefore
 //! also embedded as machine code, for the generations in [`Target`]. In other cases (a newer GPU, an older
 //! driver, `CUDA_FORCE_PTX_JIT=1`), only the entry that is launched is extracted from the PTX and loaded.
-//! Both are compressed, since the kernels of a module differ in little but types.
+//! Both are compressed, because the kernels of a module are similar and differ mostly in types.
 
 use std::ffi::CStr;
 
@@ -22,7 +22,7 @@ pub(super) enum Target {
 }
 
 impl Target {
-    /// Returns the target for a compute capability, or None if there is no machine code for it.
+    /// Returns the target for a compute capability, or None if no machine code is built for it.
     pub(super) fn of(major: u32, minor: u32) -> Option<Self> {
         match (major, minor) {
             (8, 9) => Some(Self::Sm89),

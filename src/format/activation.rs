@@ -58,8 +58,8 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Returns e^x, with an error of at most 2 units in the last place. `x` is first clamped to [-87, 88]. A NaN
-/// stays one.
+/// Returns e^x, with an error of at most 2 units in the last place. `x` is first clamped to [-87, 88]. The
+/// result for NaN is NaN.
 ///
 /// With k = x / ln 2 rounded to an integer, e^x = 2^k * e^r, where |r| <= ln(2) / 2. The factor e^r is a
 /// polynomial of degree 7.

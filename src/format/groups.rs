@@ -1,7 +1,7 @@
 //! Groups of rows: the rows of one expert are consecutive, and an offset for each expert says where they end.
 
-/// Groups in the columnwise plane start at multiples of this number of columns. Grouped GEMMs require it of
-/// the dimension that they sum over.
+/// Groups in the columnwise plane start at multiples of this number of columns. Grouped GEMMs require this
+/// alignment of the contracted dimension.
 pub const ALIGNMENT: usize = 16;
 
 /// The bounds of all groups.
@@ -35,8 +35,8 @@ pub fn bounds(offsets: impl IntoIterator<Item = i32>, rows: usize) -> Bounds {
     found
 }
 
-/// Returns the number of columns that the columnwise plane of `rows` rows in `groups` groups needs at most.
-/// It depends on shapes only, so that no size is read from the device.
+/// Returns the largest number of columns that the columnwise plane of `rows` rows in `groups` groups can
+/// need. It depends on shapes only, so that no size is read from the device.
 #[must_use]
 pub const fn padded_columns(rows: usize, groups: usize) -> usize {
     let with_rows = if groups < rows { groups } else { rows };

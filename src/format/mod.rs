@@ -2,9 +2,9 @@
 //!
 //! [`Fp8Format`] is E4M3 or E5M2. [`e8m0`] has the power-of-two scales of MX blocks, [`scale`] the fp32 scale
 //! rule, and [`wide`] the high-precision types (fp32, bf16, fp16). [`adamw`] is an optimizer step, [`random`]
-//! the random numbers for stochastic rounding, and [`sum`] the sums over ranks and over the rows of a token. [`groups`] has the bounds of
-//! experts' tokens, and [`activation`] the gated activations. [`DType`] lists all element
-//! types, and [`Device`] the devices.
+//! the random numbers for stochastic rounding, and [`sum`] the sums over ranks and over the rows of a token.
+//! [`groups`] has the bounds of experts' tokens, and [`activation`] the gated activations. [`DType`] lists
+//! all element types, and [`Device`] the devices.
 
 pub mod activation;
 pub mod adamw;

@@ -1,9 +1,10 @@
 //! Quantization with one scale per block: rows, 1x128 and 128x128 with fp32 scales; MXFP8's 1x32 and 32x32
 //! with E8M0 scales.
 //!
-//! A block shape means the same in both directions. Rowwise blocks of (1, n) run along the rows of `x`.
-//! Columnwise blocks run along the rows of its transpose, which is what the columnwise plane holds. A square
-//! block has one scale for both directions, so the columnwise scales are the transposed rowwise scales.
+//! A block shape applies to the matrix of its plane. Rowwise blocks of (1, n) run along the rows of `x`.
+//! Columnwise blocks run along the rows of its transpose, which is the matrix of the columnwise plane. A
+//! square block has one scale for both directions, so the columnwise scales are the transposed rowwise
+//! scales.
 
 use super::tensorwise::check_rule;
 use super::validate::{Call, Kind, one_matrix, shape};
@@ -12,7 +13,7 @@ use crate::layout::{Block, DType, View, ViewMut, packed};
 use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, Stream};
 use crate::{cpu, cuda};
 
-/// The rows, or the rows and columns, of an MX block.
+/// Elements of an MX block along a dimension in which it has more than one.
 pub(crate) const MX: usize = 32;
 
 /// Computes the absolute maximum of each block by the rule of [`super::amax`], into `out` (fp32). `out` has

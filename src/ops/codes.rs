@@ -51,10 +51,10 @@ pub fn dequantize(codes: View, scale: View, block: Block, out: ViewMut, stream: 
     (0..codes.batch()).try_for_each(|i| dequantize(codes.at(i), scale.at(i), out.at(i)))
 }
 
-/// Rounds codes to new scales, in place: encode(code * scale * (1 / new scale)). Each scale of a matrix belongs
-/// to `width` columns, and its last one may belong to fewer. `scales` and `new_scales` are fp32, 1xN, with the
-/// scales of one matrix after those of another. Codes whose scale has the same bits in both are not read. On
-/// CUDA, a batch takes as many launches as one matrix.
+/// Rounds codes to new scales, in place: encode(code * scale * (1 / new scale)). Each scale of a matrix
+/// belongs to `width` columns. The last scale of a matrix may belong to fewer. `scales` and `new_scales` are
+/// fp32, 1xN, with the scales of all matrices in order. Codes whose scale has the same bits in both are not
+/// read. On CUDA, a batch takes as many launches as one matrix.
 pub fn multi_rescale(
     codes: &[ViewMut],
     scales: View,

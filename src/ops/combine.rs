@@ -6,8 +6,8 @@ use crate::layout::{DType, ViewMut};
 use crate::spec::{Combine, CombineBackward, Stream};
 use crate::{cpu, cuda};
 
-/// Sums the rows of each token ([`crate::format::sum::weighted_sum`]), and rounds the sums to the dtype of the
-/// rows.
+/// Sums the rows of each token ([`crate::format::sum::weighted_sum`]), and rounds the sums to the dtype of
+/// the rows.
 ///
 /// If a place is not a row, nothing is written on the CPU, and the call returns an error. On CUDA, which does
 /// not wait for the device, the row counts as zeros.
@@ -31,12 +31,13 @@ pub fn combine_rows(combine: Combine, out: ViewMut, stream: Stream) -> Result<()
 
 /// Computes the gradients of the rows and of the weights of [`combine_rows`], or one of them.
 ///
-/// Each place is a row, and each row is one of the places once. The gradient of a row is weight * grad, rounded
-/// to the dtype of `grad`. The gradient of a weight is the sum of the products of the gradient's and the row's
-/// elements. The products and the sum are fp32. The order of the sum depends on the device.
+/// The places must be a permutation of the rows. The gradient of a row is weight * grad, rounded to the dtype
+/// of `grad`. The gradient of a weight is the sum of the products of the gradient's and the row's elements.
+/// The products and the sum are fp32. The order of the sum depends on the device.
 ///
-/// Other places are an error on the CPU, and nothing is written then. On CUDA, a place that is not a row counts
-/// as a row of zeros and has no gradient. Rows that are not among the places keep what `d_rows` had.
+/// If the places are not a permutation, the call returns an error on the CPU, and nothing is written. On
+/// CUDA, a place that is not a row counts as a row of zeros and has no gradient. For rows that are not among
+/// the places, `d_rows` is not written.
 pub fn combine_rows_backward(backward: CombineBackward, stream: Stream) -> Result<(), Error> {
     let CombineBackward { grad, rows, places, weights, d_rows, d_weights } = &backward;
     let (tokens, cols) = grad.shape();

@@ -36,7 +36,7 @@ pub fn group_bounds(
 }
 
 /// Returns [`Error::Offsets`] if a device found an invalid offset since the last check, and clears its flag.
-/// This reads memory of the host, and does not wait for queued work.
+/// This reads host memory, and does not wait for queued work.
 pub fn check_offsets() -> Result<(), Error> {
     #[cfg(feature = "cuda")]
     cuda::check_offsets()?;

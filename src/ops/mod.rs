@@ -53,9 +53,9 @@ pub use random::*;
 pub use rows::*;
 pub use tensorwise::*;
 
-/// Sets the function that is called if the driver is out of memory for a workspace, before the allocation is
-/// retried. It should release memory that another allocator of this process caches. Only the first call has
-/// an effect.
+/// Sets a function to call when the allocation of a workspace runs out of device memory, before it is
+/// retried. The function should release memory that another allocator of this process caches. Only the first
+/// call has an effect.
 pub fn when_device_memory_lacks(release: fn()) {
     #[cfg(feature = "cuda")]
     crate::cuda::when_memory_lacks(release);

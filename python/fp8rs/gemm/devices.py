@@ -1,4 +1,4 @@
-"""Which GPUs run which recipe, and with which GEMMs."""
+"""Maps recipes to the GPUs that support them and to the GEMMs that they use there."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def gpu_path(recipe: str, capability: Capability) -> tuple[str, str]:
 
 @functools.cache
 def capability(index: int) -> Capability:
-    """Return the compute capability of a GPU. Torch takes microseconds for it."""
+    """Return the compute capability of a GPU. Cached, because torch takes microseconds for it."""
     return torch.cuda.get_device_capability(index)
 
 

@@ -1,10 +1,10 @@
 """Estimates of the time of linear layers in FP8 and in bf16, fitted to measurements.
 
-An operation takes a constant time, a time per floating-point operation, and a time per element. The
-costs are least-squares fits of relative errors, on one H100 with torch 2.11. Measured times are in
-``docs/figures/linear_shapes.json`` and ``docs/figures/grouped_shapes.json``, which the benchmarks
-of these names write. ``tests/gemm/test_estimates.py`` checks the fits, and prints new ones if the
-files change.
+The estimate for an operation is the sum of a constant time, a time per floating-point operation and
+a time per element. The costs are least-squares fits of relative errors, on one H100 with torch
+2.11. Measured times are in ``docs/figures/linear_shapes.json`` and
+``docs/figures/grouped_shapes.json``, which the benchmarks of these names write.
+``tests/gemm/test_estimates.py`` checks the fits, and prints new ones if the files change.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ GROUPED_GEMMS = {
 #: The quantization of rows, by whether columnwise codes are written too.
 QUANTIZE = {False: Cost(13.5, inf, 606), True: Cost(38.7, inf, 477)}
 
-#: The quantization of tokens in both directions with their copy to rows, less the copy in bf16. The
-#: difference was 171, 76 and 412 us for 131,072 rows of 2,048 values, 16,384 of 4,096 and 65,536 of
-#: 7,168.
+#: The extra time to quantize tokens in both directions while they are copied to rows, compared with
+#: copying them in bf16. It was 171, 76 and 412 us for 131,072 rows of 2,048 values, 16,384 of 4,096
+#: and 65,536 of 7,168.
 QUANTIZE_TOKENS = Cost(0, inf, 1250)
 
 #: The transposition of a weight's codes.
@@ -109,8 +109,8 @@ LEAST_SAVING = 750
 LEAST_FUSED_SAVING = 400
 
 #: With more rows per expert, wgrad is not in FP8, or its sums are divided into parts if FP8 is
-#: requested. Sums have about 14 bits on Hopper, so that terms with a mean lose accuracy as their
-#: number grows.
+#: requested. Hopper accumulates with about 14 bits, so sums of terms with a nonzero mean lose
+#: accuracy as the number of terms grows.
 MOST_WGRAD_ROWS = 8192
 
 #: The rule of `choose`, for reports.
@@ -169,7 +169,8 @@ class GroupedWeight(NamedTuple):
 def choose(rows: int, weight: GroupedWeight) -> GroupedChoice:
     """Return the fastest GEMMs of a weight.
 
-    FP8 must reach `LEAST_SPEEDUP` and `LEAST_SAVING`, and has at most `MOST_WGRAD_ROWS` in wgrad.
+    FP8 is chosen only if it reaches `LEAST_SPEEDUP` and `LEAST_SAVING`. In wgrad, it is chosen only
+    for at most `MOST_WGRAD_ROWS` rows per expert.
 
     Args:
         rows: rows of the input, of all experts.
@@ -185,7 +186,10 @@ def choose(rows: int, weight: GroupedWeight) -> GroupedChoice:
 
 
 def prefers_gated_mlp(rows: int, down: GroupedWeight) -> bool:
-    """Whether `fp8rs.nn.grouped.gated_mlp` is faster than the choices of its two weights.
+    """Return whether `fp8rs.nn.grouped.gated_mlp` is faster than the choices of its two weights.
+
+    Like `choose`, this requires `LEAST_SPEEDUP` and a saving, here `LEAST_FUSED_SAVING` per weight,
+    and at most `MOST_WGRAD_ROWS` rows per expert.
 
     Args:
         rows: rows of the input, of all experts.

@@ -27,13 +27,13 @@ ALIGNMENT = 16
 
 
 def reads_format(format: BlockFormat) -> bool:
-    """Whether grouped FP8 GEMMs read weights in a format: one scale per expert or per row."""
+    """Return whether grouped FP8 GEMMs support weights in a format: a scale per expert or row."""
     return (format.per_tensor or format.per_row) and not format.microscaled
 
 
 @constant_when_traced
 def has_grouped_gemm(device: torch.device) -> bool:
-    """Whether grouped GEMMs on FP8 operands run on a device, which the CPU emulates."""
+    """Return whether a device runs grouped GEMMs on FP8 operands. The CPU emulates them."""
     if device.type == "cuda":
         return capability(device.index) == SUPPORTED
     return device.type in ("cpu", "meta")
@@ -180,9 +180,9 @@ def grouped_wgrad(
 ) -> Tensor:
     """Multiply columns of each group: out[g] = a[:, columns of g] @ b[:, columns of g].T.
 
-    Hopper sums products with about 14 bits, so that long sums of terms with a mean lose accuracy.
-    If groups have more than `MOST_WGRAD_ROWS` rows on average, each is divided into equal parts
-    with at most so many rows on average, and their products are summed in fp32.
+    Hopper accumulates with about 14 bits, so long sums of terms with a nonzero mean lose accuracy.
+    If groups have more than `MOST_WGRAD_ROWS` rows on average, each is divided into equal parts of
+    at most that many rows on average, and the products of the parts are summed in fp32.
 
     Args:
         a: codes (n, columns), contiguous, from ``fp8rs::quantize_groups``.

@@ -1,4 +1,4 @@
-"""CUDA GEMMs: the operand layouts of each mode of ``torch._scaled_mm``.
+"""CUDA GEMMs: operands in the layout of each mode of ``torch._scaled_mm``.
 
 Each function multiplies planes a (M, K) and b (N, K) to a @ b.T (M, N), contiguous. Sizes that
 cuBLAS does not support are padded: codes with 0, scales with 1.
@@ -48,8 +48,8 @@ def blockwise(
 ) -> Tensor:
     """Multiply blocks of 1x128 with blocks of 1x128 or 128x128. The mode accumulates exactly."""
     square = b.format == formats.BLOCK_128X128
-    # cuBLAS reads 128x128 scales along the contracted dim in fours. Torch would take a single
-    # block for one scale per row.
+    # cuBLAS reads 128x128 scales along the contracted dim in groups of four. Torch would interpret
+    # a single 1x128 block as one scale per row.
     blocks = 4 if square else 2 if b.data.shape[1] <= 128 else 1
     a_scale = _outer_contiguous(padded(a.scale, 16, blocks, 1.0))
     if square:
@@ -66,7 +66,10 @@ def blockwise(
 def microscaled(
     a: Plane, b: Plane, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
-    """Multiply MXFP8 operands, or one with a scale per row: packed E8M0 scales, or both rebased."""
+    """Multiply MXFP8 operands. On GPUs without MXFP8 GEMMs, rebase them to one scale per row.
+
+    On such GPUs, an operand may already have one scale per row.
+    """
     if rebases(a.data.device, False):
         return rowwise(rebased(a), rebased(b), bias, out_dtype, use_fast_accum)
     return _run(a, b, _packed(a), _packed(b), bias, out_dtype, False, (1, 32), plain=True)
@@ -141,8 +144,8 @@ def padded(matrix: Tensor, rows: int, cols: int, fill: float = 0.0) -> Tensor:
 def _missing(n: int, multiple: int) -> int:
     """Return the distance from n to the next multiple.
 
-    For a compiler with symbolic sizes, the result is a plain 0 if n is a multiple. As an
-    expression, it would make sizes grow from layer to layer.
+    If n is a multiple, the result is a plain 0 also for symbolic sizes. A symbolic expression would
+    make the expressions of sizes grow from layer to layer.
     """
     rest = n % multiple
     return multiple - rest if rest else 0

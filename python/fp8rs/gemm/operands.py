@@ -58,7 +58,7 @@ def dgrad_column_scale(format: BlockFormat, scale: Tensor) -> Tensor | None:
 
 @functools.cache
 def contracted_multiple(format: BlockFormat, device: torch.device) -> int:
-    """Return a multiple for the contracted dim of a GEMM with which operands need no padding."""
+    """Return the alignment at which the contracted dim of a GEMM needs no padding."""
     return max(16, format.block[1]) if device.type == "cuda" else 1
 
 

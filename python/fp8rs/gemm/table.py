@@ -68,7 +68,7 @@ def scaled_mm(
         emulate: dequantize and multiply in fp32, on CUDA too.
 
     Returns:
-        (M, N), contiguous. Sizes may be any, also 0.
+        (M, N), contiguous. Any sizes are supported, including 0.
 
     Raises:
         ValueError: the inner sizes differ.
@@ -154,8 +154,8 @@ def _dequantized(
     if a.format.per_tensor and b.format.per_tensor:
         one = torch.ones((), dtype=torch.float32, device=device)
         out = torch.mm(_values(a, one), _values(b, one).t())
-        # In turn, because the product of two small scales can underflow. Out of place, because
-        # selective checkpointing may have saved the product.
+        # Multiply by one scale after the other, because the product of two small scales can
+        # underflow. Do so out of place, because selective checkpointing may have saved the product.
         out = out * a.scale * b.scale
     else:
         out = torch.mm(_values(a), _values(b).t())

@@ -47,7 +47,7 @@ def adamw_(
 
         g = g * (1 / grad_scale), or its negative to maximize
         w = w * (1 - lr * weight_decay)
-        m = m + (g - m) * (1 - beta1)       # from g's side where 1 - beta1 >= 0.5
+        m = m + (g - m) * (1 - beta1)       # g - (g - m) * beta1 if 1 - beta1 >= 0.5
         v = v * beta2 + (1 - beta2) * g * g
         w = w - lr / (1 - beta1**step) * m / (sqrt(v) / sqrt(1 - beta2**step) + eps)
 
@@ -57,12 +57,12 @@ def adamw_(
     Args:
         grads: float32, bfloat16 or float16.
         exp_avgs, exp_avg_sqs: float32, or both bfloat16 (rounded to nearest).
-        params: all float32, bfloat16 or float16, which are rounded to nearest, or all FP8 codes.
+        params: all float32, bfloat16 or float16, rounded to nearest; or all FP8 codes.
         masters: float32, or empty. If present, the step starts from the masters.
         steps: the number of this step, counted from 1; float32, one element each.
-        scales: scales of codes, written, and without masters also read. float32 of one
-            element each, or one element per block (float32 or float8_e8m0fnu). Empty for plain
-            parameters.
+        scales: the scales of codes. They are written, and without masters also read. Each is
+            float32 with one element, or has one element per block (float32 or float8_e8m0fnu).
+            Empty for plain parameters.
         new_scales: for parameters with one scale, the scales to quantize with; float32, one element
             each. If empty for such parameters, only ``amaxes`` is written.
         amaxes: float32, one element each, or empty. They become the maxima of the updated values.
@@ -77,7 +77,8 @@ def adamw_(
         seed: round codes stochastically with this seed. None rounds to nearest.
         block: (rows, columns) of the blocks that have scales, -1 for the whole extent. The scales
             are computed in the same pass. Empty if parameters have one scale each or none.
-        rounding, power_2_scale, amax_epsilon: the rule of such scales, as in ``quantize_blocks``.
+        rounding, power_2_scale, amax_epsilon: how block scales are computed, as in
+            ``quantize_blocks``.
         batched: parameters of three or more dimensions are batches of matrices along the first
             one, with scales and maxima for each matrix.
     """

@@ -1,4 +1,4 @@
-"""Operators of block formats: per row, 1x128 and 128x128 with float32 scales; MXFP8.
+"""Operators of block formats: rows, 1x128 and 128x128 with float32 scales, and MXFP8.
 
 The rules of :mod:`fp8rs.ops.tensorwise` hold here too. In addition:
 
@@ -84,7 +84,8 @@ def quantize_blocks(
         scale_dtype: float32 or float8_e8m0fnu.
         rowwise, columnwise: the directions to quantize in.
         rounding: "ceil" or "floor" for E8M0 scales. "floor" is the rule of the OCP specification.
-        power_2_scale, amax_epsilon: the rule of float32 scales.
+        power_2_scale: round float32 scales up to powers of two.
+        amax_epsilon: lower bound of the maxima that float32 scales are computed from.
         packed: write E8M0 scales in the 128x4 layout.
         row_offset: the row of the whole matrix that row 0 of ``x`` corresponds to. Block boundaries
             refer to the whole matrix.
@@ -105,7 +106,7 @@ def quantize_blocks(
     row_scale, col_scale = (x.new_empty(0, dtype=scale_dtype) for _ in range(2))
     batch, (rows, cols) = split(x.shape, batched)
     down, across = block
-    # The blocks along a dimension: the rows of x are cut from row_offset on, its columns from 0.
+    # Rows of x are divided into blocks as if row_offset rows preceded them, columns from column 0.
     if rowwise:
         grid = (rows if packed else block_count(rows, down, row_offset), block_count(cols, across))
         row_scale = _scales(x, scale_dtype, batch, grid, (down, across), packed)
@@ -119,7 +120,7 @@ def quantize_blocks(
 def pack_scales(scale: Tensor, rows: int, block_rows: int = 1) -> Tensor:
     """Pack E8M0 scales (rows of blocks, columns of blocks) of a plane with ``rows`` rows.
 
-    A scale is repeated for each of its ``block_rows`` (1 or 32) rows.
+    A scale is repeated for each of the ``block_rows`` (1 or 32) rows of its block.
     """
     return scale.new_empty(_packed_size(rows, scale.shape[1]))
 

@@ -1,4 +1,4 @@
-"""The operators of groups: rows of which each expert has a consecutive part.
+"""Operators on rows grouped by expert: the rows of each expert are consecutive.
 
 Scales are float32 and follow the rule of per-tensor scales. CPU and CUDA give the same bytes.
 """
@@ -12,7 +12,7 @@ from fp8rs.ops.define import in_rust
 
 
 def padded_columns(rows: int, groups: int) -> int:
-    """Return the number of columns of columnwise codes: enough for groups of any lengths.
+    """Return a number of columns for columnwise codes that suffices for groups of any lengths.
 
     Each group starts at a multiple of 16 columns, which grouped GEMMs require.
     """
@@ -21,13 +21,13 @@ def padded_columns(rows: int, groups: int) -> int:
 
 @in_rust
 def group_bounds(offs: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute where groups end, from untrusted offsets.
+    """Check offsets, and compute where groups end.
 
     An offset is invalid if it is negative, larger than the number of rows or smaller than the
     offset before it. On CUDA, invalid offsets are replaced by the nearest valid ones, and the
-    kernel sets a flag in memory of the host, which belongs to the device and stays set. A later
-    call, or ``fp8rs.nn.functional.check_offsets``, raises the error and clears the flag. This needs
-    no synchronization, and replays of CUDA graphs set the flag too.
+    kernel sets the device's flag, which is in host memory. A later call, or
+    ``fp8rs.nn.functional.check_offsets``, raises the error and clears the flag. This needs no
+    synchronization, and replays of CUDA graphs set the flag too.
 
     Args:
         offs: int32 (groups,), the row after the last one of each group. Rows from the last offset
@@ -35,7 +35,7 @@ def group_bounds(offs: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         x: a tensor whose first dimension is the number of rows.
 
     Returns:
-        The offsets, and the column of the columnwise codes after the last one of each group.
+        The offsets, and for each group the column of the columnwise codes after its last one.
 
     Raises:
         ValueError: on the CPU, an offset is invalid.

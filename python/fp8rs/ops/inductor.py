@@ -37,8 +37,8 @@ def quantize_current(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decompose the operator into arithmetic that a compiler can fuse, and a cast.
 
-    If nothing can be fused or gained, and for inputs that the arithmetic does not cover or that the
-    operators refuse, this is the sequence of the operators.
+    Use a sequence of operators instead if the arithmetic does not cover the arguments or is not
+    faster. The operators also raise the errors for bad arguments.
     """
     fused = fuses(x) and not batched
     if fused:
@@ -52,12 +52,12 @@ def quantize_current(
 
 
 def fuses(x: Tensor) -> bool:
-    """Whether Inductor's code is faster. On the CPU, its maximum of integers is not vectorized."""
+    """Return whether Inductor's code is used. Its maximum of integers is not vectorized on CPUs."""
     return x.is_cuda and covers(x)
 
 
 def covers(x: Tensor) -> bool:
-    """Whether the arithmetic covers the input."""
+    """Return whether the arithmetic covers the input."""
     return x.dtype in _INTEGERS and x.dim() > 0 and not may_be_empty(x)
 
 

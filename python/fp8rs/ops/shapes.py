@@ -1,4 +1,4 @@
-"""How operators interpret the shapes of arguments, and outputs of these shapes."""
+"""Helpers that map shapes of tensors to matrices and blocks, and that allocate outputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def split(
     """Split a shape into its batch dimension and the shape of each of its matrices.
 
     Args:
-        shape: of the tensor.
+        shape: the shape of a tensor.
         batched: read three or more dimensions as a batch along the first one.
 
     Returns:

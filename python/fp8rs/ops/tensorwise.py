@@ -3,8 +3,9 @@
 Rules for all operators ``torch.ops.fp8rs.*``:
 
 - ``x`` is float32, bfloat16 or float16, of any shape. It is read as the matrix (product of the
-  leading dimensions, last dimension). Strides are free. A tensor of three or more dimensions whose
-  leading dimensions do not collapse into one stride (a permuted one, for example) is copied first.
+  leading dimensions, last dimension). Any strides are supported. A tensor of three or more
+  dimensions whose leading dimensions do not collapse into one stride (a permuted one, for example)
+  is copied first.
 - With ``batched=True``, a tensor of three or more dimensions is read as a batch of matrices along
   its first dimension. Each matrix has scales of its own, which have the batch dimension in front,
   and blocks never span two matrices.
@@ -12,8 +13,9 @@ Rules for all operators ``torch.ops.fp8rs.*``:
 - ``rowwise`` codes have the shape of ``x``. ``columnwise`` codes are the transposed matrix, stored
   contiguously. Codes that are not requested are returned with the shape ``(0,)``.
 - Operators are not differentiable: their autograd formulas are in the modules that call them.
-- ``after`` is not read. In a trace, it orders the operator after that tensor. Without it, a
-  compiler would compute a weight's second plane in the forward and save it for the backward.
+- The values of ``after`` are not read. In a trace, ``after`` orders the operator after that tensor.
+  Without it, a compiler would compute a weight's second plane in the forward and save it for the
+  backward.
 - Bad arguments raise TypeError or ValueError that name the argument, before anything is written.
 """
 
@@ -160,7 +162,7 @@ def multi_quantize(
 ) -> None:
     """Quantize each tensor, or each matrix of batches, with its own scale into ``outs``.
 
-    ``scales`` is float32, 1-D, with one element for each.
+    ``scales`` is float32, 1-D, with one element for each tensor or matrix.
     """
 
 
@@ -176,7 +178,13 @@ def _cast_each_delayed(
 def multi_quantize_delayed(
     xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor], batched: bool = False
 ) -> Tensor:
-    """Run ``quantize_delayed`` rowwise over a list, with one element of ``amaxes`` each."""
+    """Run ``quantize_delayed`` rowwise for each tensor, or each matrix of batches, into ``outs``.
+
+    ``scales`` and ``amaxes`` are float32, 1-D, with one element for each tensor or matrix.
+
+    Returns:
+        The scales used, in the shape of ``scales``.
+    """
     return scales.new_empty(_matrices(xs, batched), dtype=_F32)
 
 

@@ -22,47 +22,47 @@ class AdamW(MasterWeightOptimizer):
 
     Parameters may be FP8 weights (quantized tensors, or DTensors over them) and plain float32,
     bfloat16 or float16 tensors in one optimizer. The kernel that updates a weight also writes its
-    codes. With delayed scaling, the scales are known before. With a scale per row or block, they
-    are computed in the same pass. With one current scale per tensor, a first pass computes the
-    maxima of all weights, which one collective per mesh reduces. A step does not synchronize with
-    the device, can be captured in a CUDA graph, and updates all parameters of a kind in one launch.
-    CPU and CUDA write equal bytes.
+    codes. With delayed scaling, the scales are known before the step. With a scale per row or
+    block, they are computed in the same pass. With one current scale per tensor, a first pass
+    computes the amaxes of all weights, which one collective per mesh reduces. A step does not
+    synchronize with the device, can be captured in a CUDA graph, and updates all parameters of a
+    kind in one launch. CPU and CUDA write equal bytes.
 
     ``torch.ops.fp8rs.adamw_`` defines the arithmetic, in float32 for all dtypes. bfloat16 moments
     are rounded to nearest when they are stored. With ``betas[1]`` above 0.998 the second moment
     then cannot shrink, because a step changes it by less than half a unit in the last place.
 
     Without masters, a step starts from the codes. Rounding to nearest would lose all steps shorter
-    than half the distance to the next code. Codes are therefore rounded stochastically: unbiased,
-    with the noise of FP8 in every weight. The random numbers depend on ``seed``, the step, the
-    parameter's index and an element's place in the whole weight. They do not depend on the number
-    of ranks that shard its rows. If its columns are sharded, no two elements share a number. Plain
-    parameters are rounded to nearest. A step with a learning rate of 0 (not a tensor) changes no
-    codes and no scales. Formats and shards whose codes the kernel does not write
-    (1x128, 1x32, blocks that span ranks) take several passes.
+    than half the distance to the next code. Codes are therefore rounded stochastically, which is
+    unbiased but adds FP8 rounding noise to every weight. The random numbers depend on ``seed``, the
+    step, the parameter's index and an element's index in the whole weight. They do not depend on
+    the number of ranks that shard its rows. If its columns are sharded, no two elements share a
+    number. Plain parameters are rounded to nearest. A step with a learning rate of 0 (not a tensor)
+    changes no codes and no scales. Formats and shards whose codes the kernel does not write (1x128,
+    1x32, blocks that span ranks) take several passes.
 
     Args:
         params: parameters or groups of them.
         lr: the learning rate; a tensor of one element if it changes under a CUDA graph.
         betas: decay rates of the two moments.
         eps: added to the denominator.
-        weight_decay: times ``lr``, the fraction of each weight that a step subtracts.
+        weight_decay: a step subtracts the fraction ``lr * weight_decay`` of each weight.
         maximize: maximize the objective.
-        capturable: for the checks of ``torch.optim``; every step is capturable.
-        state_dtype: of the moments, torch.float32 or torch.bfloat16.
+        capturable: accepted for the checks of ``torch.optim``. Every step is capturable.
+        state_dtype: the dtype of the moments, torch.float32 or torch.bfloat16.
         master_weights: keep a float32 master of each parameter that is not float32, in the state
             under "master". It starts from the values that a weight was initialized with, if they
             were kept, else from the weight. If other code writes the parameter between steps (it
-            swaps in an average, or loads a checkpoint), the master becomes what was written, except
-            for the elements that still are its rounding.
-        stochastic_rounding: how codes are rounded. None is stochastic without masters and to
-            nearest with them.
-        seed: of the random numbers, 64 bits. All ranks must have the same seed.
+            swaps in an average, or loads a checkpoint), the master takes the written values. An
+            element keeps its master if the written value is still the rounded master.
+        stochastic_rounding: whether codes are rounded stochastically, or to nearest. None rounds
+            stochastically without masters and to nearest with them.
+        seed: the seed of the random numbers, 64 bits. All ranks must have the same seed.
 
     ``load_state_dict`` also loads states of ``torch.optim.AdamW``, except with AMSGrad.
 
-    A ``torch.amp.GradScaler`` passes its scale and what it found to the step. A step that it skips
-    changes no byte. ``.grad`` stays scaled.
+    With a ``torch.amp.GradScaler``, the step itself unscales gradients and is skipped if one of
+    them is not finite. A skipped step changes no byte. ``.grad`` stays scaled.
 
     Raises:
         ValueError: an argument is not as described.
@@ -107,7 +107,7 @@ class AdamW(MasterWeightOptimizer):
         """Add a group, which may have any option of the constructor.
 
         Raises:
-            ValueError: the constructor would refuse an option.
+            ValueError: an option is invalid.
         """
         group = {**self.defaults, **param_group}
         check_options(group)
@@ -120,7 +120,7 @@ class AdamW(MasterWeightOptimizer):
                 if name != "differentiable":  # torch adds it to the defaults of every optimizer
                     group.setdefault(name, value)
 
-    # Traced, a parameter's state was given to another parameter.
+    # When it was traced, a parameter's state was assigned to another parameter.
     @not_traced
     def _update(self) -> None:
         params = [(group, Param(param)) for group in self.param_groups for param in group["params"]]
@@ -147,7 +147,7 @@ class AdamW(MasterWeightOptimizer):
             counters = [item.step for item in here]
             torch._foreach_add_(counters, 1)
             Step(here).run()
-            if found_inf is not None:  # a skipped step does not count
+            if found_inf is not None:  # a skipped step is not counted
                 skipped = found_inf.to(device, non_blocking=True).view(())
                 torch._foreach_sub_(counters, [skipped] * len(counters))
         self._wrote([i.p for here in items.values() for i in here if not i.keeps_codes])
@@ -178,7 +178,7 @@ class AdamW(MasterWeightOptimizer):
     def _state(
         self, group: dict[str, Any], p: Param
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the moments, the step counter and the master of a parameter. Create them first."""
+        """Return a parameter's moments, step counter and master. Create those that are missing."""
         state = self.state[p.param]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.part.device)
@@ -193,7 +193,7 @@ class AdamW(MasterWeightOptimizer):
         check_rule(saved)
 
     def _loaded_step(self, step: Any, device: torch.device) -> Tensor:
-        # Some optimizers count in an int.
+        # Some optimizers store the step as an int.
         return torch.as_tensor(step, dtype=torch.float32, device=device)
 
 
@@ -203,7 +203,7 @@ def name_of(dtype: torch.dtype | str) -> str:
 
 
 def is_rate(value: Any) -> bool:
-    """Return whether ``value`` is a finite number of at least 0, of Python or NumPy."""
+    """Return whether ``value`` is a finite Python or NumPy number of at least 0."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return is_number and 0 <= cast(float, value) < float("inf")
 
@@ -244,14 +244,14 @@ OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_options(group: dict[str, Any]) -> None:
-    """Raise ValueError for options that a group cannot have."""
+    """Raise ValueError if an option of a group is invalid."""
     for name, (is_valid, expected) in OPTIONS.items():
         if not is_valid(value := group[name]):
             raise ValueError(f"{name} is {value!r}; it must be {expected}")
 
 
 def check_rule(group: dict[str, Any]) -> None:
-    """Raise for a group of ``torch.optim`` whose update rule differs."""
+    """Raise ValueError if a group was saved by an optimizer with another update rule."""
     if group.get("amsgrad"):
         raise ValueError("the state is of amsgrad=True; AMSGrad is not supported")
     if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
@@ -265,7 +265,8 @@ def local_grad(p: Param) -> Tensor:
     """Return the local part of a parameter's gradient.
 
     Raises:
-        TypeError: one of them has an unsupported dtype or layout.
+        TypeError: the gradient has an unsupported layout, or the gradient or the parameter has an
+            unsupported dtype.
     """
     grad, part = p.param.grad, p.part
     assert grad is not None
@@ -278,9 +279,9 @@ def local_grad(p: Param) -> Tensor:
     whole: Any = grad
     if hasattr(whole, "placements"):
         placements = cast(Any, p.param).placements
-        if whole.placements != placements:  # of an embedding that is split by rows
+        if whole.placements != placements:  # the gradient of a row-wise parallel embedding
             whole = whole.redistribute(placements=placements)
-        grad = whole.to_local()  # waits for it
+        grad = whole.to_local()  # waits for the redistribution
     if grad.dtype not in INPUT_DTYPES:
         raise TypeError(
             f"a gradient has dtype {grad.dtype}; it must be float32, bfloat16 or float16"

@@ -1,4 +1,4 @@
-"""One step of AdamW: which parameters go through which calls of ``adamw_``."""
+"""Groups the parameters of an AdamW step into calls of ``adamw_``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _adamw = torch.ops.fp8rs.adamw_.default
 _names = [argument.name for argument in _adamw._schema.arguments]
 LISTS = _names[: _names.index("streams") + 1]
 
-#: The lists whose tensors have one layout for each parameter.
+#: The lists of tensors in the shape of their parameter that the operator writes.
 WRITTEN = ("params", "exp_avgs", "exp_avg_sqs", "masters")
 
-#: The operator's keyword arguments, common to a group and a device.
+#: The operator's keyword arguments, shared by the parameters of a group on one device.
 Options = dict[str, Any]
 
 
@@ -34,7 +34,7 @@ class Item:
         p: the parameter.
         grad, exp_avg, exp_avg_sq, step, master: its gradient and state.
         index: its index in the optimizer, which selects its random numbers.
-        options: of its group and device.
+        options: the operator's keyword arguments for its group and device.
     """
 
     p: Param
@@ -48,7 +48,7 @@ class Item:
 
     @property
     def kind(self) -> UpdateKind:
-        """How the parameter is written."""
+        """How the step writes the parameter."""
         kind = self.p.kind
         stochastic = self.master is not None and self.options["seed"] is not None
         # The cast of masters with one current scale rounds to nearest.
@@ -56,7 +56,7 @@ class Item:
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether only the moments change, so that codes and scales of an FP8 weight stay.
+        """Whether only the moments change, and the codes and scales of an FP8 weight do not.
 
         torch takes a step with a learning rate of 0 to create the state of a fresh optimizer.
         """
@@ -68,8 +68,8 @@ class Call:
     """One call of the operator.
 
     Args:
-        options: of all its parameters.
-        spec: of the scales, if the operator computes them.
+        options: the keyword arguments, shared by all parameters of the call.
+        spec: how scales are computed, if the operator computes them.
     """
 
     def __init__(self, options: Options, spec: QuantSpec | None = None) -> None:
@@ -83,7 +83,7 @@ class Call:
                 amax_epsilon=spec.amax_epsilon,
                 batched=spec.batched,
             )
-        #: Copies to make after the call, (to, from).
+        #: Pairs of tensors, (destination, source), to copy after the call.
         self._back: list[tuple[Tensor, Tensor]] = []
 
     def add(
@@ -94,7 +94,15 @@ class Call:
         offset: int = 0,
         **scales: Tensor,
     ) -> None:
-        """Append a tensor, made contiguous if needed, with its scales by the list they go to."""
+        """Append one parameter to the lists.
+
+        Args:
+            item: the gradient and state of the parameter.
+            param: the values or codes to update. If needed, they are made contiguous.
+            master: the master, in the shape of ``param``, or None.
+            offset: the index of the first element in the whole parameter.
+            scales: tensors to append to other lists, by the name of the list.
+        """
         tensors = [param, item.exp_avg, item.exp_avg_sq, *([] if master is None else [master])]
         tensors, grad, back = laid_out(tensors, item.grad)
         self._back += back
@@ -111,8 +119,9 @@ class Call:
     def add_codes(self, item: Item, master: Tensor | None, **scales: Tensor) -> None:
         """Append the codes of an FP8 weight with one plane.
 
-        A shard with rows of each matrix of a batch is appended by matrices if it is rounded
-        stochastically, because each has random numbers of its own place.
+        A shard may have some rows of each matrix of a batch. With stochastic rounding, its matrices
+        are appended one by one, because the random numbers depend on the position of each matrix in
+        the whole weight.
         """
         plane, offsets = item.p.plane, item.p.element_offsets
         if self._options["seed"] is None or len(offsets) == 1:
@@ -137,9 +146,17 @@ class Call:
 def laid_out(
     tensors: list[Tensor], grad: Tensor
 ) -> tuple[list[Tensor], Tensor, list[tuple[Tensor, Tensor]]]:
-    """Make tensors of one shape contiguous. Also return what to copy back after they are written.
+    """Return contiguous tensors, and the copies to make after they are written.
 
-    Permuted tensors are permuted back, without a copy if all are permuted alike. Others are copied.
+    If all tensors have the same permuted layout, permuting them back needs no copy. Otherwise
+    tensors are copied.
+
+    Args:
+        tensors: tensors of one shape that are written.
+        grad: a tensor of this shape that is only read.
+
+    Returns:
+        The contiguous ``tensors`` and ``grad``, and pairs (destination, source) to copy afterwards.
     """
     if all(t.is_contiguous() for t in tensors):
         return tensors, grad.contiguous(), []
@@ -153,7 +170,7 @@ def laid_out(
 
 
 class Step:
-    """One step of the parameters of one device."""
+    """One step of all parameters on one device."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self._calls: dict[Any, Call] = {}
@@ -206,11 +223,15 @@ class Step:
             self._write_current(amaxes)
 
     def _measure(self) -> Tensor | None:
-        """Have the calls measure the maxima (n,), fp32, of the weights with one current scale."""
+        """Append weights with one current scale to the calls, which compute their amaxes.
+
+        Returns:
+            The amaxes (n,), fp32, which the calls write. None without such weights.
+        """
         if not self._current:
             return None
-        # Weights with masters come first. Neighbors share a specification, and so a launch that
-        # computes scales. All ranks have this order.
+        # Put weights with masters first, and weights with one spec next to each other, so that one
+        # launch computes their scales. The order is the same on all ranks.
         specs: dict[QuantSpec, int] = {}
         for item in self._current:
             specs.setdefault(item.p.codes.spec, len(specs))
@@ -238,12 +259,12 @@ class Step:
             seed = item.options["seed"]
             if seed is not None:
                 item.p.round_(values, seed, item.index, item.step)
-        # A skipped step has rounded the values again.
+        # A skipped step quantized the unchanged values again, which may change codes and scales.
         for found_inf, t, old in before:
             t.copy_(torch.where(found_inf.view(()) != 0, old, t))
 
     def _write_current(self, amaxes: Tensor) -> None:
-        """Write the codes of the measured weights, with the scales of these maxima."""
+        """Write the codes of weights with one current scale, with the scales of these amaxes."""
         masters = [item.master for item in self._current if item.master is not None]
         with_masters, others = self._current[: len(masters)], self._current[len(masters) :]
         if with_masters:
@@ -255,7 +276,10 @@ class Step:
             self._repeat(others, weights.scales_from(amaxes[len(masters) :], specs))
 
     def _repeat(self, items: Sequence[Item], scales: Tensor) -> None:
-        """Repeat the update of weights without masters, with the scales to round to."""
+        """Run the update of weights without masters again, with their new scales.
+
+        The first run computed only amaxes.
+        """
         calls = {}
         for item, scale in zip(items, scales.unbind(), strict=True):
             call = self._call(UpdateKind.CURRENT_SCALE, item, item.master)

@@ -38,7 +38,7 @@ class MasterWeights(MasterWeightOptimizer):
         params: parameters or groups of them.
         optimizer_class: a subclass of ``torch.optim.Optimizer`` that reads its parameters from its
             groups at each step, as torch's do.
-        options: of that class.
+        options: keyword arguments of that class.
 
     Raises:
         TypeError: ``optimizer_class`` is not such a class, or evaluates its closure within a step
@@ -52,7 +52,7 @@ class MasterWeights(MasterWeightOptimizer):
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise TypeError(
                 f"optimizer_class is {optimizer_class!r}; it must be a subclass of "
-                "torch.optim.Optimizer, with its options beside it"
+                "torch.optim.Optimizer. Pass its options as keyword arguments"
             )
         closure = inspect.signature(optimizer_class.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
@@ -83,7 +83,7 @@ class MasterWeights(MasterWeightOptimizer):
         weights.prepare(params)
         params = [p for p in params if p.param.grad is not None]
         masters = {p: master for p in params if (master := self._master(p)) is not None}
-        # A plain parameter is stepped through another tensor over its memory.
+        # Plain parameters are stepped through an alias, which receives the converted gradient.
         self._step(
             {p.param: masters[p] if p in masters else p.like(p.part.detach()) for p in params}
         )
@@ -96,7 +96,11 @@ class MasterWeights(MasterWeightOptimizer):
         self._wrote(params)
 
     def _step(self, given: dict[Tensor, Tensor]) -> None:
-        """Step ``given`` in place of the parameters, with the chosen optimizer and their state."""
+        """Step other tensors in place of the parameters, with the parameters' state.
+
+        Args:
+            given: the tensor to step, by parameter.
+        """
         inner = self._inner
         assert inner is not None
         for param, tensor in given.items():
@@ -105,7 +109,7 @@ class MasterWeights(MasterWeightOptimizer):
         for group, own in zip(self.param_groups, inner.param_groups, strict=True):
             own.update(group, params=[given[p] for p in group["params"] if p in given])
         kept = {}
-        for param in given:  # optimizers initialize an empty state
+        for param in given:  # optimizers initialize a state only if it is empty
             state = self.state[param]
             kept[param] = {name: state.pop(name) for name in OWN if name in state}
         inner.state.update({given.get(key, key): value for key, value in self.state.items()})
@@ -125,7 +129,7 @@ class MasterWeights(MasterWeightOptimizer):
 
     @staticmethod
     def _release(inner: Optimizer) -> None:
-        """Drop the chosen optimizer's references to tensors, as parameters may be replaced."""
+        """Drop the chosen optimizer's references to tensors, because parameters may be replaced."""
         inner.state.clear()
         for group in inner.param_groups:
             group["params"] = []

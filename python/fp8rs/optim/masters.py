@@ -51,7 +51,7 @@ class MasterWeightOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
-        A compiled ``step`` runs as an eager one. It has nothing to fuse.
+        A compiled ``step`` runs eagerly, because it has nothing to fuse.
 
         Args:
             closure: reevaluates the loss, once, before the update. Its result is returned.
@@ -65,7 +65,7 @@ class MasterWeightOptimizer(Optimizer):
         return loss
 
     def _update(self) -> None:
-        """Update every parameter that has a gradient, untraced."""
+        """Update every parameter that has a gradient. Implementations must not be traced."""
         raise NotImplementedError
 
     def _rounds_stochastically(self, group: dict[str, Any]) -> bool:
@@ -75,7 +75,7 @@ class MasterWeightOptimizer(Optimizer):
     # --- masters ---------------------------------------------------------------------------------
 
     def _master(self, p: Param, wanted: bool = True, stochastic: bool = False) -> Tensor | None:
-        """Return the master of a parameter, with what other code has written to the parameter.
+        """Return the master of a parameter, including writes of other code to the parameter.
 
         Args:
             p: the parameter.
@@ -101,7 +101,7 @@ class MasterWeightOptimizer(Optimizer):
         return master
 
     def _read_writes(self, p: Param, master: Tensor, stochastic: bool) -> None:
-        """Read what other code has written to a parameter into its master (a local tensor)."""
+        """Update a master (a local tensor) by what other code has written to its parameter."""
         seen = self._seen.get(p.param)
         if p.weight is None:
             p.read_plain(master, seen if isinstance(seen, Content) else None)
@@ -109,7 +109,7 @@ class MasterWeightOptimizer(Optimizer):
             p.read_codes(master, stochastic, self.state[p.param].get("scale"))
 
     def _is_current(self, p: Param, master: Tensor) -> bool:
-        """Return whether `_read_writes` has nothing to read. Reads values from the device."""
+        """Return whether `_read_writes` would change nothing. May synchronize with the device."""
         if p.weight is not None:
             return self._seen.get(p.param) == p.last_write
         return p.is_rounded(master)
@@ -130,8 +130,9 @@ class MasterWeightOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as ``torch.optim`` does.
 
-        A master whose parameter was written by other code since the last step is a copy with what
-        was written. Saving it or loading it again therefore does not undo that write.
+        If other code has written a parameter since the last step, the state has a copy of its
+        master with the written values. Saving or loading the state therefore does not undo that
+        write.
         """
         hook = self.register_state_dict_post_hook(_make_masters_current, prepend=True)
         try:
@@ -142,19 +143,18 @@ class MasterWeightOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state. Unlike ``torch.optim``, keep the dtypes that it was saved in.
 
-        The masters that it contains win over what was written to the parameters before. Masters
-        that it does not contain stay. Later writes to the parameters are read into the masters at
-        the next step.
+        The masters in the state override earlier writes to the parameters. Masters that are not in
+        the state stay. Later writes to the parameters are read into the masters at the next step.
 
         Raises:
-            ValueError: the state has an option that the optimizer does not support, or does not fit
-                its parameter. Nothing is loaded then.
+            ValueError: the optimizer does not support an option in the state, or a tensor in the
+                state does not have the shape of its parameter. Nothing is loaded then.
         """
         loaded: list[dict[str, Any]] = []
         old, seen = dict(self.state), self._seen
 
         def check(_: Optimizer, state_dict: dict[str, Any]) -> None:
-            # torch refuses other numbers of groups or parameters.
+            # torch raises if the numbers of groups or parameters differ.
             for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
                 self._check_group(saved)
                 for param, key in zip(group["params"], saved["params"], strict=False):
@@ -175,18 +175,18 @@ class MasterWeightOptimizer(Optimizer):
                 hook.remove()
 
     def _check_group(self, saved: dict[str, Any]) -> None:
-        """Raise for the options of a saved group that this optimizer cannot continue with."""
+        """Raise ValueError if this optimizer cannot continue with a saved group's options."""
 
     @torch.no_grad()
     def _take_state(
         self, state_dict: dict[str, Any], old: dict[Tensor, Any], seen: dict[Tensor, LastWrite]
     ) -> None:
-        """Replace what torch has loaded by the saved tensors, and keep masters that it dropped.
+        """Replace the tensors that torch has converted by the saved ones. Keep missing masters.
 
         Args:
             state_dict: the state that is loaded.
-            old: the state before.
-            seen: the writes that the masters included before.
+            old: the state before loading.
+            seen: the value of ``_seen`` before loading.
         """
         for key, param in parameters_by_key(self, state_dict):
             p, given = Param(param), state_dict["state"].get(key, {})
@@ -206,13 +206,13 @@ class MasterWeightOptimizer(Optimizer):
                     self._seen[param] = seen[param]
 
     def _loaded_step(self, step: Any, device: torch.device) -> Any:
-        """Convert the step counter that ``torch.optim`` has made of the saved one."""
+        """Convert the step counter that ``torch.optim`` has loaded."""
         return step
 
 
 @torch.no_grad()
 def _make_masters_current(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Replace masters in a state dict that lack what other code has written to the parameters."""
+    """Replace masters in a state dict that do not include writes of other code."""
     groups = [group for group in optimizer.param_groups for _ in group["params"]]
     for group, (key, param) in zip(groups, parameters_by_key(optimizer, state_dict), strict=True):
         state = state_dict["state"].get(key, {})
@@ -235,7 +235,10 @@ def parameters_by_key(
 
 
 def check_sizes(param: Tensor, state: dict[str, Any]) -> None:
-    """Raise for the state of another parameter, or of another number of ranks."""
+    """Raise ValueError if a saved state does not have the shape of the local parameter.
+
+    It then belongs to another parameter, or was saved with another number of ranks.
+    """
     own = own_part(param).shape
     for name in ("exp_avg", "exp_avg_sq", "master"):
         if name in state and own_part(state[name]).shape != own:

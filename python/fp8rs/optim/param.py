@@ -1,6 +1,6 @@
 """One parameter of an optimizer, FP8 or plain, sharded or not.
 
-`Param` is the only place that knows how a parameter is distributed and where its codes are.
+Only `Param` depends on how a parameter is distributed and where its codes are stored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OWN_SCALES = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
 
 
 class UpdateKind(Enum):
-    """How a step writes a parameter. All ranks that hold a part of it choose the same."""
+    """How a step writes a parameter. All ranks that have a part of it choose the same kind."""
 
     PLAIN = auto()  #: not an FP8 weight
     KNOWN_SCALE = auto()  #: one scale, known before the step (delayed scaling)
@@ -35,10 +35,10 @@ class UpdateKind(Enum):
 
 
 class Content:
-    """A copy of the present values of a plain parameter.
+    """A copy of the current values of a plain parameter.
 
     Args:
-        part: its local part.
+        part: the local part of the parameter.
         version: the version counter of the parameter.
     """
 
@@ -46,14 +46,15 @@ class Content:
         self._bits, self._version = bits_of(part).clone(), version
 
     def is_in(self, part: Tensor, version: int) -> Tensor:
-        """Return whether the parameter was not written since, as a bool on its device.
+        """Return whether the parameter was not written since the copy, as a bool on its device.
 
-        The version counter misses some writes. The bits miss writes of equal values.
+        The version counter misses some writes, and a comparison of bits misses writes of equal
+        values. Therefore both are compared.
         """
         return (bits_of(part) == self._bits).all() & (version == self._version)
 
 
-#: Identifies the last write to a parameter: numbers for an FP8 weight, the content of a plain one.
+#: Identifies the last write to a parameter: counters for an FP8 weight, a copy of a plain one.
 LastWrite = tuple[int, ...] | Content
 
 
@@ -61,7 +62,7 @@ class Param:
     """A parameter at one step. FSDP2 may replace the local tensors between steps.
 
     Args:
-        param: the parameter, as the optimizer has it.
+        param: the parameter in the optimizer's group.
 
     Attributes:
         part: its local part.
@@ -79,13 +80,13 @@ class Param:
 
     @property
     def codes(self) -> QuantizedTensor:
-        """The local part of a parameter that is known to be an FP8 weight."""
+        """The local part of a parameter, which must be an FP8 weight."""
         assert self.weight is not None
         return self.weight
 
     @property
     def plain(self) -> Tensor:
-        """The local part of any other parameter, as a plain tensor."""
+        """The local part of a parameter that is not an FP8 weight, as a plain tensor."""
         high_precision: Tensor = getattr(self.part, "high_precision", self.part)
         return high_precision
 
@@ -116,7 +117,8 @@ class Param:
         weight = self.weight
         if weight is None:
             return UpdateKind.PLAIN
-        # A scale of one plane, or of a view, would change other elements. An empty shard is a view.
+        # All kinds except SEPARATE write a rowwise plane and its scale only. A second plane, or
+        # elements outside of a view, would keep codes of the old scale. An empty shard is a view.
         whole = weight.is_whole or not weight.numel()
         if not whole or weight._store.has != (True, False):
             return UpdateKind.SEPARATE
@@ -137,7 +139,7 @@ class Param:
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """The shape of an FP8 weight's local part: (rows, cols), or (E, rows, cols) of a batch."""
+        """The shape of an FP8 weight's local part: (rows, cols), or (E, rows, cols) for a batch."""
         batch, matrix = formats.split(self.codes.shape, self.codes._store.batched)
         return *batch, *matrix
 
@@ -149,20 +151,20 @@ class Param:
 
     @cached_property
     def delayed(self) -> Delayed | None:
-        """With delayed scaling, the next scale (0: none yet) and where amaxes are recorded."""
+        """With delayed scaling, the next scale (0 if none yet) and the amax to raise."""
         weight = self.weight
         if weight is None or not weight.format.per_tensor:
             return None
         return weight._store.delayed or (None if self.handle is None else self.handle.slots)
 
     def like(self, part: Tensor) -> Tensor:
-        """Return a tensor that is distributed as the parameter, with this local part."""
+        """Return a tensor with this local part that is distributed like the parameter."""
         return dtensor_like(self.param, part) if is_distributed(self.param) else part
 
     # --- masters ---------------------------------------------------------------------------------
 
     def new_master(self) -> Tensor:
-        """Return a float32 copy of the values, or of those from before their first rounding."""
+        """Return a float32 copy of the values, or of the initial values if they were kept."""
         kept = None if self.handle is None else self.handle.init_value
         if kept is not None:
             master = kept.detach().to(self.part.device, torch.float32, copy=True).contiguous()
@@ -174,11 +176,12 @@ class Param:
 
     @property
     def last_write(self) -> LastWrite:
-        """Identifies the last write, no matter which code wrote.
+        """Identifies the last write by any code.
 
-        A sharded FP8 weight has a handle that counts. FSDP2 may replace its tensors, so their
-        versions do not count. The handle of a whole weight does not see writes to its planes. Their
-        version counter does.
+        For a sharded FP8 weight, its handle counts writes. Version counters are not used, because
+        FSDP2 may replace the tensors. For an unsharded weight, the version counters of the
+        parameter and its planes are used too, because the handle does not observe direct writes to
+        planes.
         """
         if self.weight is None:
             return Content(self.plain, self.param._version)
@@ -188,18 +191,18 @@ class Param:
         return count, self.param._version, self.weight._store.any_plane.data._version
 
     def is_rounded(self, master: Tensor) -> bool:
-        """Return whether a plain parameter is its rounded master. Reads a value from the device."""
+        """Return whether a plain parameter equals its rounded master. Synchronizes with a GPU."""
         return torch.equal(master.to(self.plain.dtype), self.plain)
 
     def read_plain(self, master: Tensor, unread: Content | None) -> None:
-        """Read what other code has written to a plain parameter into its master.
+        """Update a master by what other code has written to its plain parameter.
 
-        An element that equals its rounded master was not written: it keeps its master.
+        An element that equals its rounded master was not written and keeps its master.
 
         Args:
-            master: of the local part.
-            unread: the content that the master was loaded over, if it differed. If the parameter
-                was not written since, it does not change the master.
+            master: the master of the local part, fp32.
+            unread: the parameter's content when a master that differs from it was loaded, or None.
+                While the parameter still has this content, the master does not change.
         """
         part = self.plain
         # On the CPU, comparing is several times faster than selecting, and does not synchronize.
@@ -212,16 +215,16 @@ class Param:
         torch.where(kept, master, values, out=master)
 
     def read_codes(self, master: Tensor, stochastically: bool, written: Tensor | None) -> None:
-        """Read what other code has written to an FP8 weight into its master.
+        """Update a master by what other code has written to its FP8 weight.
 
-        An element whose master rounds to its code was not written: it keeps its master.
+        An element whose master rounds to its code was not written and keeps its master.
 
         Args:
-            master: of the local part.
-            stochastically: how the optimizer rounds.
+            master: the master of the local part, fp32.
+            stochastically: whether the optimizer rounds codes stochastically.
             written: with delayed scaling, the scale that the optimizer last wrote codes with. While
-                the weight has it, the largest code stands for all larger values too. With another
-                scale, it stands only for values that round to it.
+                the weight has this scale, the largest code also stands for all larger values. With
+                another scale, it stands only for values that round to it.
         """
         weight = self.codes
         if not weight.numel():
@@ -230,7 +233,8 @@ class Param:
         values = master.view(self.matrix)
         if written is not None and self.delayed is not None:
             scale = self.plane.scale
-            # A full state dict has rounded the values to the model's dtype, and so the scale.
+            # Values of a full state dict were rounded to the model's dtype, which also rounds the
+            # scale.
             unchanged = torch.isclose(scale, written, rtol=2.0**-8, atol=0.0)
             most = scale * (1.01 * FP8_MAX[weight.fp8_dtype])  # rounds to the largest code
             values = torch.where(unchanged, values.clamp(-most, most), values)
@@ -247,11 +251,11 @@ class Param:
     # --- codes -----------------------------------------------------------------------------------
 
     def round_(self, values: Tensor, seed: int, stream: int, step: Tensor) -> None:
-        """Write the codes again, rounded stochastically to the scales that the weight has.
+        """Write the codes again, rounded stochastically at the weight's current scales.
 
         Args:
-            values: fp32, of the local part: what was written.
-            seed, stream, step: select the random numbers, with the place in the whole weight.
+            values: the written values of the local part, fp32.
+            seed, stream, step: select the random numbers, with the index in the whole weight.
         """
         weight = self.codes
         if not weight.numel():
@@ -272,5 +276,5 @@ class Param:
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """Return a floating-point tensor as integers, in which equal NaNs are equal."""
+    """View a floating-point tensor as integers, so that NaNs with equal bits are equal."""
     return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

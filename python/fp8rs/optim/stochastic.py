@@ -1,7 +1,7 @@
-"""Codes rounded up or down at random, right in the mean.
+"""Stochastic rounding to FP8 codes with PyTorch operators.
 
-The definition of `format/fp8.rs` in torch's operators, for the formats and the shards whose codes
-``adamw_`` does not write itself. All of it is exact, so that every device gives the same bytes.
+Follows the definition in ``src/format/fp8.rs``, for formats and shards whose codes ``adamw_`` does
+not write itself. The rounding is exact arithmetic, so every device gives the same bytes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _EXPONENT = 0x7F800000
 
 
 def units(values: Tensor, seed: int, stream: int, step: Tensor, offset: int) -> Tensor:
-    """A number of [0, 1) for each element: the one that ``adamw_`` rounds it with.
+    """Return the random numbers in [0, 1) that ``adamw_`` rounds these elements with.
 
     Args:
-        values: of a local part, row by row.
+        values: a local part, in row-major order. Only its shape and device are read.
         seed, stream, step: see ``random_uniform_``.
         offset: the index of the first element in the whole weight.
     """
@@ -36,19 +36,20 @@ def units(values: Tensor, seed: int, stream: int, step: Tensor, offset: int) -> 
 
 
 def encode(plane: Plane, values: Tensor, numbers: Tensor | float) -> Tensor:
-    """The codes of ``values`` at the scales of a plane.
+    """Round ``values`` stochastically to FP8 codes, at the scales of a plane.
 
     Args:
-        plane: what is beyond its largest code is cut to that.
-        values: fp32, the matrix of the plane.
-        numbers: of [0, 1), one for each: values go up where these are less than how far they are on
-            the way there.
+        plane: its scales and dtype of codes are used. Values beyond the largest code saturate.
+        values: fp32, in the shape of ``plane.matrix``.
+        numbers: random numbers in [0, 1), one for each element. A magnitude is rounded up if its
+            number is less than its distance from the code below, as a fraction of the distance
+            between the two neighboring codes. With 1, all magnitudes are rounded down.
     """
     dtype = plane.data.dtype
     mantissa, smallest = _SIZES[dtype]
     scaled = values * (1.0 / plane.spread())
     magnitude = scaled.abs().clamp(max=FP8_MAX[dtype])
-    # Counted in the format's steps around it: a whole number of them is a code's value.
+    # Divide each magnitude by the format's spacing around it. Whole numbers are values of codes.
     exponent = (magnitude.view(torch.int32) & _EXPONENT).clamp(min=(smallest + 127) << 23)
     step = (exponent - (mantissa << 23)).view(torch.float32)
     counted = magnitude / step
@@ -61,15 +62,16 @@ def encode(plane: Plane, values: Tensor, numbers: Tensor | float) -> Tensor:
 
 
 def is_of(plane: Plane, values: Tensor, stochastic: bool, saturates: bool) -> Tensor:
-    """Where a plane's codes are those of ``values``: to nearest, or one of the two around them.
+    """Return where a plane's codes are ``values`` after rounding, as a bool for each element.
 
     Args:
-        plane: the codes.
-        values: fp32, the matrix of the plane.
-        stochastic: whether codes are rounded up or down at random.
-        saturates: whether scales may be too small for their values (those that are rounded down).
-            The largest code is then that of values up to the next power of two, else of those that
-            are half a step beyond it at most.
+        plane: the codes and their scales.
+        values: fp32, in the shape of ``plane.matrix``.
+        stochastic: whether codes are rounded stochastically, to either of the two neighboring
+            codes, or to nearest.
+        saturates: whether scales may be too small for their values, because scales were rounded
+            down. The largest code then also stands for larger values below the next power of two.
+            Otherwise it also stands for values that exceed it by less than half a step.
     """
     codes = plane.matrix.view(torch.uint8)
     dtype = plane.data.dtype

@@ -19,7 +19,7 @@ _hook: Any = None
 
 
 def watch() -> None:
-    """Start warning, once for each optimizer."""
+    """Warn from now on when an optimizer without masters takes its first step on FP8 weights."""
     global _hook
     if _hook is None:
         _hook = register_optimizer_step_pre_hook(not_traced(_before_step))
@@ -47,7 +47,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def has_zero_lr(optimizer: Optimizer) -> bool:
-    """Whether all learning rates are 0, as in the step by which torch initializes a state."""
+    """Return whether all learning rates are 0. torch takes such a step to initialize a state."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return all(
         rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and bool(rate == 0)

@@ -1,6 +1,6 @@
-"""Operations on lists of FP8 weights: one collective per mesh, one launch per kind.
+"""Operations on lists of FP8 weights, with one collective per mesh and one launch per kind.
 
-Casts of fp32 masters have the bytes of the quantizers.
+Casting fp32 masters gives the same bytes as the quantizers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ _multi_amax = torch.ops.fp8rs.multi_amax.default
 _multi_quantize = torch.ops.fp8rs.multi_quantize.default
 _multi_quantize_delayed = torch.ops.fp8rs.multi_quantize_delayed.default
 
-#: The scale to write a weight with, where to record its amax, and where to pass that on to. The
-#: last is None unless delayed scaling keeps its state on another device (offloaded weights).
+#: The scale to quantize a weight with, the tensor that records its amax, and the amax of delayed
+#: scaling's state to raise to it. The last is None unless that state is on another device
+#: (offloaded weights).
 KnownScale = tuple[Tensor, Tensor, Tensor | None]
 
 
 def prepare(params: Sequence[Param]) -> None:
-    """Before a step, make modules hold their shards."""
+    """Before a step, reshard models whose FP8 weights are still gathered."""
     for p in params:
         if p.handle is not None and p.param is not p.part:
             p.handle.reshard()
@@ -35,8 +36,8 @@ def prepare(params: Sequence[Param]) -> None:
 def mark_written(params: Sequence[Param]) -> None:
     """Record that a step has written these parameters without calling their operators.
 
-    With delayed scaling, synchronize the scales: they are NaN only on a rank that found a
-    non-finite value. Steps of other kinds have written scales that all ranks have.
+    With delayed scaling, the scale is NaN only on a rank that found a non-finite value, so scales
+    are synchronized. Other kinds of updates write the same scales on all ranks.
     """
     increment_version([p.param for p in params])
     for p in params:
@@ -50,7 +51,7 @@ def mark_written(params: Sequence[Param]) -> None:
 
 
 def stored(p: Param) -> list[Tensor]:
-    """Return the memory of a weight's local part: codes and scales, as bytes."""
+    """Return the codes and scales of a weight's local part, over the same memory."""
     planes = [plane for plane in p.codes.planes if plane is not None]
     return [as_bytes(t) for plane in planes for t in (plane.data, plane.scale)]
 
@@ -59,12 +60,12 @@ def stored(p: Param) -> list[Tensor]:
 
 
 def known_scales(params: Sequence[Param]) -> list[KnownScale]:
-    """Return the scale to write each weight with, and where to record its amax."""
+    """Return the scale to quantize each weight with, and the tensor that records its amax."""
     slots = [delayed for p in params if (delayed := p.delayed) is not None]
     assert len(slots) == len(params)
     if not slots:
         return []
-    # Before the first step, the codes have the next scale.
+    # A next scale of 0 means that none was computed yet. Keep the scale of the codes.
     first = torch.stack([p.plane.scale.view(()) for p in params])
     scales = torch.stack([scale.view(()) for scale, _ in slots]).to(first.device)
     scales = torch.where(scales > 0, scales, first)
@@ -75,7 +76,7 @@ def known_scales(params: Sequence[Param]) -> list[KnownScale]:
 
 
 def pass_on(known: Sequence[KnownScale]) -> None:
-    """Pass the amaxes of a step on to delayed scaling's state on another device."""
+    """Raise the amaxes of delayed scaling's state on another device to the amaxes of a step."""
     for _, amax, to in known:
         if to is not None:
             to.copy_(to.maximum(amax.to(to.device)))
@@ -85,7 +86,7 @@ def pass_on(known: Sequence[KnownScale]) -> None:
 
 
 def by_model(params: Sequence[Param]) -> list[tuple[Any, list[int]]]:
-    """Group the positions of parameters in their list by the sharded model they belong to."""
+    """Group the indices of parameters in their list by the sharded model that they belong to."""
     places: dict[int, tuple[Any, list[int]]] = {}
     for i, p in enumerate(params):
         model = p.sharded_model
@@ -94,11 +95,13 @@ def by_model(params: Sequence[Param]) -> list[tuple[Any, list[int]]]:
 
 
 def reduce_amaxes_(params: Sequence[Param], amaxes: Tensor) -> None:
-    """Reduce the amax of each local part to the whole weight's, in place: one all-reduce per mesh.
+    """Reduce the amaxes of local parts to the amaxes of whole weights, in place.
+
+    There is one all-reduce per mesh.
 
     Args:
         params: weights with one scale; the same on all ranks.
-        amaxes: fp32, shape (n,).
+        amaxes: the amaxes of the local parts, fp32, shape (n,).
     """
     for model, members in by_model(params):
         if model is None:
@@ -113,7 +116,7 @@ def reduce_amaxes_(params: Sequence[Param], amaxes: Tensor) -> None:
 
 
 def write_values_(params: Sequence[Param], values: Sequence[Tensor]) -> None:
-    """Quantize ``values`` (fp32, of the local parts) into weights of any format."""
+    """Quantize values of the local parts (fp32) into weights of any format."""
     for model, members in by_model(params):
         if model is not None:
             model.write_values([params[i].handle for i in members], [values[i] for i in members])
@@ -134,7 +137,7 @@ def write_masters(params: Sequence[Param], masters: Sequence[Tensor]) -> None:
 
     Args:
         params: FP8 weights.
-        masters: fp32, of their local parts.
+        masters: the masters of their local parts, fp32.
     """
     kinds: dict[tuple[UpdateKind, torch.device], list[int]] = {}
     for i, p in enumerate(params):
@@ -157,13 +160,13 @@ def with_maxima(
     amaxes: Tensor,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Cast masters with the scales of their maxima.
+    """Cast masters with the scales of their amaxes.
 
     Args:
-        params: weights with one scale of their current values.
-        masters: fp32, of their local parts.
-        amaxes: fp32, shape (n,), of the whole weights.
-        found_inf: of a step. If it is not 0, codes and scales stay.
+        params: weights with one current scale.
+        masters: the masters of their local parts, fp32.
+        amaxes: the amaxes of the whole weights, fp32, shape (n,).
+        found_inf: if it is not 0, the step was skipped, and codes and scales stay.
     """
     planes = [p.plane for p in params]
     old = [plane.scale.view(()) for plane in planes]
@@ -175,7 +178,7 @@ def with_maxima(
 
 
 def with_known_scales(params: Sequence[Param], masters: Sequence[Tensor]) -> None:
-    """Cast masters with the next scales of delayed scaling, and record their maxima."""
+    """Cast masters with the next scales of delayed scaling, and record their amaxes."""
     planes, slots = [p.plane for p in params], known_scales(params)
     known, seen, _ = zip(*slots, strict=True)
     amaxes = torch.stack([amax.view(()) for amax in seen])
@@ -187,7 +190,7 @@ def with_known_scales(params: Sequence[Param], masters: Sequence[Tensor]) -> Non
 
 
 def scales_from(amaxes: Tensor, specs: Sequence[QuantSpec]) -> Tensor:
-    """Return the scales (n,) of these maxima (n,). Neighbors with one spec share a launch."""
+    """Return the scales (n,) of amaxes (n,). Consecutive weights with one spec share a launch."""
     parts, start = [], 0
     for end in range(1, len(specs) + 1):
         if end == len(specs) or specs[end] != specs[start]:

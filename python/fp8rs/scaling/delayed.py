@@ -1,7 +1,7 @@
-"""Delayed scaling of one model: when its histories roll, and over which ranks.
+"""Delayed scaling of one model: when its histories roll, and over which ranks amaxes are reduced.
 
-The host never waits for the device to learn which layers have scales. A copy to the host starts
-after a roll, and is read at the next one.
+The host has to know which layers have scales, but it does not wait for the device. A copy to the
+host starts after a roll, and is read at the next roll.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ WARN_AFTER = 100
 class DelayedScalingState:
     """The delayed-scaling state of one model.
 
-    Histories roll at the first step after amaxes were recorded. A step is one roll, however many
-    micro-batches it has, and the steps of two optimizers are one roll.
+    Histories roll at the first step after amaxes were recorded: the amaxes are added to them, and
+    the next scales are computed. A step is one roll, however many micro-batches it has, and the
+    steps of two optimizers are one roll.
 
     Args:
         recipe: the model's recipe.
@@ -45,9 +46,10 @@ class DelayedScalingState:
         mark: identifies the model in this process. Compilers treat the string as a constant.
         recorded: amaxes have been recorded since the last roll.
         rolls: number of rolls since a layer last lost its scales.
-        copies: copies to the host of which layers have scales: the layers' indices, the flags, and
-            the event after the copy.
-        compiled: "model" or "layer", whose forwards are compiled and therefore not announced.
+        copies: pending copies to the host of flags that say which scales exist. Each has the
+            layers' indices, the flags, and the event after the copy.
+        compiled: contains "model" if the model's forward is compiled, and "layer" if forwards of
+            layers are. Compiled forwards do not notify this object.
     """
 
     def __init__(
@@ -100,12 +102,17 @@ class DelayedScalingState:
             self._record()
 
     def records(self, layers: Iterable[nn.Module]) -> bool:
-        """Return whether amaxes of the weights of layers that are gathered now are recorded."""
+        """Return whether to record the amaxes of weights that are gathered now.
+
+        Args:
+            layers: the layers of these weights.
+        """
         tracker = self._tracker
         return tracker.training if tracker.in_forward else any(m.training for m in layers)
 
     def _record(self) -> None:
-        # Before a graph captures slots of a layer. Its backward would write to the old slots.
+        # Pack before an autograd graph refers to a layer's buffers. Otherwise its backward would
+        # write to the buffers from before.
         if not self._packs:
             self.packs()
         self.recorded = True
@@ -114,8 +121,8 @@ class DelayedScalingState:
         """Notify that an optimizer with a parameter of this model has stepped."""
         self._saw_step = True
         forward_id, training = self._tracker.forward_id, self._tracker.training
-        # Compiled forwards are not announced. Layers may be compiled while the model's own forward
-        # announces itself in training mode.
+        # Compiled forwards do not notify this object. If only layers are compiled, a forward of the
+        # model in training mode still does.
         silent = "model" in self.compiled or (
             "layer" in self.compiled and not (forward_id and training)
         )
@@ -140,9 +147,13 @@ class DelayedScalingState:
         self._packs = []
 
     def pack(self, device: torch.device) -> Pack:
-        """Return the pack of a device, for the current stream. RuntimeError if there is none.
+        """Return the pack of a device, for use on the current stream.
 
-        FSDP2 gathers on its own streams, which therefore wait until the pack is built or rolled.
+        The stream first waits for the operations that built or rolled the pack, because FSDP2
+        gathers on its own streams.
+
+        Raises:
+            RuntimeError: no buffers are on the device.
         """
         for pack in self.packs():
             if pack.scale.device == device:
@@ -161,7 +172,8 @@ class DelayedScalingState:
         """End a step: reduce the amaxes, add them to the histories, compute the next scales.
 
         Args:
-            unsure: whether possibly no forward has run. If nothing was recorded, nothing changes.
+            unsure: whether it is unknown if a forward has run. If no amax was recorded, nothing
+                changes then.
         """
         with torch.inference_mode(False):
             self._read_copies()
@@ -184,20 +196,21 @@ class DelayedScalingState:
             self._note_writes(packs)
 
     def _note_writes(self, packs: Sequence[Pack]) -> None:
-        """Note that the current streams write to all buffers of packs."""
+        """Record that the current streams have written all buffers of packs."""
         self._written = [
             StreamDependency(pack.scale.device, (pack.scale, pack.amax, pack.history))
             for pack in packs
         ]
 
     def scales_lost(self) -> None:
-        """Notify that a layer lost its scales. Copies in flight no longer count."""
+        """Notify that a layer lost its scales. Pending copies to the host are discarded."""
         self.rolls, self.copies = 0, []
 
     def _start_copies(self, packs: Sequence[Pack]) -> None:
-        """Start copies to the host, if some layers on a device are not known to have scales.
+        """Start a copy to the host for each device with layers that are not known to have scales.
 
-        Copies start after roll 1, 2, 3, 6, 12 and so on, because some layers may never get a scale.
+        Copies start only after rolls 1, 2, 3, 6, 12 and so on, because some layers may never get a
+        scale.
         """
         self.rolls += 1
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -220,7 +233,7 @@ class DelayedScalingState:
         layers = self.layers()
         for indices, known, event in copies:
             if event is not None:
-                event.synchronize()  # the copy started a step ago
+                event.synchronize()  # the copy started a step ago, so this does not wait long
             # Fake scales have no values. In a real run, trained layers have scales by now.
             fake = is_traced(known)
             answers = [(True, True, True)] * len(indices) if fake else known.tolist()
@@ -231,7 +244,7 @@ class DelayedScalingState:
     # --- ranks -----------------------------------------------------------------------------------
 
     def add_mesh(self, mesh: Any, index: int) -> None:
-        """Note that FSDP2 or tensor parallelism shards operands of a layer over a mesh."""
+        """Record that FSDP2 or tensor parallelism shards operands of a layer over a mesh."""
         self._meshes.setdefault(mesh, {})[index] = None
 
     def _reduce(self, amax: Tensor) -> None:
@@ -272,10 +285,10 @@ _models: weakref.WeakValueDictionary[str, DelayedScalingState] = weakref.WeakVal
 
 @constant_when_traced
 def note_compiled(mark: str, what: str) -> bool:
-    """Note that the forward of a "model" or of one of its layers ("layer") is being compiled.
+    """Record that the forward of a "model" or of one of its layers ("layer") is being compiled.
 
-    It runs at trace time. Dynamo sets no attributes inside an activation checkpoint, so the model
-    is found by its mark.
+    This function runs at trace time. Dynamo does not support setting attributes inside an
+    activation checkpoint, so the model is looked up by its mark.
     """
     _models[mark].compiled.add(what)
     return True
@@ -285,7 +298,8 @@ def note_compiled(mark: str, what: str) -> bool:
 def keep_buffers_local(mark: str) -> bool:
     """Make the buffers of all layers of a model local tensors (see `keep_local`).
 
-    It runs at trace time, because the next eager call would replace buffers in the first graph.
+    This function runs at trace time. Otherwise the next eager call would replace the buffers that
+    the first graph refers to.
     """
     for layer in _models[mark].layers():
         if layer is not None:

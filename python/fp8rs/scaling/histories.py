@@ -1,4 +1,4 @@
-"""The histories of delayed scaling: buffers of the layers, which roll together.
+"""The buffers of delayed scaling. Those of all layers on a device are updated together.
 
 Each layer has these buffers. Their rows or columns are weight, input and gradient, in this order:
 
@@ -91,7 +91,7 @@ class Pack:
             latest: the amaxes (3, layers), on any device.
             specs: how weights, inputs and gradients are quantized.
             algo: "max" or "most_recent", see the recipe.
-            seen: bool (), whether to change histories. None for True.
+            seen: bool (), whether any amax was recorded. If not, the histories stay. None for True.
         """
         latest = latest.t().to(self.amax.device)
         history = torch.cat([latest.unsqueeze(0), self.history[:-1]])
@@ -108,7 +108,7 @@ class Pack:
 
 
 def are_intact(packs: Sequence[Pack], layers: Sequence[nn.Module | None]) -> bool:
-    """Whether the layers' buffers are still views of these packs."""
+    """Return whether the layers' buffers are still views of these packs."""
     seen = 0
     for pack in packs:
         bases = {id(pack.scale), id(pack.amax), id(pack.history)}
@@ -153,7 +153,7 @@ def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
 
 
 def largest_code(spec: QuantSpec) -> float:
-    """Return the largest value that a per-tensor scale of 1 is computed for."""
+    """Return the amax whose per-tensor scale is 1."""
     return float(FP8_MAX[spec.fp8_dtype] / 2**spec.margin)
 
 
@@ -169,13 +169,14 @@ def set_next_scales(
     spec: QuantSpec,
     before: Sequence[Tensor] | None = None,
 ) -> None:
-    """Make the next scales those that values were written with, and record amaxes that need them.
+    """Set the next scales to those that values were written with, and raise amaxes accordingly.
 
     Args:
         slots: the next scale () and the recorded amax () of each weight.
         scales: the scale (1,) of each weight, fp32. A scale that is not finite has no effect.
         spec: how the weights are quantized.
-        before: scales with the same bits in both have no effect. None if all have.
+        before: the scales before the write. A scale that still has the same bits has no effect. If
+            None, all scales count as changed.
     """
     known, amaxes = (torch.stack(part) for part in zip(*slots, strict=True))
     new_scales = torch.cat(list(scales)).to(known.device)

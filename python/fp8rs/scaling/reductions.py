@@ -39,7 +39,7 @@ def mesh_groups(mesh: Any) -> list[Any]:
 
 
 def check_same(layers: int, group: Any, device: torch.device) -> None:
-    """Raise ValueError on every rank if ranks of a group have different numbers of layers."""
+    """Raise ValueError on every rank of a group if the ranks have different numbers of layers."""
     ends = torch.tensor([layers, -layers], dtype=torch.int32, device=device)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
     most, least = ends.tolist()
@@ -58,7 +58,7 @@ def reduce_packed_(values: Tensor, parts: Iterable[tuple[range, Iterable[Any]]])
 
     Args:
         values: the maxima (n,), fp32 and contiguous.
-        parts: ranges of ``values``, and the groups to reduce each over. Reducing over several
+        parts: ranges of ``values``, each with the groups to reduce it over. Reducing over several
             groups in turn (FSDP's, tensor parallelism's) reduces over their product. Ranges of one
             group are equal or disjoint.
     """

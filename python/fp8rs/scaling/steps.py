@@ -1,4 +1,4 @@
-"""Counts a model's forwards, and notifies models of the steps of their optimizers."""
+"""Counts a model's forwards, and notifies models when their optimizers step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class StepTracker:
 
 # --- optimizer steps ------------------------------------------------------------------------------
 
-#: In order of registration, which is equal on all ranks. Notifications run collectives.
+#: The models in order of registration, which is equal on all ranks, because notifications run
+#: collectives.
 _models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _hook: Any = None

@@ -1,4 +1,4 @@
-"""Order work on CUDA streams: scales are written on one stream and read on others."""
+"""Orders work on CUDA streams: scales are written on one stream and read on others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized tensors: formats, planes, the tensor classes, what operators do to them, views."""
+"""Quantized tensors: formats, planes, tensor classes, operators and views."""
 
 from fp8rs.tensor import aten as aten
 from fp8rs.tensor import collectives as collectives

@@ -1,7 +1,7 @@
 """The table of torch's operators on quantized tensors.
 
-An operator without a row is classified by its schema (`classify`). If it returns a view, it gives a
-view of the same store. If it writes an argument, it runs on dequantized values, which are then
+An operator without a row is handled by its schema (`classify`). If it returns a view, the result is
+a view of the same store. If it writes an argument, it runs on dequantized values, which are then
 quantized. Any other operator runs on dequantized values. Collectives are in
 `fp8rs.tensor.collectives`.
 """
@@ -29,7 +29,7 @@ Handler = Callable[..., Any]
 
 
 class Handlers(dict[Any, Handler]):
-    """Operator -> handler(func, *args, **kwargs)."""
+    """Maps an operator to its handler, which is called as handler(func, *args, **kwargs)."""
 
     def __missing__(self, func: Any) -> Handler:
         handler = self[func] = classify(func)
@@ -76,7 +76,7 @@ def _to_copy(
         x = func(x, **options)
         return x.pin_memory() if pin_memory else x
 
-    # Only results have the logical dtype. The codes stay.
+    # The dtype changes the logical dtype only. The codes stay.
     return t.map(lambda x: move(x.contiguous()), move, dtype)
 
 
@@ -123,7 +123,7 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
 
 @implements(aten.constant_pad_nd.default)
 def _pad(func: Any, t: QuantizedTensor, pad: list[int], value: Any = 0) -> Any:
-    """Pad with zeros behind a matrix or a batch, as torch pads parts that it gathers."""
+    """Pad a matrix or a batch with zeros at the end, as torch pads shards before a gather."""
     plane = t.planes[0] or t.planes[1]
     behind = [*pad[1::2], *[0] * t.dim()][: t.dim()]  # from the last dimension
     inside = any(behind[:-1]) if plane and plane.batched else t.dim() != 2
@@ -161,7 +161,8 @@ def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(t, QuantizedTensor):
         return dequantized_call(func, t, *args, **kwargs)
     with no_torch_dispatch():  # keep this call out of traces
-        # By keyword: torch tries the signatures with names of dimensions first, for a microsecond.
+        # Pass the size by keyword. Otherwise torch tries signatures with names of dimensions first,
+        # which takes a microsecond.
         size = (math.prod(t._store.matrix),) if t._store_view else t.shape
         like = torch.empty(size=size, dtype=t.dtype, device=_META)
         if (geometry := t.geometry) is not None:
@@ -182,7 +183,7 @@ def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _view_like(t: QuantizedTensor, like: Tensor) -> QuantizedTensor:
-    """Return the view with the geometry of ``like``, or all of the store if that is the same."""
+    """Return the view with the geometry of ``like``, or an alias if that is the whole store."""
     row, offset = t._store.rowwise, int(like.storage_offset())
     shape = row.data.shape if row is not None else None if t._store_view else t.shape
     if like.shape == shape and not offset and like.is_contiguous():
@@ -191,15 +192,15 @@ def _view_like(t: QuantizedTensor, like: Tensor) -> QuantizedTensor:
 
 
 # --- new tensors ---------------------------------------------------------------------------------
-# They are plain, so that an optimizer's state is not quantized. FSDP2 and `to_empty` make tensors
-# that replace the parameter, which are quantized.
+# New tensors are plain, so that an optimizer's state is not quantized. Tensors by which FSDP2 and
+# `to_empty` replace a parameter are quantized.
 
 
 @implements(aten.empty_like.default)
 def _empty_like(
     func: Any, t: QuantizedTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any
 ) -> Any:
-    # DTensor scatters parts, which are views, into empty tensors like the first one.
+    # DTensor scatters parts, which are views, into tensors from empty_like of the first part.
     part = t._store.observer is not None or t._store_view
     if not part or dtype not in (None, t.dtype) or t.planes == (None, None):
         return _plain(func, t, dtype=dtype, device=device, **kwargs)
@@ -212,7 +213,7 @@ def _new_zeros(func: Any, t: QuantizedTensor, size: Any, **options: Any) -> Any:
     observer, dtype = t._store.observer, options.get("dtype")
     rows_of_its_own = len(size) == t.dim() >= 2 and tuple(size[1:]) == t.shape[1:]
     if t._store.active_observer is None and isinstance(t, torch.nn.Parameter) and rows_of_its_own:
-        # Only FSDP2 requests zeros of a parameter's own width.
+        # Only FSDP2 calls new_zeros with a parameter's trailing dimensions.
         raise TypeError(
             f"fully_shard was given a quantized parameter of shape {tuple(t.shape)} that does "
             "not belong to a layer: it can shard only weights of layers that fp8rs has converted "
@@ -256,7 +257,7 @@ def classify(func: Any) -> Handler:
     if torch.Tag.inplace_view in func.tags or name in _RESHAPING:
         return _refuse
     if schema.is_mutable:
-        # These take lists of independent tensors.
+        # Foreach and fused operators take lists of independent tensors.
         return each_member if "foreach" in name or name.startswith("_fused") else dequantized_call
     if any(r.alias_info is not None for r in schema.returns):
         return any_view

@@ -1,12 +1,13 @@
 """Collectives of torch.distributed on quantized tensors.
 
-Collectives that write their arguments (c10d) run on dequantized values, and the results are
-quantized when they have arrived. A collective into a quantized tensor has finished when it returns.
-Their schemas do not declare the writes. A scatter sends codes and scales, because tensor
-parallelism divides weights by it.
+Collectives of c10d write their arguments, although their schemas do not declare it. They run on
+dequantized values, and the results are quantized when they have arrived. A collective into a
+quantized tensor has therefore finished when it returns. A scatter sends codes and scales, because
+tensor parallelism divides weights by it.
 
-Functional collectives, by which DTensor redistributes, return plain tensors. An all-gather sends
-codes and scales. Others would send values in high precision, and raise an error.
+DTensor redistributes by functional collectives, which return plain tensors. An all-gather sends
+codes and scales. Other functional collectives would send values in high precision, so they raise an
+error.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a collective on dequantized values, and quantize what it wrote.
 
     Raises:
-        NotImplementedError: it receives from another rank.
+        NotImplementedError: the collective receives from one other rank.
     """
     name = func._schema.name.partition("::")[2]
     if name in RECEIVING:
@@ -77,15 +78,15 @@ def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) ->
 
 
 def functional(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a collective that DTensor redistributes by.
+    """Run a functional collective, as DTensor does to redistribute a tensor.
 
     Raises:
-        NotImplementedError: it does not gather.
+        NotImplementedError: the collective is not an all-gather.
     """
     name = func._schema.name.partition("::")[2]
     if name == "all_gather_into_tensor":
         return _gathered(*args, **kwargs)
-    if name == "wait_tensor":  # of another collective, which has completed
+    if name == "wait_tensor":  # other collectives have completed when they return
         return args[0]
     raise NotImplementedError(
         f"{name} of a quantized tensor would send it in high precision. all_gather_into_tensor "
@@ -97,7 +98,8 @@ def _gathered(t: QuantizedTensor, group_size: int, group_name: str) -> Tensor:
     """Gather codes and scales, and return the dequantized values of all ranks.
 
     Raises:
-        ValueError: this is a view that splits blocks, or has no rowwise plane.
+        ValueError: ``t`` is a view that splits blocks. Or it has no rowwise plane, and the blocks
+            are not square.
     """
     plane = t.made("rowwise", "a gather") if t.rowwise is None else t.rowwise
     height, width = plane.format.block
@@ -107,10 +109,10 @@ def _gathered(t: QuantizedTensor, group_size: int, group_name: str) -> Tensor:
         if plane.batched:
             scale = scale.repeat_interleave(rows, 0)
     elif height > 1:
-        # In blocks of one row, all ranks have the same number of scales.
+        # Repeat scales for each row, because all ranks must send the same number of scales.
         scale = scale.repeat_interleave(height, -2).narrow(-2, plane.lead[0], rows)
         format = formats.format_of((1, width), format.scale_dtype)
-    # The rows of a batch are those of its matrices in order.
+    # A batch is sent as the rows of its matrices, in order.
     sent = [x.contiguous().view(torch.uint8) for x in (plane.data, scale.flatten(0, -2))]
     codes, scale = map(_wait_for, _gather_all(sent, group_size, group_name))
     if plane.format.per_tensor and not plane.batched:

@@ -1,6 +1,7 @@
 """Copies of codes and scales from one quantized tensor to another one of the same format.
 
-They include the padded shards that FSDP2 allocates by ``new_zeros`` and fills by one copy.
+FSDP2 allocates padded shards by ``new_zeros`` and fills them by one copy. These copies are
+implemented here too.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from fp8rs.tensor.store import Store
 def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -> bool:
     """Copy codes and scales if that makes ``dst`` equal to ``src`` and changes nothing else.
 
-    A `LoadedShard` also takes pieces that split blocks. Their scales are written. The other
-    elements of these blocks keep their codes, not their values, until other pieces replace them.
+    A `LoadedShard` also accepts pieces that split blocks. The scales of these blocks are written.
+    Their other elements keep their codes, not their values, until other pieces replace them.
 
     Returns:
         Whether ``dst`` is equal to ``src`` now. Otherwise nothing was written.
@@ -33,11 +34,11 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
     if src.shape != dst.shape or not same_codes:
         return False
     if store is source and dst.geometry == src.geometry:
-        return True  # torch loads state dicts that were filled in place
+        return True  # torch loads a state dict whose tensors were filled in place
     to, part, observer = dst.box, src.box, store.active_observer
     if to is None or part is None or store.batched != source.batched:
         return False
-    # FSDP2 fills an allocated shard by one copy, but makes none into an empty shard.
+    # FSDP2 fills a padded shard by one copy, but does not copy into an empty shard.
     if store.padded and (observer is None or dst.numel()) and not piece:
         return fill_shard(store, to, source, part)
     size = store.extent[1]
@@ -75,7 +76,7 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
 def new_shard(like: Store, shape: Iterable[int], device: Any) -> Store:
     """Allocate planes of zeros for another shard of the weight that a store belongs to.
 
-    The scale of a matrix with one scale per tensor is copied, because all shards have the same.
+    With one scale for one matrix, the scale is copied, because all shards have the same scale.
 
     Args:
         like: the store of the weight or a shard.
@@ -108,10 +109,17 @@ def fill_shard(store: Store, to: Box, source: Store, part: Box) -> bool:
 
     FSDP2 calls ``new_zeros`` with the padded size, and copies this rank's part of the weight to the
     front. Only that copy shows how long the shard is, and at which row of a block it begins.
-    Afterwards, the store of the shard consists of this part alone. Zeros stay in memory behind it.
+    Afterwards, the store of the shard consists of this part only. The padding zeros behind it stay
+    allocated.
+
+    Args:
+        store: the store of the padded shard.
+        to: the part of ``store`` to write.
+        source: the store to copy from.
+        part: the part of ``source`` to copy.
 
     Returns:
-        Whether ``to`` begins with the allocation. Otherwise nothing was written.
+        Whether ``to`` starts at the front of the shard. Otherwise nothing was written.
 
     Raises:
         ValueError: ``part`` has parts of rows, but the format needs whole rows.

@@ -1,9 +1,9 @@
-"""How torch.distributed.checkpoint (DCP) saves a quantized tensor that is in a state dict.
+"""Saves quantized tensors in state dicts with torch.distributed.checkpoint (DCP).
 
 DCP saves each shard as one tensor, whose pickle holds codes and scales. It loads a shard in pieces,
 one for each saved shard that overlaps it (`fp8rs.tensor.copies.copy_codes`). A block may get its
-codes from several pieces, which then need the same scale. So tensors whose parts have blocks of
-their own are not saved.
+codes from several pieces, which must then have the same scale. If tensor parallelism splits blocks,
+each rank has its own scales. Saving such a tensor raises an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fp8rs.tensor.planes import Plane
 
 
 def write_items(fqn: str, whole: Any) -> list[Any]:
-    """Return what DCP writes of this rank's part: the same as for a plain tensor.
+    """Return DCP's write items for this rank's part, which are the same as for a plain tensor.
 
     Args:
         fqn: the name of the tensor.
@@ -37,12 +37,12 @@ def write_items(fqn: str, whole: Any) -> list[Any]:
 
 
 def splits_blocks(value: Any, plane: Plane, turned: bool) -> bool:
-    """Whether tensor parallelism splits blocks of the whole tensor into smaller ones.
+    """Return whether tensor parallelism splits blocks of the whole tensor into smaller ones.
 
     Args:
         value: the quantized tensor, or a DTensor of quantized tensors.
         plane: one of its planes.
-        turned: whether that is the columnwise plane.
+        turned: whether ``plane`` is the columnwise one.
     """
     if not is_distributed(value):
         return False

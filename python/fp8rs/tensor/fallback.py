@@ -1,4 +1,4 @@
-"""Operators that run on dequantized values. Tensors that they write are quantized again."""
+"""Runs operators on dequantized values, and quantizes the tensors that they write."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def on_values(
         keep: elements that the operator does not change keep their codes.
 
     Returns:
-        The result of the operator. It refers to the quantized tensors that were written.
+        The result of the operator. Arguments that it wrote are returned as quantized tensors.
 
     Raises:
         NotImplementedError: an argument cannot be written. Nothing was written.
@@ -72,7 +72,7 @@ def on_values(
 
     def dequantize(t: QuantizedTensor) -> Tensor:
         if id(t) not in plain:
-            # Kernels are chosen by strides, so a transposed matrix stays one.
+            # Keep a transposed matrix transposed, because kernels are chosen by strides.
             turned = t.dim() > 1 and t.stride(-2) == 1 and t.stride(-1) != 1
             plain[id(t)] = t.mT.dequantize().mT if turned else t.dequantize()
         return plain[id(t)]
@@ -98,15 +98,16 @@ def wait(out: Any) -> None:
     for value in out if isinstance(out, tuple) else (out,):
         if not isinstance(value, (Tensor, list)):
             work = Work.unbox(value)
-            if work is not None:  # NCCL returns none if the current stream orders it
+            if work is not None:  # NCCL returns None if the current stream is already ordered
                 work.wait()
 
 
 @cache
 def overwrites(func: Any) -> bool:
-    """Return whether the result does not depend on the values before: fills, draws, ``out=``.
+    """Return whether the result does not depend on the previous values of written arguments.
 
-    Arithmetic may leave elements as they were. These keep their values.
+    This holds for fills, random numbers and ``out=``. Other operators may leave elements unchanged,
+    which then keep their codes.
     """
     schema = func._schema
     name = schema.name.partition("::")[2].removeprefix("_foreach_")
@@ -120,7 +121,7 @@ def overwrites(func: Any) -> bool:
 def each_member(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on lists (torch's foreach and fused optimizers) for one member at a time.
 
-    All of a model's weights would not fit in memory when they are dequantized.
+    The weights of a whole model may not fit in memory when they are dequantized.
     """
     lists = [a for a in (*args, *kwargs.values()) if _is_list(a) and isinstance(a[0], Tensor)]
     if not lists:

@@ -47,8 +47,8 @@ class BlockFormat:
     the transposed matrix stored contiguously, and ``block`` applies to *that* matrix: the format
     of a plane never depends on which of the two planes it is.
 
-    Formats are compared by identity, because every call of a layer compares some. The table has one
-    object for each format, which copies, pickles and the constructor return. Compilers call the
+    Formats are compared by identity, because every call of a layer compares formats. Each format
+    has one object, which copies, unpickling and the constructor return. Compilers call the
     constructor with the fields of an object that they have traced.
 
     Attributes:
@@ -62,14 +62,14 @@ class BlockFormat:
     block: tuple[int, int]
     scale_dtype: torch.dtype
     if TYPE_CHECKING:
-        # No fields where it runs: compilers would give them to the constructor.
+        # These are not fields at run time, because compilers would pass them to the constructor.
         square: bool = field(init=False, repr=False)
         per_tensor: bool = field(init=False, repr=False)
         per_row: bool = field(init=False, repr=False)
         microscaled: bool = field(init=False, repr=False)
 
     def __new__(cls, name: str, block: tuple[int, int], scale_dtype: torch.dtype) -> Self:
-        # By the name alone: in a trace the numbers may be symbols.
+        # Look up the name only, because the numbers may be symbolic in a trace.
         known: Any = FORMATS.get(name)
         self: Self = super().__new__(cls) if known is None else known
         if known is None:

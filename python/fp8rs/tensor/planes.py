@@ -39,7 +39,7 @@ class Plane:
             matrix and ``format.scale_shape(rows, cols, (batch,))`` for a batch.
         format: block shape and scale dtype.
         lead: number of rows and columns by which the first blocks begin before the data, for a
-            shard that begins within a block. They count in the shape of ``scale``.
+            shard that begins within a block. The shape of ``scale`` includes them.
     """
 
     data: Tensor
@@ -101,9 +101,9 @@ class Plane:
         """Return the plane of the transposed matrix or matrices, as a new contiguous tensor.
 
         Args:
-            name: what the result is to its tensor, "rowwise" or "columnwise"; for the message.
-            operation: what needs it; for the message.
-            after: a tensor that a compiler must have before this is computed.
+            name: the plane that the result is, "rowwise" or "columnwise", for the error message.
+            operation: the operation that needs the plane, for the error message.
+            after: a tensor that compiled code computes before this.
 
         Raises:
             ValueError: the format's blocks are not square, so the codes would differ.
@@ -133,7 +133,7 @@ class Plane:
         return cast(Tensor, part.view(data.shape))
 
     def with_columns(self, more: int) -> Plane:
-        """Return the plane of one matrix with columns of zeros behind it."""
+        """Return the plane of one matrix, padded with ``more`` columns of zeros."""
         codes, scale = functional.pad(self.data.view(torch.uint8), (0, more)), self.scale
         if not self.format.per_tensor:
             rows, cols = codes.shape
@@ -144,7 +144,7 @@ class Plane:
     def first_rows(self, rows: int) -> Plane:
         """Return the first rows of a 2-D plane over the same memory.
 
-        `part` needs sizes that are numbers. Here, a compiler may have unbacked symbols.
+        Unlike `part`, this supports unbacked symbolic sizes.
         """
         codes, scale = self.data.narrow(0, 0, rows), self.scale
         if not self.format.per_tensor:
@@ -183,7 +183,7 @@ def swapped(dims: tuple[_T, ...]) -> tuple[_T, ...]:
 
 
 def as_bytes(t: Tensor) -> Tensor:
-    """View codes and E8M0 scales as uint8, which all operators take. Return fp32 as it is."""
+    """View codes and E8M0 scales as uint8, which all operators support. Return fp32 unchanged."""
     return t.view(torch.uint8) if t.element_size() == 1 else t
 
 

@@ -1,8 +1,8 @@
 """Quantized tensors: a logical shape and dtype over up to two planes of FP8 codes.
 
-``rowwise`` has data of the logical shape, ``columnwise`` the transposed 2-D view stored
-contiguously (what GEMMs that contract over the rows read: Hopper's FP8 GEMM takes only K-major
-operands).
+The data of the ``rowwise`` plane has the logical shape. The data of the ``columnwise`` plane is the
+transposed 2-D view, stored contiguously. GEMMs that contract over the rows read the columnwise
+plane, because Hopper's FP8 GEMM supports only K-major operands.
 
 A batched weight (E, N, K) consists of E matrices, each quantized by itself. Its columnwise plane is
 (E, K, N). Views of whole matrices can be written.
@@ -56,19 +56,19 @@ _plain_data: Any = torch.Tensor.data
 
 
 class QuantizedTensor(Tensor):
-    """A tensor whose storage is FP8 planes. It looks like ``shape`` and ``dtype``.
+    """A tensor that stores FP8 planes. Its ``shape`` and ``dtype`` describe the values.
 
     Views share the planes. Writes through views of consecutive elements reach the tensor:
     ``view(-1)``, rows, parts of one row. Other views raise an error when they are written. Views of
-    whole blocks have planes of their own shape. In other views, both planes are None: they are read
-    by ``dequantize()``.
+    whole blocks have planes of their own shape. In other views, both planes are None. Read these
+    views by ``dequantize()``.
     """
 
-    #: Scale dtype that a subclass stands for; checked at construction.
+    #: The scale dtype of a subclass, checked at construction.
     scale_dtype: ClassVar[torch.dtype | None] = None
 
     _store: Store
-    #: Whether this has some elements of the store, or another shape.
+    #: Whether this is a view, with some elements of the store or in another shape.
     _store_view: bool
 
     #: The handlers of operators, filled by `fp8rs.tensor.aten`.
@@ -205,7 +205,7 @@ class QuantizedTensor(Tensor):
 
     @property
     def spec(self) -> QuantSpec:
-        """How what is written to this tensor is quantized."""
+        """How values are quantized when they are written to this tensor."""
         store = self._store
         plane = store.any_plane
         return store.spec or default_spec(plane.format, plane.data.dtype, plane.batched)
@@ -306,8 +306,8 @@ class QuantizedTensor(Tensor):
         store = self._store
         shape = self.shape if store.rowwise is None else store.rowwise.data.shape
         size, stride, offset = (shape, None, None) if geometry is None else geometry
-        # torch gives views of a normal tensor that tensor's version counter, which a tensor that
-        # was made in inference mode does not take.
+        # A view of a normal tensor shares its version counter, which a tensor that is made in
+        # inference mode cannot do.
         made_normal = torch.is_inference_mode_enabled() and not self.is_inference()
         with torch.inference_mode(False) if made_normal else nullcontext():
             return self.over(store, size, self.dtype, stride=stride, offset=offset)
@@ -354,13 +354,13 @@ class QuantizedTensor(Tensor):
         rows = store.rows_around(offset, last + 1)
         offset -= rows.start * store.extent[1]
         part = store.read(rows, dtype).as_strided(size, stride, offset)
-        return part.clone(memory_format=torch.contiguous_format)  # without the other elements
+        return part.clone(memory_format=torch.contiguous_format)  # frees the other elements
 
     def quantize_(self, src: Tensor) -> Self:
         """Quantize ``src`` (same shape and device) into this tensor's planes, in place.
 
-        Scales are written too. If this is a view that shares scales with other elements, these
-        keep their values: scales stay, or change by powers of two.
+        Scales are written too. If this is a view that shares scales with other elements, the other
+        elements keep their values: scales stay, or change by powers of two.
 
         Raises:
             TypeError, ValueError: ``src`` has another shape or device, or cannot be quantized.
@@ -374,8 +374,8 @@ class QuantizedTensor(Tensor):
     ) -> None:
         """Quantize ``src`` as ``quantize_`` does, with another spec of the same format.
 
-        It is a method because compilers put a tensor's method into a graph as it is. Torch 2.11
-        cannot trace how `Store.write` reads storages.
+        This is a method because compilers put calls of a tensor's methods into a graph without
+        tracing them. Torch 2.11 cannot trace how `Store.write` reads storages.
 
         Args:
             src: values, or another quantized tensor.
@@ -453,15 +453,15 @@ class QuantizedTensor(Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """Whether codes and scales are in shared memory."""
+        """Return whether codes and scales are in shared memory."""
         return all(x.is_shared() for x in self._store.tensors())
 
     # --- other tensors like this one --------------------------------------------------------------
 
     def map(self, fn: Any, scale: Any = None, dtype: torch.dtype | None = None) -> Self:
-        """Return a tensor of this spec and observer over other planes.
+        """Return a tensor over other planes, with the spec and observer of this tensor.
 
-        The tensor must not be a view without planes.
+        This tensor must not be a view without planes.
 
         Args:
             fn: applied to all codes.
@@ -483,7 +483,7 @@ class QuantizedTensor(Tensor):
         _plain_data.__set__(self, value)
         self._store, self._store_view = value._store, value._store_view
 
-    #: An alias outside autograd. Assigning a quantized tensor shares its planes from then on.
+    #: An alias outside autograd. If a quantized tensor is assigned, this tensor shares its planes.
     data = property(lambda self: _plain_data.__get__(self), _set_data)
 
     # --- copies -----------------------------------------------------------------------------------
@@ -499,7 +499,7 @@ class QuantizedTensor(Tensor):
         if not self.is_leaf:
             raise RuntimeError("only leaves of the autograd graph can be copied by deepcopy")
         new = memo[id(self)] = self.view_of(self.geometry)
-        # With its attributes: the planes, marks that users set, and that it is a parameter.
+        # Copy all attributes: planes, attributes that users set, and the mark of a parameter.
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new.requires_grad_(self.requires_grad)
         new.grad = copy.deepcopy(self.grad, memo)
@@ -508,13 +508,14 @@ class QuantizedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle plain parts, which ``torch.load(weights_only=True)`` accepts.
 
-        A view becomes a tensor of its own. A view without planes becomes a plain tensor.
+        A view is pickled as a tensor that is not a view. A view without planes is pickled as a
+        plain tensor.
         """
         own: Any = self.detach().clone() if self._store_view else self
         if not isinstance(own, QuantizedTensor):
             return own.__reduce_ex__(protocol)
         names, (dtype, kinds, spec, _) = own.__tensor_flatten__()
-        # Pickle alone does not accept FP8 tensors.
+        # pickle alone does not support FP8 tensors.
         inner = {name: (as_bytes(t := getattr(own, name)), t.dtype) for name in names}
         context = dtype, kinds, None if spec is None else spec.without_group(), None
         marks = {name: value for name, value in self.__dict__.items() if name not in OWN_ATTRIBUTES}
@@ -532,9 +533,9 @@ class QuantizedTensor(Tensor):
     _delayed_amax = property(lambda self: self._store.delayed[1])
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the names of the inner tensors, and plain values that complete them.
+        """Return the names of the inner tensors, and the other values that rebuild the tensor.
 
-        The values are constant and compare by value: compilers guard on them.
+        These values are constant and compared by value, because compilers guard on them.
         """
         store = self._store
         names: list[str] = []
@@ -544,7 +545,7 @@ class QuantizedTensor(Tensor):
             if plane is not None:
                 names += f"_{name}_data", f"_{name}_scale"
                 kinds.append((name, plane.format.name, plane.lead))
-        if store.one_scale:  # twice, it would be written twice
+        if store.one_scale:  # a scale that is listed twice would be written twice
             names.remove("_columnwise_scale")
         if store.delayed is not None:
             names += ["_delayed_scale", "_delayed_amax"]
@@ -583,8 +584,8 @@ class QuantizedTensor(Tensor):
 class LoadedShard(QuantizedTensor):
     """An alias of a quantized tensor, into which DCP copies the pieces that it loads.
 
-    Pieces are rows, and columns if tensor parallelism shards columns. Codes can be copied into
-    parts of the matrices of a batch. Values are written to whole matrices.
+    Pieces are rows. If tensor parallelism shards columns, they are parts of rows. In a batch, codes
+    can be copied into parts of matrices. Values can be written to whole matrices only.
     """
 
     loads_pieces = True

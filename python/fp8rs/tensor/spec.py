@@ -1,4 +1,4 @@
-"""How a tensor is quantized: a frozen description, and the function that does it.
+"""`QuantSpec` describes how a tensor is quantized, and `quantize_planes` quantizes it.
 
 Quantizers, writes to quantized tensors, and linear layers use both.
 """
@@ -32,7 +32,7 @@ Planes = tuple[Plane | None, Plane | None]
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a tensor is quantized. Plain values, equal and hashed by value.
+    """How a tensor is quantized. Specs are compared and hashed by value.
 
     A quantized tensor's ``spec`` is used for later writes to it. `Quantizer.spec` is used for the
     tensors that a quantizer makes.
@@ -60,7 +60,7 @@ class QuantSpec:
 
     @cached_property
     def block_options(self) -> dict[str, Any]:
-        """The options of the operator for blocks that are not its defaults."""
+        """Arguments of ``quantize_blocks`` that differ from its defaults."""
         options: dict[str, Any] = {"batched": self.batched}
         if not self.format.microscaled:
             options |= {"power_2_scale": self.power_2_scale, "amax_epsilon": self.amax_epsilon}
@@ -105,13 +105,16 @@ class QuantSpec:
         return torch.where(fits, scale, power * significand)
 
     def without_group(self) -> QuantSpec:
-        """Return the spec for another process, where the name may belong to another group."""
+        """Return the spec without its group, for use in another process.
+
+        There, the name may belong to another group.
+        """
         return self if self.group is None else replace(self, group=None)
 
 
 @lru_cache(maxsize=64)
 def default_spec(format: BlockFormat, fp8_dtype: torch.dtype, batched: bool) -> QuantSpec:
-    """Return the spec without options, whose scales come from the values."""
+    """Return the spec of a format with default options."""
     return QuantSpec(format, fp8_dtype, batched=batched)
 
 
@@ -144,18 +147,19 @@ def quantize_planes(
             NaN or Inf, the amax stays and the scale is NaN.
         column_scale: fp32 factors of the columns of ``x``, multiplied into the rowwise plane only.
             It requires blocks of a whole row.
-        after: a tensor that a compiler must have before this is computed; not for current scaling.
+        after: a tensor that compiled code computes before this. It has no effect with current or
+            delayed scaling.
         declared: declare the write to ``amax`` to autograd and compilers.
-        lead: rows that the first blocks have in front of ``x``.
+        lead: number of rows by which the first blocks begin before ``x``.
         block_amaxes: fp32 amaxes of whole blocks, if ``x`` has only a part of a block: "amax" (rows
             of blocks, columns of blocks), and "amax_columnwise" for the columnwise plane.
 
     Raises:
-        TypeError, ValueError: the operators' own, before anything is written.
+        TypeError, ValueError: an operator rejects an argument. Nothing was written.
     """
     format = spec.format
     if not format.per_tensor:
-        # Each keyword takes half a microsecond, so defaults are left out.
+        # Omit defaults, because each keyword takes half a microsecond.
         options = spec.block_options
         if column_scale is not None or after is not None:
             options = {**options, "column_scale": column_scale, "after": after}
@@ -209,8 +213,8 @@ def requantize_plane(
         spec: quantization of the plane's format.
         plane: the plane before the write.
         values: the values after the write, in the shape of ``plane.matrix``.
-        changed: bool of the same shape. Tells which elements the write changes.
-        noted: with delayed scaling, the amax to raise. A non-finite amax does not enter it.
+        changed: bool of the same shape, whether the write changes an element.
+        noted: with delayed scaling, the amax to raise. A non-finite amax does not change it.
     """
     format, (above, before), batched = plane.format, plane.lead, plane.batched
 
@@ -257,7 +261,7 @@ def reduce_amax(amax: Tensor, group: str, *, in_place: bool = False) -> Tensor:
     Args:
         amax: fp32 of any shape, contiguous.
         group: the name of a process group.
-        in_place: write to ``amax``, on the current stream. A compiler cannot trace that.
+        in_place: write to ``amax``, on the current stream. Compilers cannot trace this.
     """
     bits = amax.view(torch.int32)
     if in_place:

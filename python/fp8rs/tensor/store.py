@@ -50,7 +50,7 @@ class WriteObserver(Protocol):
         """
 
     def forget_init(self) -> None:
-        """Free the values from before the first rounding, and keep no others."""
+        """Free the values from before the first rounding. Later writes do not keep any."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,13 +58,14 @@ class Store:
     """The planes that a tensor shares with its aliases and views.
 
     Attributes:
-        rowwise, columnwise: the planes; one of them at least.
-        spec: how what is written is quantized; None is the planes' format without options.
-        delayed: for delayed scaling, the scale to read and the amax to write.
-        observer: observes writes to a parameter's planes. New tensors of the parameter have it too.
+        rowwise, columnwise: the planes, of which at least one is not None.
+        spec: how written values are quantized. None means the planes' format with default options.
+        delayed: for delayed scaling, the scale to read and the amax to raise.
+        observer: observes writes to a parameter's planes. Stores that are made from this one share
+            it.
         padded: FSDP2 has allocated the planes of a shard with padding (`fp8rs.tensor.copies`). The
-            first tensor that is copied to it fills it.
-        gathered: FSDP2 has gathered the planes' bytes, and frees and refills them.
+            first copy into them sets the size of the shard.
+        gathered: FSDP2 has gathered the planes' bytes, and frees and refills their storage.
     """
 
     rowwise: Plane | None
@@ -76,7 +77,7 @@ class Store:
     gathered: bool = False
 
     def over(self, rowwise: Plane | None, columnwise: Plane | None) -> Store:
-        """Return a store of other planes with this specification and observer."""
+        """Return a store of other planes with this spec, delayed scale and observer."""
         return Store(rowwise, columnwise, self.spec, self.delayed, self.observer)
 
     @property
@@ -87,7 +88,7 @@ class Store:
 
     @property
     def lead(self) -> int:
-        """Rows that the first blocks have in front of the matrix."""
+        """The number of rows by which the first blocks begin before the matrix."""
         row, col = self.rowwise, self.columnwise
         return max(row.lead[0] if row is not None else 0, col.lead[1] if col is not None else 0)
 
@@ -119,7 +120,7 @@ class Store:
 
     @property
     def has(self) -> tuple[bool, bool]:
-        """Whether there is a rowwise plane, and a columnwise one."""
+        """Whether there is a rowwise plane, and whether there is a columnwise plane."""
         return self.rowwise is not None, self.columnwise is not None
 
     @property
@@ -129,18 +130,18 @@ class Store:
         return row is not None and col is not None and row.scale is col.scale
 
     def tensors(self) -> list[Tensor]:
-        """The data and scales of all planes."""
+        """Return the data and scales of all planes."""
         planes = [p for p in (self.rowwise, self.columnwise) if p is not None]
         return [t for p in planes for t in (p.data, p.scale)]
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The number of rows, and of elements of a row. For a batch: of matrices, and of each."""
+        """The number of rows, and of elements per row. For a batch, matrices replace rows."""
         matrix = self.matrix
         return matrix[0], math.prod(matrix[1:])
 
     def rows_around(self, begin: int, end: int) -> slice:
-        """Return the rows, or the matrices of a batch, of all blocks of a range of elements."""
+        """Return the rows, or matrices of a batch, of all blocks with one of these elements."""
         height, size = self.extent
         if begin == 0 and end == height * size:
             return slice(0, height)
@@ -155,11 +156,11 @@ class Store:
         return slice(start, min(-(-(stop + lead) // block) * block - lead, height))
 
     def box(self, rows: slice) -> Box:
-        """Return whole rows, or whole matrices of a batch."""
+        """Return the box of whole rows, or of whole matrices of a batch."""
         return (rows, *(slice(0, n) for n in self.matrix[1:]))
 
     def box_of(self, view: Tensor) -> Box | None:
-        """Return the part that a view has, in order. None if it has other elements."""
+        """Return the part whose elements a view has, in order. None if they do not form a part."""
         shape, stride, size = view.shape, view.stride(), self.extent[1]
         if not size:
             return None
@@ -239,7 +240,7 @@ class Store:
             spec: how to quantize, in the format of the planes.
             delayed: for delayed scaling, the scale to read and the amax to raise.
             keep: elements that do not change keep their codes, and blocks without a changed element
-                their scales. Otherwise this holds only where the values are a part of their blocks.
+                keep their scales. If False, this holds only if the values do not fill their blocks.
 
         Returns:
             Whether anything was written.
@@ -254,7 +255,7 @@ class Store:
         rows = self.rows_around(offset, offset + count)
         first, end = rows.start * size, rows.stop * size
         whole = count == end - first
-        # The ranks of a group quantize together, also a rank that writes nothing.
+        # The ranks of a group reduce amaxes together, including ranks that write nothing.
         if not count and spec.group is None and (keep or height * size):
             return False
         shape = rows.stop - rows.start, *self.matrix[1:]
@@ -287,14 +288,14 @@ class Store:
         delayed: Delayed | None,
     ) -> Planes:
         """Return the planes of rows after a write. Blocks that do not change keep their bytes."""
-        # NaN in the place of NaN is not a change, and neither is a zero of the other sign.
+        # A NaN that replaces a NaN is not a change, and neither is a zero of the other sign.
         changed = (new != old) & ~(new.isnan() & old.isnan())
         noted = None if delayed is None else delayed[1]
 
         def requantized(plane: Plane, new: Tensor, changed: Tensor) -> Plane:
             own = plane.dequantize(torch.float32).view(new.shape)
-            # `old` comes from one plane. Where only the other one has NaN, the value replaces it as
-            # soon as something in its block changes.
+            # If there are two planes, `old` comes from the rowwise one. If only the columnwise one
+            # has a NaN, the value replaces it when any element of its block changes.
             values = torch.where(changed | own.isnan(), new.to(torch.float32), own)
             return requantize_plane(spec, plane, values, changed, noted)
 
@@ -319,7 +320,8 @@ class Store:
             if data.shape != own.data.shape:
                 data = data.reshape(own.data.shape)
             own.data.copy_(data, non_blocking=non_blocking)
-            # A compiled graph may have saved them. Below autograd a part has a version of its own.
+            # A compiled graph may have saved the codes. Below autograd, a part has its own version
+            # counter, so increment the counter of the whole plane.
             note_write(whole.data)
             if not (whole is self.columnwise and self.one_scale):
                 own.scale.copy_(new.scale, non_blocking=non_blocking)

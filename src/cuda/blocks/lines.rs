@@ -63,7 +63,7 @@ pub(super) fn kernels() -> Vec<&'static crate::cuda::modules::Kernel> {
 }
 
 /// Quantizes to MXFP8 with 1x32 blocks in one direction, if the fast kernels support the layout of the views.
-/// Returns whether they do.
+/// Otherwise does nothing and returns false.
 pub(super) fn mx_rowwise(job: &Job, rounding: Rounding) -> Result<bool, Error> {
     let (Some(row), None, None) = (job.row, job.col, job.square_amax) else { return Ok(false) };
     if row.amax.is_some() || job.spec.block != (Block { rows: 1, cols: 32 }) {
@@ -144,7 +144,7 @@ pub(super) fn quantize(job: &Job, rule: ScaleRule) -> Result<(), Error> {
 }
 
 /// Quantizes rowwise only, with the rows in registers, if the kernels support the layout of the views.
-/// Returns whether they do.
+/// Otherwise does nothing and returns false.
 fn one_read(job: &Job, rule: ScaleRule) -> Result<bool, Error> {
     let (Some(row), None) = (job.row, job.col) else { return Ok(false) };
     let Job { x, column_scale, .. } = job;

@@ -18,7 +18,7 @@ struct AdamWEntry {
   const float *new_scale;  // or null: for codes with one scale, only amax is written then
   float *amax;             // or null
   u64 rows, cols, offset;
-  u32 first_block;         // of this tensor in the launch
+  u32 first_block;         // the first block of this tensor in the launch
   u32 stream;
   u32 flags;
   u32 unused;              // pads the struct to a multiple of 8 bytes

@@ -195,7 +195,7 @@ template <class T> DEVICE void tall_amax(const BlockAmaxArgs &a) {
     return;
   }
   u32 m = square_maximum<T>(unit);
-  constexpr int LANES = 32 / S::COLS;                 // that share 32 columns
+  constexpr int LANES = 32 / S::COLS;                 // lanes that share 32 columns
   if (p.lane % LANES == 0 && !(p.lane & 8) && p.col < a.cols && !behind)
     atomicMax((u32 *)(out + p.col / a.block_cols * a.out_cs), canonical(magnitude<T>(m)));
 }

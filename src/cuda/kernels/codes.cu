@@ -163,8 +163,8 @@ struct RescaleArgs {
 #define RESCALE_BLOCKS 32
 #define RESCALE_ROWS 32
 
-/// Rounds codes again whose scale changes. The scales usually do not change, and then only they
-/// are read. A warp rescales up to 32 rows of the columns that one scale belongs to.
+/// Rounds codes again if their scale changes. Usually no scale changes, and then only scales are
+/// read. A warp rescales up to 32 rows of the columns that one scale belongs to.
 template <class F, class From> DEVICE void rescale(const RescaleArgs &a) {
   const RescaleEntry &t = a.entries[blockIdx.x / RESCALE_BLOCKS];
   i64 across = (t.cols + a.width - 1) / a.width, down = (t.rows + RESCALE_ROWS - 1) / RESCALE_ROWS;

@@ -38,8 +38,8 @@ DEVICE u32 load_acquire(const u32 *at) {
   return d;
 }
 
-/// Numbers claimed from a counter; each is claimed by one block. The next number is fetched
-/// while the block works.
+/// Claims numbers from a counter. Each number is claimed by one block only. The next number is
+/// fetched while the block works.
 struct Claims {
   u32 *counter;
   u32 next, count;

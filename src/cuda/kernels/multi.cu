@@ -5,8 +5,8 @@ struct Entry {
   const void *x;         // 16-byte aligned
   u8 *codes;             // 16-byte aligned
   u64 n;
-  u32 first_block;       // of this tensor in the launch
-  u32 index;             // of this tensor in the caller's list
+  u32 first_block;       // the first block of this tensor in the launch
+  u32 index;             // the index of this tensor in the caller's list
 };
 
 template <int N> struct MultiArgs {

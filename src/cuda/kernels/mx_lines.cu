@@ -21,7 +21,7 @@ template <class T, class F> DEVICE void mx_lines(const TileArgs &a) {
         row_bytes[i % 4][i / 4] = e8m0_byte<F>(given_bits(v), floor_rule);
       }
     } else {
-      constexpr int LANES = 32 / S::COLS;          // that share a block
+      constexpr int LANES = 32 / S::COLS;          // lanes that share a block
       u32 unit[S::UNITS];
       row_maxima<T>(d, unit);
       int first = fold_lanes<T, LANES>(unit, p.lane);

@@ -12,7 +12,7 @@ struct PackArgs {
   i64 lines, blocks;     // rows of the plane, scales per row
   i64 block_rows;        // rows that share a scale
   i64 tiles_across;
-  i64 words;             // of `packed`
+  i64 words;             // 32-bit words in `packed`
 };
 
 /// One thread per word of four scales.
