@@ -101,7 +101,7 @@ ROW_SCALES = Cost(0, inf, 150)
 #: FP8 is chosen if it is estimated to be at least this many times as fast, and to save at least
 #: these microseconds per weight. FP8 GEMMs launch more kernels, which takes time where the host
 #: limits a step. A gated MLP with fused quantization launches fewer. Steps of a model like Qwen3
-#: (6 layers, two H100s) took 108, 118, 159 and 238 ms with it and 114, 119, 161 and 254 ms without
+#: (6 layers, two H100s) took 102, 116, 154 and 236 ms with it and 110, 123, 161 and 251 ms without
 #: FP8 GEMMs, with 128, 256, 512 and 1,024 rows per expert. The estimated savings are 433, 501, 637
 #: and 909 us per weight. Steps with smaller savings or unfused quantization were not measured.
 LEAST_SPEEDUP = 1.1
