@@ -36,7 +36,7 @@ from . import nn
 from ._core import CudaError, UnsupportedError, __version__
 
 if TYPE_CHECKING:
-    from fp8rs import checkpoint, export, optim, tensor_parallel
+    from fp8rs import checkpoint, comm, export, fsdp, optim, tensor_parallel
     from fp8rs.convert.report import report
     from fp8rs.fsdp import precompute_float8_dynamic_scale_for_fsdp
     from fp8rs.monitoring.high_precision import high_precision
@@ -66,8 +66,10 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "checkpoint",
+    "comm",
     "convert_to_float8_training",
     "export",
+    "fsdp",
     "high_precision",
     "min_speedup",
     "monitor",
@@ -86,7 +88,9 @@ __all__ = [
 _LATER = {
     "Monitor": "fp8rs.monitoring",
     "checkpoint": "fp8rs.checkpoint",
+    "comm": "fp8rs.comm",
     "export": "fp8rs.export",
+    "fsdp": "fp8rs.fsdp",
     "high_precision": "fp8rs.monitoring",
     "monitor": "fp8rs.monitoring",
     "optim": "fp8rs.optim",

@@ -116,9 +116,31 @@ def test_classes_and_configs_are_not_recipes():
         convert(Model(), recipe=Float8LinearConfig())
 
 
-def test_fp8_weights_is_a_bool():
-    with pytest.raises(TypeError, match="fp8_weights must be a bool, not 'yes'"):
-        convert(Model(), fp8_weights="yes")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fp8_weights": "yes"}, "fp8_weights must be a bool, not 'yes'"),
+        (
+            {"enable_fsdp_float8_all_gather": "no"},
+            "enable_fsdp_float8_all_gather must be a bool, not 'no'",
+        ),
+        (
+            {
+                "fp8_weights": True,
+                "enable_fsdp_float8_all_gather": True,
+                "preserve_high_precision_init_val": 1,
+            },
+            "preserve_high_precision_init_val must be a bool, not 1",
+        ),
+        ({"filter_fqns": [3]}, "filter_fqns must have names, not 3"),
+        ({"module_filter_fn": 3}, "module_filter_fn must be callable, not 3"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(arguments, message):
+    model = Model()
+    with pytest.raises(TypeError, match=message):
+        convert(model, **arguments)
+    assert converted(model) == []
 
 
 def test_lazy_layers_are_not_converted():
@@ -274,6 +296,15 @@ def test_subclasses_with_their_own_forward_are_not_converted(device):
     assert type(model.odd) is Odd
     x = torch.ones(3, 1, 16, device=device)
     model.attention(x, x, x)
+
+
+def test_layers_whose_instance_has_a_forward_are_not_converted_and_warn():
+    """The class's forward would not run."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].forward = model[0].forward
+    with pytest.warns(UserWarning, match=r"^0 is not converted: an attribute of the instance"):
+        convert(model)
+    assert converted(model) == ["1"]
 
 
 def test_converted_layers_are_logged(caplog):

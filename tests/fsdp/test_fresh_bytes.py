@@ -235,3 +235,33 @@ def test_a_written_split_block_has_the_forwards_scale_in_the_backward(rig):
             local_of(up.weight).mul_(3)
     loss.backward()
     assert same_bytes(*scales)
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_a_backward_after_a_forward_that_gathered_nothing_has_the_forwards_bytes(rig, recipe):
+    """All scales are of an earlier forward then, but a backward computes none."""
+    model = make(EVEN_BLOCKS, recipe=RECIPES[recipe], device=rig.device)
+    shard(model, rig)
+    forward, backward = {}, {}
+    for name, layer in linears(model).items():
+        layer.register_forward_pre_hook(
+            lambda module, args, name=name: forward.update(
+                {name: module.weight.rowwise.map(torch.clone)}
+            )
+        )
+        layer.register_full_backward_pre_hook(
+            lambda module, grads, name=name: backward.update(
+                {name: module.weight.rowwise.map(torch.clone)}
+            )
+        )
+    loss = model(batch(rig)).sum()
+    model.forward = lambda x: x
+    model(batch(rig))
+    del model.forward
+    with Collectives() as seen:
+        loss.backward()
+    assert reduces(seen) == []
+    for name in ("blocks.0.up", "blocks.1.up"):
+        assert same_bytes(backward[name].scale, forward[name].scale), name
+        assert same_bytes(backward[name].data, forward[name].data), name

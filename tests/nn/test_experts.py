@@ -112,6 +112,40 @@ def test_gathers_in_fp8_leave_the_gemms_of_unsharded_weights_alone(device, clien
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+class GateAndUp(nn.Module):
+    """Experts with gate and up in one parameter (E, 2, F, D)."""
+
+    def __init__(self, device, width):
+        super().__init__()
+        values = torch.randn(E, 2, width, HIDDEN, generator=torch.Generator().manual_seed(0))
+        self.w13 = nn.Parameter(values.to(device, torch.bfloat16))
+
+    def forward(self, x, offs):
+        gate, up = self.w13.unbind(1)
+        first, _ = self.w13.flatten(1, 2).chunk(2, dim=1)
+        weights = (w.transpose(-2, -1) for w in (gate, up, first))
+        return torch.cat([F.grouped_mm(x, w, offs=offs) for w in weights], 1)
+
+
+@pytest.mark.parametrize("width", [48, 40])
+@pytest.mark.parametrize("mode", ["gather", "fp8"])
+def test_views_that_split_matrices_are_multiplied_in_high_precision(device, mode, width):
+    """They have no codes of their own, and sizes that FP8 GEMMs may not support."""
+    module, plain = GateAndUp(device, width), GateAndUp(device, width)
+    fp8rs.convert_to_float8_training(module, experts=mode, fp8_weights=True)
+    with torch.no_grad():
+        plain.w13.copy_(module.w13.dequantize())
+    x, offs = rows(device)
+    leaf, plain_leaf = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, wanted = module(leaf, offs), plain(plain_leaf, offs)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    y.backward(dy)
+    wanted.backward(dy)
+    assert torch.equal(y, wanted)
+    assert torch.equal(leaf.grad, plain_leaf.grad)
+    assert torch.equal(module.w13.grad, plain.w13.grad)
+
+
 def test_other_grouped_gemms_stay_in_high_precision(device):
     class Other(Experts):
         def forward(self, x, offs):

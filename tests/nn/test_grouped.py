@@ -354,6 +354,65 @@ def test_one_gradient_is_what_it_is_with_all(device, wanted):
     assert all(leaves[j].grad is None for j in range(3) if j != i)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
+def test_without_experts_all_rows_are_zero(device, recipe, transposed):
+    x = torch.full((3, IN), float("nan"), device=device, requires_grad=True)
+    weight = torch.zeros(0, *((IN, OUT) if transposed else (OUT, IN)), device=device)
+    bias = torch.zeros(0, OUT, device=device, requires_grad=True)
+    leaf = weight.requires_grad_()
+    offs = torch.zeros(0, device=device, dtype=torch.int32)
+    y = grouped_linear(x, leaf.mT if transposed else leaf, offs, bias=bias, recipe=recipe)
+    y.sum().backward()
+    assert torch.equal(y, torch.zeros(3, OUT, device=device))
+    assert torch.equal(x.grad, torch.zeros(3, IN, device=device))
+    assert leaf.grad.shape == weight.shape and bias.grad.shape == bias.shape
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@pytest.mark.parametrize("strides", ["columns", "every other column"])
+def test_inputs_of_any_strides_are_those_of_a_contiguous_one(device, strides, recipe):
+    x, weight, bias, offs, dy = operands(device, "uneven")
+    expected = run(x, weight, bias, offs, dy, recipe=recipe)
+
+    def strided(t):
+        other = t.mT.contiguous().mT if strides == "columns" else torch.stack([t, t], -1)[..., 0]
+        return other.detach().requires_grad_()
+
+    leaves = strided(x), weight.clone().requires_grad_(), bias.clone().requires_grad_()
+    y = grouped_linear(leaves[0], leaves[1], offs, bias=leaves[2], recipe=recipe)
+    y.backward(strided(dy).detach())
+    for found, wanted in zip((y, *(t.grad for t in leaves)), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
+def test_a_captured_graph_takes_other_offsets(recipe):
+    x, weight, bias, offs, dy = operands("cuda", "uneven")
+    other = torch.tensor([20, 20, 30, 39], device="cuda", dtype=torch.int32)
+    expected = run(x, weight, bias, other, dy, recipe=recipe)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+
+    def step():
+        y = grouped_linear(leaves[0], leaves[1], offs, bias=leaves[2], recipe=recipe)
+        return (y.detach(), *torch.autograd.grad(y, leaves, dy))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    offs.copy_(other)
+    for _ in range(2):
+        graph.replay()
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_double_backward_raises(device):
     x, weight, _, offs, _ = operands(device, "uneven")
     y = grouped_linear(x.requires_grad_(), weight, offs)
@@ -397,7 +456,14 @@ def test_compiled_is_eager_and_any_number_of_rows_is_one_graph(device):
         ({"weight": [[]]}, TypeError, "weight must be a torch.Tensor, not list"),
         ({"offs": [4, 8]}, TypeError, "offs must be a torch.Tensor, not list"),
         ({"bias": [0.0] * 48}, TypeError, "bias must be a torch.Tensor, not list"),
-        ({"weight": torch.zeros(1024, 16, 64)}, ValueError, "fewer than 1024"),
+        (
+            {
+                "weight": torch.zeros(1024, 16, 64),
+                "offs": torch.zeros(1024, dtype=torch.int32),
+            },
+            ValueError,
+            "fewer than 1024",
+        ),
     ],
 )
 def test_bad_arguments_are_named(device, change, exception, message):

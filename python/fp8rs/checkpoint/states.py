@@ -20,6 +20,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from fp8rs._torch import names_of, note_write, own_part, reshard
 from fp8rs.nn.fp8_params import reset_scales
 from fp8rs.nn.linear import Float8Linear
+from fp8rs.quantize.recipes import check_module
 from fp8rs.scaling.histories import BUFFERS, keep_local
 from fp8rs.tensor.quantized import QuantizedTensor, is_fp8
 
@@ -41,7 +42,7 @@ class Model:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        _check_model(model)
+        check_module("model", model)
         self.model = model
 
     @torch.no_grad()
@@ -115,7 +116,7 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, *optimizers: TorchOptimizer) -> None:
-        _check_model(model)
+        check_module("model", model)
         for optimizer in optimizers:
             if not isinstance(optimizer, TorchOptimizer):
                 raise TypeError(
@@ -173,11 +174,6 @@ class Optimizer:
             optimizer.load_state_dict(packed)
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-
-
 def _sync_scales(state: dict[str, Any]) -> None:
     """Synchronize the scales that shards of FP8 weights share. All ranks call this."""
     handles = [own_part(value)._store.observer for value in state.values() if is_fp8(value)]
@@ -190,8 +186,9 @@ def _layers_with_histories(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the names and layers of delayed scaling. A layer may have several names."""
     for path, layer in model.named_modules():
         if isinstance(layer, Float8Linear) and layer._fp8_state.delayed is not None:
-            for name in sorted(names_of(model, f"{path}.weight".lstrip("."))):
-                yield name.removesuffix(".weight"), layer
+            (weight,) = layer._fp8_params
+            for name in sorted(names_of(model, f"{path}.{weight}".lstrip("."))):
+                yield name.removesuffix(f".{weight}"), layer
 
 
 def load_parts(value: Tensor, parts: dict[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fp8rs._core import UnsupportedError
 from fp8rs._torch import computed_in, fsdp_param_groups, shard_group
-from fp8rs.quantize.recipes import check_choice
+from fp8rs.quantize.recipes import check_choice, check_module
 
 from . import symmetric
 from .choice import CommChoice, FSDPComm
@@ -65,6 +65,7 @@ def set_fsdp_comm(
             the model have been set before.
         UnsupportedError: "symmetric" was given and is not possible.
     """
+    check_module("model", model)
     check_choice("all_gather", all_gather, ALL_GATHERS)
     check_choice("reduce_scatter", reduce_scatter, REDUCE_SCATTERS)
     units = list(_units(model))

@@ -19,7 +19,7 @@ from fp8rs.convert.select import FILTERED, SHARDED, Selection, converted, listed
 from fp8rs.nn.fp8_params import add_fp8_params
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.model_state import ModelState
-from fp8rs.quantize.recipes import Recipe, RecipeName
+from fp8rs.quantize.recipes import Recipe, RecipeName, check_bool, check_module
 from fp8rs.scaling import steps
 
 _log = logging.getLogger("fp8rs")
@@ -102,8 +102,7 @@ def convert_to_float8_training(
             ``fully_shard`` was already called on ``module``.
         RuntimeError: with ``fp8_weights``, a graph or a weak reference holds a weight's tensor.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    check_module("module", module)
     options = Options(
         recipe,
         config,
@@ -114,6 +113,7 @@ def convert_to_float8_training(
         fp8_weights,
         experts,
     ).resolved()
+    check_bool("preserve_high_precision_init_val", preserve_high_precision_init_val)
     if preserve_high_precision_init_val and not fp8_weights:
         raise ValueError(
             "preserve_high_precision_init_val=True requires fp8_weights=True: other weights keep "
@@ -201,6 +201,8 @@ def _log_conversion(root: nn.Module, recipe: Recipe) -> None:
         summary += f"; {len(found.left)} left in high precision"
     if found.experts and FILTERED in found.left.values():
         summary += "; module_filter_fn does not select experts: experts= and filter_fqns do"
+    if found.experts and recipe.delayed:
+        summary += "; experts have current scales, because their rows have no history"
     if _log.hasHandlers():
         gemms = {"auto": "FP8 where it is faster", "fp8": "FP8", "gather": "high precision"}
         lines: dict[str, list[str]] = {}
@@ -233,6 +235,7 @@ def optimizer_stepped(module: nn.Module) -> None:
     Args:
         module: a module that contains converted layers.
     """
+    check_module("module", module)
     states = (getattr(m, "_fp8_state", None) for m in module.modules())
     for state in dict.fromkeys(state for state in states if state is not None):
         state.stepped()

@@ -152,6 +152,8 @@ def _why_not(
         return "experts='off'"
     if options.experts == "auto" and not is_known(module):
         return "not known as experts, see experts='gather'"
+    if "forward" in module.__dict__ and not uses_registry(module):
+        return "its module's forward is an attribute of the instance"
     if weight.dtype not in INPUT_DTYPES:
         return f"its dtype is {weight.dtype}"
     return f"it is tied to {', '.join(tied)}" if tied else ""

@@ -44,6 +44,13 @@ class Options:
                 f"filter_fqns must be a collection of names, not the str {self.filter_fqns!r}"
             )
         check_bool("fp8_weights", self.fp8_weights)
+        if self.enable_fsdp_float8_all_gather is not None:
+            check_bool("enable_fsdp_float8_all_gather", self.enable_fsdp_float8_all_gather)
+        filters = tuple(self.filter_fqns)
+        if wrong := [part for part in filters if not isinstance(part, str)]:
+            raise TypeError(f"filter_fqns must have names, not {wrong[0]!r}")
+        if not (self.module_filter_fn is None or callable(self.module_filter_fn)):
+            raise TypeError(f"module_filter_fn must be callable, not {self.module_filter_fn!r}")
         group_name(self.amax_reduction_group)  # raises if it is not a group
         gather = self.enable_fsdp_float8_all_gather
         if self.config is None:
@@ -73,7 +80,6 @@ class Options:
                 f"'rowwise', not {recipe.name!r}. With experts='gather', weights of experts are "
                 "gathered in FP8 and their GEMMs run in high precision"
             )
-        filters = tuple(self.filter_fqns)
         return replace(
             self, recipe=recipe, filter_fqns=filters, enable_fsdp_float8_all_gather=gather
         )

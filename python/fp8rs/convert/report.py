@@ -20,7 +20,7 @@ from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import Selection, converted, select
 from fp8rs.convert.sizes import Layouts, groups_of, layouts_of
 from fp8rs.fsdp.shard_spec import ShardSpec
-from fp8rs.quantize.recipes import Recipe, RecipeName, describe
+from fp8rs.quantize.recipes import Recipe, RecipeName, check_module, describe
 
 #: Rows per expert for which a report names GEMMs.
 ROWS_PER_EXPERT = (128, 1024, 8192)
@@ -89,8 +89,7 @@ def report(
         TypeError, ValueError: an argument is wrong, the model is converted and an argument of the
             conversion is given, or its modules have different recipes.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    check_module("model", model)
     options = Options(
         recipe=recipe,
         config=config,

@@ -13,7 +13,7 @@ from fp8rs.convert.options import ModuleFilter, Options, fqn_of
 from fp8rs.gemm.estimates import linear_us
 from fp8rs.nn.experts import batched_parameters
 from fp8rs.nn.linear import Float8Linear
-from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName, check_int, resolve_recipe
 from fp8rs.tensor.formats import INPUT_DTYPES
 
 #: Reasons. The last one is of layers outside a converted part, or added after the conversion.
@@ -67,8 +67,7 @@ def min_speedup(
     """
     name = resolve_recipe(recipe).name
     name = "current" if name == "delayed" else name
-    if tokens < 1:
-        raise ValueError(f"tokens must be at least 1, not {tokens}")
+    check_int("tokens", tokens, 1)
 
     def keep(module: nn.Module, fqn: str) -> bool:
         if not isinstance(module, nn.Linear):
@@ -103,6 +102,12 @@ def why_not(layer: nn.Linear, tied: Iterable[str] = ()) -> Reason | None:
         return Reason("its parent (nn.MultiheadAttention) reads its weight without calling it")
     if _is_from_torchao(layer):
         return Reason(TORCHAO)
+    if "forward" in layer.__dict__:  # for example by torch's or another library's hooks
+        return Reason(
+            "its forward is an attribute of the instance",
+            "an attribute of the instance replaces the forward, for example tensor parallelism of "
+            "transformers or a hook of accelerate. Convert the model before",
+        )
     if kind.forward is not nn.Linear.forward:
         return Reason(f"its class {kind.__name__} overrides forward")
     if tied:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8rs.quantize.recipes import check_module
 from fp8rs.storage import locate, open_store
 
 from .formats import ServingFormat, serving_format
@@ -60,6 +61,7 @@ def save_pretrained(
         ValueError: as in ``tensors``, or fsspec does not support the URL.
         OSError: the disk is full or not writable. Every rank raises.
     """
+    check_module("model", model)
     serving = serving_format(format, scale_fmt)
     if not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; it must be a positive int")

@@ -27,6 +27,7 @@ from fp8rs._torch import (
 from fp8rs.checkpoint.parts import SCALE, parts_of
 from fp8rs.checkpoint.states import load_parts
 from fp8rs.nn.fp8_params import reset_scales
+from fp8rs.quantize.recipes import check_module
 from fp8rs.tensor.formats import MX_1X32, MX_32X32
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -140,8 +141,7 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
             or shapes differ, or a tensor of the model is on the meta device. Every rank raises, and
             nothing was written.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    check_module("model", model)
     error: Exception | None = None
     try:
         stored = StoredTensors(directory)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_like, own_part, plain_name, reshard
 from fp8rs.nn.spec import spec_for
+from fp8rs.quantize.recipes import check_module
 from fp8rs.tensor.formats import INPUT_DTYPES, split
 from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -63,8 +64,7 @@ def tensors(
     serving = serving_format(format, scale_fmt)
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"dtype is {dtype}; it must be float32, bfloat16 or float16")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    check_module("model", model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(

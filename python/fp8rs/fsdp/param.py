@@ -131,12 +131,12 @@ class ParamHandle:
     def is_stale(self, forward_id: int, in_backward: bool) -> bool:
         """Whether the scale was computed for an earlier forward or before a write.
 
-        Inside a backward, writes do not count. If one rank alone wrote its shard, the others would
-        not take part in the all-reduce of the new scale.
+        Inside a backward, a scale that exists is not stale. Other ranks might not take part in the
+        all-reduce of a new one, and the backward needs the bytes of its forward.
         """
-        if self._forward_id < forward_id:
-            return True
-        return not in_backward and self.written
+        if in_backward and self.ready is not None:
+            return False
+        return self._forward_id < forward_id or self.written
 
     @property
     def written(self) -> bool:

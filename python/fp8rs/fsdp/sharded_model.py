@@ -34,7 +34,7 @@ from fp8rs._torch import (
 )
 from fp8rs.nn.fp8_params import copy_attributes
 from fp8rs.nn.model_state import ModelState
-from fp8rs.quantize.recipes import quant_spec
+from fp8rs.quantize.recipes import check_module, quant_spec
 from fp8rs.scaling.reductions import reduce_packed_
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -230,7 +230,9 @@ class ShardedModel:
         Raises:
             RuntimeError: an FP8 weight that is gathered for a backward was written.
         """
-        forward_id, backward = self.state.tracker.forward_id, in_backward()
+        tracker = self.state.tracker
+        # A hook on a backward may run a forward of this model.
+        forward_id, backward = tracker.forward_id, in_backward() and not tracker.in_forward
         if any(h.is_stale(forward_id, backward) for h in group):
             parameter: Any = group[0].parameter
             self._compare(parameter.device_mesh)
@@ -241,7 +243,7 @@ class ShardedModel:
                 [h for h in stale if h.shard_spec.shard_groups == groups], forward_id
             )
         for h in group:
-            if h.written and isinstance(h, Float8ParamHandle):  # inside a backward
+            if h.written and isinstance(h, Float8ParamHandle):
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
                     f"inplace operation: the FP8 weight {h.fqn}, which is gathered for a "
@@ -440,6 +442,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     Args:
         module: a module that contains converted layers, usually FSDP2's root.
     """
+    check_module("module", module)
     states = {id(s): s for m in module.modules() if (s := getattr(m, "_fp8_state", None))}
     for state in states.values():
         if state.sharded_model is not None:

@@ -7,6 +7,7 @@ from torch import nn
 from fp8rs._torch import plain_name
 from fp8rs.nn.fp8_params import Float8Params
 from fp8rs.nn.linear import Float8Linear
+from fp8rs.quantize.recipes import check_module
 
 #: The name of a model that is itself a layer.
 ROOT = "root"
@@ -18,8 +19,7 @@ def linear_layers(model: nn.Module) -> dict[str, Float8Linear]:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    check_module("model", model)
     return {
         plain_name(name) or ROOT: module
         for name, module in model.named_modules()

@@ -268,7 +268,8 @@ def _device(model: nn.Module) -> torch.device:
 
 def _with_shard(stats: OperandStats, layer: Float8Linear) -> OperandStats:
     """Return ``stats`` with this rank's high-precision shard, if the weight is gathered in FP8."""
-    parameter: Any = layer._parameters.get("weight")
+    (name,) = layer._fp8_params
+    parameter: Any = layer._parameters.get(name)
     if not is_distributed(parameter):
         return stats  # not sharded, or unsharded now with the same shard
     from fp8rs.fsdp.master_weight import MasterWeight

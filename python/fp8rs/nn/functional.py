@@ -13,7 +13,7 @@ from fp8rs._torch import constant_when_traced, is_distributed
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
 from .function import prepare_compilers
-from .grouped import check, grouped
+from .grouped import check, check_sizes, grouped
 from .spec import register
 
 __all__ = ["check_offsets", "grouped_linear"]
@@ -67,6 +67,7 @@ def grouped_linear(
     """
     weight, transposed = as_stored(weight)
     check(x, weight, offs, bias, transposed)
+    check_sizes(weight)
     key = key_of("current" if recipe is None else recipe)
     return grouped(cast_input(x), weight, offs, bias, key, transposed)
 

@@ -76,13 +76,18 @@ def grouped(
         (rows, out), with the dtype of ``x``.
     """
     spec = grouped_spec_for(key)
+    if not weight.shape[0]:  # no row belongs to a group
+        y: Tensor = x[:, :0] @ _values(weight, x.dtype, not transposed).sum(0)[:0]
+        return y if bias is None else y + bias.to(y.dtype).sum(0)
     choice = estimates.HIGH_PRECISION
     if gemms != "gather" and _has_fp8_gemms(spec, weight):
         choice = estimates.FP8 if gemms == "fp8" else _choose(x, weight, spec)
     if not torch.is_grad_enabled():  # ctx.needs_input_grad would be True all the same
         weight = weight.detach()
-    y: Tensor = _Grouped.apply(x, weight, offs, bias, _How(spec, transposed, zero_tail, choice))
-    return y
+    if choice != estimates.FP8:  # torch's GEMMs of other layouts require aligned groups
+        x = x.contiguous()
+    out: Tensor = _Grouped.apply(x, weight, offs, bias, _How(spec, transposed, zero_tail, choice))
+    return out
 
 
 def _choose(x: Tensor, weight: Tensor, spec: GroupedSpec) -> estimates.GroupedChoice:
@@ -171,6 +176,25 @@ def gated_mlp(
     return rows
 
 
+def check_sizes(weight: Tensor) -> None:
+    """Check that FP8 GEMMs support the sizes of a weight.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if not _are_supported(weight):
+        n, k, experts = prod(weight.shape[1:-1]), weight.shape[-1], weight.shape[0]
+        raise ValueError(
+            f"weight has {experts} matrices of {n} x {k}; there must be fewer than {MAX_GROUPS} "
+            f"experts, and both sizes must be multiples of {ALIGNMENT}"
+        )
+
+
+def _are_supported(weight: Tensor) -> bool:
+    n, k = prod(weight.shape[1:-1]), weight.shape[-1]
+    return not (n % ALIGNMENT or k % ALIGNMENT) and weight.shape[0] < MAX_GROUPS
+
+
 def check(
     x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, transposed: bool = False
 ) -> None:
@@ -190,12 +214,6 @@ def check(
         n, k = k, n
     if x.dim() != 2 or x.shape[1] != k:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be (rows, {k}) for the weight")
-    if n % ALIGNMENT or k % ALIGNMENT:
-        raise ValueError(
-            f"weight has matrices of {n} x {k}; both sizes must be multiples of {ALIGNMENT}"
-        )
-    if experts >= MAX_GROUPS:
-        raise ValueError(f"weight has {experts} experts; it must have fewer than {MAX_GROUPS}")
     if offs.shape != (experts,):
         raise ValueError(f"offs has shape {tuple(offs.shape)}; it must be ({experts},)")
     if offs.dtype != torch.int32:
@@ -227,10 +245,18 @@ class _How(NamedTuple):
 
 
 def _has_fp8_gemms(spec: GroupedSpec, weight: Tensor) -> bool:
-    """Whether FP8 GEMMs read codes in the format of a weight, on its device."""
-    of = weight if isinstance(weight, QuantizedTensor) else spec.weight
+    """Whether FP8 GEMMs read the codes of a weight, on its device.
+
+    Views that are not whole matrices have no codes of their own, for example of gate and up in one
+    parameter.
+    """
+    of: Any = spec.weight
+    if isinstance(weight, QuantizedTensor):
+        if weight.rowwise is None:
+            return False
+        of = weight
     known = reads_format(of.format) and of.fp8_dtype == _E4M3
-    return known and has_grouped_gemm(weight.device)
+    return known and _are_supported(weight) and has_grouped_gemm(weight.device)
 
 
 class _Operand(NamedTuple):
@@ -284,7 +310,7 @@ def _operand(
         assert row is not None
         plane = row
     codes, scale = plane.data.flatten(1, -2), plane.scale
-    per_row = scale.view(codes.shape[0], -1)
+    per_row = scale.view(codes.shape[0], 1 if plane.format.per_tensor else codes.shape[1])
     if not turned:
         return _Operand(codes.contiguous(), per_row, None, scale)
     codes = _transpose(codes.contiguous(), after, True)
@@ -296,7 +322,7 @@ def _operand(
 def _values(weight: Tensor, dtype: torch.dtype, turned: bool) -> Tensor:
     """Return the values of a weight as (E, rows, cols), or of its transpose."""
     values = weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.to(dtype)
-    values = values if values.dim() == 3 else values.flatten(1, -2)
+    values = (values if values.dim() == 3 else values.flatten(1, -2)).contiguous()
     return values.transpose(-2, -1) if turned else values
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+def rows_and_columns(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     """Return (product of the leading dims, last dim) of ``shape``. () is (1, 1)."""
     if len(shape) == 2:
         return shape[0], shape[1]
@@ -40,8 +40,8 @@ def split(
         ``(batch,)``, or ``()`` for one matrix; and ``(rows, cols)``.
     """
     if batched and len(shape) > 2:
-        return (shape[0],), matrix_shape(shape[1:])
-    return (), matrix_shape(shape)
+        return (shape[0],), rows_and_columns(shape[1:])
+    return (), rows_and_columns(shape)
 
 
 def allocate_codes(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import nn
 
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import BlockFormat
@@ -37,6 +38,12 @@ def check_int(name: str, value: Any, least: int, most: int | None = None) -> Non
     if value < least or (most is not None and value > most):
         allowed = f"at least {least}" if most is None else f"within {least} and {most}"
         raise ValueError(f"{name} must be {allowed}, not {value}")
+
+
+def check_module(name: str, value: Any) -> None:
+    """Raise TypeError if ``value`` is not a torch.nn.Module."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{name} must be a torch.nn.Module, not {type(value).__name__}")
 
 
 def check_choice(name: str, value: object, options: Collection[object]) -> None:

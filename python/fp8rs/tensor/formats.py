@@ -14,7 +14,6 @@ import torch
 from typing_extensions import Self
 
 from fp8rs.ops.shapes import block_count
-from fp8rs.ops.shapes import matrix_shape as matrix_shape
 from fp8rs.ops.shapes import split as split
 
 E4M3 = torch.float8_e4m3fn
