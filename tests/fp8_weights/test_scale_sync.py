@@ -281,7 +281,8 @@ def test_rows_of_a_shard_that_begins_within_a_block_are_written_wherever_they_li
     model = make(WITHIN_BLOCKS, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
     shard(model, rig)
     part = model.blocks[0].up.weight.to_local()
-    begin = -store_of(part).lead % 32  # the first row of a block, on the second rank not the first
+    # The first row of a block. On the second rank, it is not the first row.
+    begin = -store_of(part).block_offset % 32
     for rows in (
         slice(begin, None),
         slice(begin + 1, begin + 3),

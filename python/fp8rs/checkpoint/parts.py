@@ -213,7 +213,7 @@ def parts_of(value: Tensor) -> dict[str, Tensor] | None:
         assert plane is not None
         if not transposed:
             data = codes_of(local.__get_tensor_shard__(), plane.data)
-            plane = Plane(data, plane.scale, plane.format, plane.lead)
+            plane = Plane(data, plane.scale, plane.format, plane.block_offset)
         found[suffix], found[suffix + SCALE] = _tensors_of(value, plane, transposed)
     return found
 
@@ -241,6 +241,6 @@ def _tensors_of(value: Tensor, plane: Plane, transposed: bool) -> tuple[Tensor, 
         return whole, scale.view(batch)
     if not format.per_tensor:
         first += tuple(b // n if n > 0 else 0 for b, n in zip(begin, format.block, strict=True))
-    shared = [0] * len(batch) + [int(n > 0) for n in plane.lead]
+    shared = [0] * len(batch) + [int(n > 0) for n in plane.block_offset]
     own = as_part(scale, first, tuple(shared[: scale.dim()]))
     return whole, dtensor_like(value, own, format.scale_shape(rows, cols, batch))

@@ -215,7 +215,7 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
         for place, row in zip(
             *quantizer.places(shard, grids[i], quantizer.split_rows), strict=True
         ):
-            start = place * height - quantizer.offset(shard)
+            start = place * height - quantizer.block_offset(shard)
             rows = slice(max(start, 0), start + height)
             scale, stored = common.select(-2, row).to(data.device), scales.select(-2, place)
             before = stored.to(torch.float32, copy=True)
@@ -255,7 +255,7 @@ def _block_contributions(quantizer: BlockwiseShardQuantizer, shard: LocalShard) 
         return _contribution(scales, scales)
     block, offset, batched = (
         quantizer.split_block,
-        quantizer.offset(shard),
+        quantizer.block_offset(shard),
         shard.shard_spec.batched,
     )
     amax = _block_amax(_values(quantizer, shard), block, offset, batched)

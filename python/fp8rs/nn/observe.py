@@ -165,7 +165,7 @@ def add_batch(kept: Tensor, values: Tensor | None, plane: Plane) -> None:
             scales are added.
         plane: the codes and scales.
     """
-    plane = Plane(plane.matrix, plane.scale, plane.format, plane.lead)
+    plane = Plane(plane.matrix, plane.scale, plane.format, plane.block_offset)
     experts, rows, cols = plane.data.shape
     if not experts * rows * cols:
         return

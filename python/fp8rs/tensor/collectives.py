@@ -110,7 +110,7 @@ def _gathered(t: QuantizedTensor, group_size: int, group_name: str) -> Tensor:
             scale = scale.repeat_interleave(rows, 0)
     elif height > 1:
         # Repeat scales for each row, because all ranks must send the same number of scales.
-        scale = scale.repeat_interleave(height, -2).narrow(-2, plane.lead[0], rows)
+        scale = scale.repeat_interleave(height, -2).narrow(-2, plane.block_offset[0], rows)
         format = formats.format_of((1, width), format.scale_dtype)
     # A batch is sent as the rows of its matrices, in order.
     sent = [x.contiguous().view(torch.uint8) for x in (plane.data, scale.flatten(0, -2))]

@@ -54,7 +54,7 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
             new = other.transposed(name, "copy_")
         if new is None or own.matrix.shape != new.matrix.shape:
             return False
-        if own.lead != new.lead:
+        if own.block_offset != new.block_offset:
             if not piece:
                 return False
             raise ValueError(
@@ -92,9 +92,9 @@ def new_shard(like: Store, shape: Iterable[int], device: Any) -> Store:
         if present.format.per_tensor and not batch:
             scale = present.scale.to(device, copy=True)
         else:
-            rows, cols = (n + m for n, m in zip(size[-2:], present.lead, strict=True))
+            rows, cols = (n + m for n, m in zip(size[-2:], present.block_offset, strict=True))
             scale = zeros(present.scale, present.format.scale_shape(rows, cols, batch), device)
-        return Plane(zeros(present.data, size, device), scale, present.format, present.lead)
+        return Plane(zeros(present.data, size, device), scale, present.format, present.block_offset)
 
     columnwise = plane(like.columnwise, (*batch, *matrix[::-1]))
     new = like.over(plane(like.rowwise, (*batch, *matrix)), columnwise)
@@ -140,6 +140,6 @@ def fill_shard(store: Store, to: Box, source: Store, part: Box) -> bool:
             data = plane.data.narrow(dim, 0, to[0].stop)
             data.copy_(new.data.reshape(data.shape))
             scale = new.scale.to(data.device, copy=True)
-            setattr(store, name, Plane(data, scale, new.format, new.lead))
+            setattr(store, name, Plane(data, scale, new.format, new.block_offset))
     store.padded = False
     return True

@@ -544,7 +544,7 @@ class QuantizedTensor(Tensor):
             plane = getattr(store, name)
             if plane is not None:
                 names += f"_{name}_data", f"_{name}_scale"
-                kinds.append((name, plane.format.name, plane.lead))
+                kinds.append((name, plane.format.name, plane.block_offset))
         if store.one_scale:  # a scale that is listed twice would be written twice
             names.remove("_columnwise_scale")
         if store.delayed is not None:
@@ -558,10 +558,12 @@ class QuantizedTensor(Tensor):
     ) -> Self:
         dtype, kinds, spec, offset = context
         planes = {}
-        for name, format, lead in kinds:
+        for name, format, block_offset in kinds:
             own = f"_{name}_scale"
             scale = inner[own if own in inner else "_rowwise_scale"]
-            planes[name] = Plane(inner[f"_{name}_data"], scale, formats.FORMATS[format], lead)
+            planes[name] = Plane(
+                inner[f"_{name}_data"], scale, formats.FORMATS[format], block_offset
+            )
         delayed = None
         if "_delayed_scale" in inner:
             delayed = inner["_delayed_scale"], inner["_delayed_amax"]

@@ -87,10 +87,13 @@ class Store:
         return observer if observer is not None and observer.observes(self) else None
 
     @property
-    def lead(self) -> int:
+    def block_offset(self) -> int:
         """The number of rows by which the first blocks begin before the matrix."""
         row, col = self.rowwise, self.columnwise
-        return max(row.lead[0] if row is not None else 0, col.lead[1] if col is not None else 0)
+        return max(
+            row.block_offset[0] if row is not None else 0,
+            col.block_offset[1] if col is not None else 0,
+        )
 
     @property
     def any_plane(self) -> Plane:
@@ -151,9 +154,9 @@ class Store:
         start, stop = begin // size, -(-end // size)
         if self.batched:
             return slice(start, stop)
-        block, lead = max(blocks), self.lead
-        start = max((start + lead) // block * block - lead, 0)
-        return slice(start, min(-(-(stop + lead) // block) * block - lead, height))
+        block, offset = max(blocks), self.block_offset
+        start = max((start + offset) // block * block - offset, 0)
+        return slice(start, min(-(-(stop + offset) // block) * block - offset, height))
 
     def box(self, rows: slice) -> Box:
         """Return the box of whole rows, or of whole matrices of a batch."""
@@ -199,7 +202,7 @@ class Store:
         if part != [*batch, *matrix]:  # the rows have another length
             return None, None
         if row is not None:
-            return Plane(row.data.view(view.shape), row.scale, row.format, row.lead), col
+            return Plane(row.data.view(view.shape), row.scale, row.format, row.block_offset), col
         # Where the planes differ, the tensor has the values of the rowwise one.
         return None, col if self.rowwise is None else None
 
@@ -274,7 +277,7 @@ class Store:
                 scale=scale,
                 amax=amax,
                 declared=True,
-                lead=0 if rows.start else self.lead,
+                block_offset=0 if rows.start else self.block_offset,
             )
         self.put(self.rows(rows), planes)
         return True
@@ -329,6 +332,8 @@ class Store:
 
 def _of_whole_blocks(plane: Plane | None, starts: tuple[int, int]) -> Plane | None:
     """Return a part of a plane, or None if it begins within a block of the plane."""
-    if plane is None or any(lead and start for lead, start in zip(plane.lead, starts, strict=True)):
+    if plane is None or any(
+        offset and start for offset, start in zip(plane.block_offset, starts, strict=True)
+    ):
         return None
     return plane
