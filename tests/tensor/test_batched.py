@@ -11,7 +11,7 @@ from fp8rs.tensor import formats
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import Float8Tensor, QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
-from internals import store_of
+from internals import storage_of
 from oracle.compare import same
 
 E4M3 = torch.float8_e4m3fn
@@ -68,8 +68,8 @@ def each_equals(t, x, planes=(True, True)):
 def test_each_matrix_has_the_bytes_of_a_2d_tensor(device, format, shape, planes):
     t, x = make(device, format, shape, planes)
     assert each_equals(t, x, planes)
-    rows, cols = store_of(t).matrix[1:]
-    assert store_of(t).matrix[0] == shape[0]
+    rows, cols = storage_of(t).matrix[1:]
+    assert storage_of(t).matrix[0] == shape[0]
     if t.rowwise is not None:
         assert t.rowwise.data.shape == shape
         assert t.rowwise.scale.shape == format.scale_shape(rows, cols, shape[:1])
@@ -235,7 +235,7 @@ def test_leading_dimensions_of_activations_are_rows(device):
     for format in formats.FORMATS.values():
         t = quantizer(format, batched=False)(x)
         rows = quantizer(format, batched=False)(x.view(-1, 129))
-        assert not t.rowwise.batched and store_of(t).matrix == (135, 129)
+        assert not t.rowwise.batched and storage_of(t).matrix == (135, 129)
         assert same(t.rowwise.scale, rows.rowwise.scale)
 
 

@@ -87,7 +87,7 @@ class Codes(PlainPart):
         """
         if src.dtype == self.dtype:
             super().copy_(src, non_blocking)
-            observer = self.weight.tensor._store.observer
+            observer = self.weight.tensor._storage.observer
             if observer is not None:  # other ranks may load and quantize values
                 observer.observe_write(self.weight.tensor, None, exact=False)
         elif src.dtype in INPUT_DTYPES:
@@ -198,7 +198,7 @@ def parts_of(value: Tensor) -> dict[str, Tensor] | None:
     Returns None if tensor parallelism splits blocks, because these have no common scale.
     """
     local: QuantizedTensor = own_part(value)
-    planes = {"": local._store.rowwise, COLUMNWISE: local._store.columnwise}
+    planes = {"": local._storage.rowwise, COLUMNWISE: local._storage.columnwise}
     shown = dict(zip(planes, local.planes, strict=True))
     if planes[""] is not None and planes[""].format.square:
         del planes[COLUMNWISE]  # the same codes, transposed

@@ -241,7 +241,7 @@ def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return the values of a shard (..., rows, columns), pending ones if there are any."""
     pending = handle_of(shard).pending
     if pending is not None:
-        return pending.view(cast(QuantizedTensor, shard.data)._store.matrix)
+        return pending.view(cast(QuantizedTensor, shard.data)._storage.matrix)
     values = _split_plane(quantizer, shard).dequantize(torch.float32)
     return values.t() if quantizer.layout.columnwise else values
 

@@ -34,7 +34,7 @@ def refuse_double_backward(owner: str) -> None:
 
 def check_live(weight: QuantizedTensor, owner: str) -> None:
     """Raise RuntimeError if FSDP2 has freed a gathered weight. A traced weight has no memory."""
-    plane = weight._store.any_plane
+    plane = weight._storage.any_plane
     if not torch.compiler.is_compiling() and not plane.live:
         plane.check_live(f"the gathered weight of {owner}, {tuple(weight.shape)},")
 

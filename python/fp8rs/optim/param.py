@@ -16,9 +16,9 @@ from fp8rs._torch import dtensor_like, is_distributed, is_traced, own_part
 from fp8rs.optim import stochastic
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import FP8_MAX
+from fp8rs.tensor.plane_storage import Delayed
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.store import Delayed
 
 #: Formats whose scales ``adamw_`` computes in the pass that writes the codes.
 OWN_SCALES = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
@@ -74,7 +74,7 @@ class Param:
         self.param = param
         self.part: Tensor = own_part(param)
         self.weight = self.part if isinstance(self.part, QuantizedTensor) else None
-        self.handle: Any = None if self.weight is None else self.weight._store.observer
+        self.handle: Any = None if self.weight is None else self.weight._storage.observer
 
     # --- layout ----------------------------------------------------------------------------------
 
@@ -120,10 +120,10 @@ class Param:
         # All kinds except SEPARATE write a rowwise plane and its scale only. A second plane, or
         # elements outside of a view, would keep codes of the old scale. An empty shard is a view.
         whole = weight.is_whole or not weight.numel()
-        if not whole or weight._store.has != (True, False):
+        if not whole or weight._storage.has != (True, False):
             return UpdateKind.SEPARATE
         if weight.format.per_tensor:
-            if weight._store.batched:  # a scale for each matrix
+            if weight._storage.batched:  # a scale for each matrix
                 return UpdateKind.SEPARATE
             if self.delayed is not None:
                 return UpdateKind.KNOWN_SCALE
@@ -140,7 +140,7 @@ class Param:
     @property
     def matrix(self) -> tuple[int, ...]:
         """The shape of an FP8 weight's local part: (rows, cols), or (E, rows, cols) for a batch."""
-        batch, matrix = formats.split(self.codes.shape, self.codes._store.batched)
+        batch, matrix = formats.split(self.codes.shape, self.codes._storage.batched)
         return *batch, *matrix
 
     @cached_property
@@ -155,7 +155,7 @@ class Param:
         weight = self.weight
         if weight is None or not weight.format.per_tensor:
             return None
-        return weight._store.delayed or (None if self.handle is None else self.handle.slots)
+        return weight._storage.delayed or (None if self.handle is None else self.handle.slots)
 
     def like(self, part: Tensor) -> Tensor:
         """Return a tensor with this local part that is distributed like the parameter."""
@@ -188,7 +188,7 @@ class Param:
         count = 0 if self.handle is None else self.handle.writes
         if is_distributed(self.param):
             return (count,)
-        return count, self.param._version, self.weight._store.any_plane.data._version
+        return count, self.param._version, self.weight._storage.any_plane.data._version
 
     def is_rounded(self, master: Tensor) -> bool:
         """Return whether a plain parameter equals its rounded master. Synchronizes with a GPU."""

@@ -62,10 +62,10 @@ def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) ->
         for out, given in zip(arrived, inputs, strict=False)  # receivers have none
     ]
     result: Any = None
-    for place in range(len(arrived[0]._store.tensors())):
+    for place in range(len(arrived[0]._storage.tensors())):
 
         def wire(t: QuantizedTensor, place: int = place) -> Tensor:
-            return as_bytes(t._store.tensors()[place])
+            return as_bytes(t._storage.tensors()[place])
 
         result = func(*tree_map_only(QuantizedTensor, wire, (arrived, parts)), *args, **kwargs)
         wait(result)

@@ -25,7 +25,7 @@ def write_items(fqn: str, whole: Any) -> list[Any]:
         ValueError: tensor parallelism splits blocks, so that other layouts cannot read the parts.
     """
     local = own_part(whole)
-    for plane, turned in ((local._store.rowwise, False), (local._store.columnwise, True)):
+    for plane, turned in ((local._storage.rowwise, False), (local._storage.columnwise, True)):
         if plane is not None and splits_blocks(whole, plane, turned):
             raise ValueError(
                 f"{fqn} is an FP8 weight, and tensor parallelism splits its blocks of format "
@@ -46,7 +46,7 @@ def splits_blocks(value: Any, plane: Plane, turned: bool) -> bool:
     """
     if not is_distributed(value):
         return False
-    observer: Any = own_part(value)._store.observer
+    observer: Any = own_part(value)._storage.observer
     sharded = [(i, p.dim) for i, p in enumerate(value.placements) if not p.is_replicate()]
     if observer is not None and observer.sharded_model is not None:
         sharded = sharded[1:]  # ranks of FSDP2 share the scales of blocks that shards split

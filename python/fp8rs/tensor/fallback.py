@@ -87,7 +87,7 @@ def on_values(
     for t in {id(t): t for t in written}.values():
         value = plain[id(t)]
         stand_ins[id(value)] = t
-        t.write(value, t.spec, t._store.delayed, keep)
+        t.write(value, t.spec, t._storage.delayed, keep)
     return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
 
 

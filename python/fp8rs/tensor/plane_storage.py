@@ -35,7 +35,7 @@ class WriteObserver(Protocol):
 
     init_value: Tensor | None
 
-    def observes(self, store: Store) -> bool:
+    def observes(self, storage: PlaneStorage) -> bool:
         """Return whether planes may belong to the weight, and not to a copy of it."""
 
     def observe_write(self, tensor: Any, values: Tensor | None, exact: bool) -> None:
@@ -46,7 +46,7 @@ class WriteObserver(Protocol):
         Args:
             tensor: the tensor that was written.
             values: the values that were written to it. None if codes and scales were copied.
-            exact: whether each value was rounded by itself: see `Store.write`.
+            exact: whether each value was rounded by itself: see `PlaneStorage.write`.
         """
 
     def forget_init(self) -> None:
@@ -54,15 +54,15 @@ class WriteObserver(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Store:
+class PlaneStorage:
     """The planes that a tensor shares with its aliases and views.
 
     Attributes:
         rowwise, columnwise: the planes, of which at least one is not None.
         spec: how written values are quantized. None means the planes' format with default options.
         delayed: for delayed scaling, the scale to read and the amax to raise.
-        observer: observes writes to a parameter's planes. Stores that are made from this one share
-            it.
+        observer: observes writes to a parameter's planes. Storages that are made from this one
+            share it.
         padded: FSDP2 has allocated the planes of a shard with padding (`fp8rs.tensor.copies`). The
             first copy into them sets the size of the shard.
         gathered: FSDP2 has gathered the planes' bytes, and frees and refills their storage.
@@ -76,9 +76,9 @@ class Store:
     padded: bool = False
     gathered: bool = False
 
-    def over(self, rowwise: Plane | None, columnwise: Plane | None) -> Store:
-        """Return a store of other planes with this spec, delayed scale and observer."""
-        return Store(rowwise, columnwise, self.spec, self.delayed, self.observer)
+    def over(self, rowwise: Plane | None, columnwise: Plane | None) -> PlaneStorage:
+        """Return a storage of other planes with this spec, delayed scale and observer."""
+        return PlaneStorage(rowwise, columnwise, self.spec, self.delayed, self.observer)
 
     @property
     def active_observer(self) -> WriteObserver | None:
@@ -313,7 +313,7 @@ class Store:
         return row, col
 
     def put(self, parts: Planes, planes: Planes, non_blocking: bool = False) -> None:
-        """Copy the codes and scales of planes into parts of this store's planes."""
+        """Copy the codes and scales of planes into parts of this storage's planes."""
         wholes = self.rowwise, self.columnwise
         for whole, own, new in zip(wholes, parts, planes, strict=True):
             if own is None:
