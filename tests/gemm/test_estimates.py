@@ -214,8 +214,8 @@ def test_row_scales_cost_a_pass_over_gradients():
 @pytest.mark.parametrize("n, k", [(1536, 2048), (4096, 14336)])
 def test_the_choice_does_not_depend_on_the_layout(n, k):
     for rows in (128, 1024, 8192):
-        weight, turned = GroupedWeight(8, n, k), GroupedWeight(8, k, n)
-        assert choose(8 * rows, weight) == choose(8 * rows, turned)
+        weight, transposed = GroupedWeight(8, n, k), GroupedWeight(8, k, n)
+        assert choose(8 * rows, weight) == choose(8 * rows, transposed)
 
 
 @pytest.mark.parametrize("rows", [16, 128, 1024, MOST_WGRAD_ROWS])

@@ -96,14 +96,14 @@ def test_dequantizing_gives_each_matrix(device, format, shape, planes):
 @each_plane
 def test_the_transpose_can_be_read_only(device, format, planes):
     t, x = make(device, format, (3, 45, 129), planes)
-    turned = t.transpose(-1, -2)
-    assert turned.shape == (3, 129, 45)
-    assert turned.planes == (None, None)
-    assert same(turned.dequantize(), t.dequantize().mT)
-    assert same(turned.mT.dequantize(), t.dequantize())
+    transposed = t.transpose(-1, -2)
+    assert transposed.shape == (3, 129, 45)
+    assert transposed.planes == (None, None)
+    assert same(transposed.dequantize(), t.dequantize().mT)
+    assert same(transposed.mT.dequantize(), t.dequantize())
     assert same(t[1].t().dequantize(), t.dequantize()[1].t())
     with pytest.raises(NotImplementedError, match="does not consist of whole matrices"):
-        turned.copy_(torch.ones(3, 129, 45, device=device))
+        transposed.copy_(torch.ones(3, 129, 45, device=device))
     assert each_equals(t, x, planes)
 
 

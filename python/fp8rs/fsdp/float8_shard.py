@@ -230,7 +230,7 @@ def write_planes(local: QuantizedTensor, planes: Planes) -> None:
     """Write the planes of a whole shard. An empty shard of one matrix stores its scale alone."""
     storage = local._storage
     if local.numel():
-        storage.put(storage.rows(slice(0, local.shape[0])), planes)
+        storage.copy_planes_(storage.rows(slice(0, local.shape[0])), planes)
     elif storage.format.per_tensor and not storage.batched:
         row, col = planes
         plane = row if row is not None else col

@@ -274,13 +274,13 @@ def _round_blocks(
     Blocks that already have their common scale keep their codes.
     """
 
-    def spread(x: Tensor) -> Tensor:
+    def expand_scale(x: Tensor) -> Tensor:
         x = x.repeat_interleave(quantizer.split_block[1], -1)
         return x[..., : values.shape[-1]].unsqueeze(-2)
 
     # Devices that flush subnormals would compute an infinite inverse of the smallest E8M0 scale.
-    factor = spread((1.0 / scale).clamp(max=2.0**127))
+    factor = expand_scale((1.0 / scale).clamp(max=2.0**127))
     one = scale.new_ones(())
     rounded = _quantize(values.to(torch.float32) * factor, one, codes.dtype)[0].view(torch.uint8)
     old = codes.view(torch.uint8)
-    old.copy_(torch.where(spread(changed), rounded, old))
+    old.copy_(torch.where(expand_scale(changed), rounded, old))

@@ -191,7 +191,7 @@ def quantize_like(before: Any, parameter: Any) -> None:
     values = part is not parameter and not isinstance(part, QuantizedTensor)
     if isinstance(whole, QuantizedTensor) and values:
         with torch.no_grad():
-            planes = quantize_planes(whole.spec, part.contiguous(), *whole._storage.has)
+            planes = quantize_planes(whole.spec, part.contiguous(), *whole._storage.has_planes)
         own = whole.over(whole._storage.over(*planes), part.shape, whole.dtype)
         set_local_tensor(parameter, own)
 

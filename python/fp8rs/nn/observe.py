@@ -182,7 +182,7 @@ def add_batch(kept: Tensor, values: Tensor | None, plane: Plane) -> None:
 
 
 def _add_part(kept: Tensor, x: Tensor | None, part: Plane) -> None:
-    codes, scale = part.data.to(torch.float32), part.spread()
+    codes, scale = part.data.to(torch.float32), part.expand_scale()
     decoded = codes * scale
     size = (decoded if x is None else x).abs()
     amax = size.amax()

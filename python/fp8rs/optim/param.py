@@ -120,7 +120,7 @@ class Param:
         # All kinds except SEPARATE write a rowwise plane and its scale only. A second plane, or
         # elements outside of a view, would keep codes of the old scale. An empty shard is a view.
         whole = weight.is_whole or not weight.numel()
-        if not whole or weight._storage.has != (True, False):
+        if not whole or weight._storage.has_planes != (True, False):
             return UpdateKind.SEPARATE
         if weight.format.per_tensor:
             if weight._storage.batched:  # a scale for each matrix

@@ -47,7 +47,7 @@ def encode(plane: Plane, values: Tensor, numbers: Tensor | float) -> Tensor:
     """
     dtype = plane.data.dtype
     mantissa, smallest = _SIZES[dtype]
-    scaled = values * (1.0 / plane.spread())
+    scaled = values * (1.0 / plane.expand_scale())
     magnitude = scaled.abs().clamp(max=FP8_MAX[dtype])
     # Divide each magnitude by the format's spacing around it. Whole numbers are values of codes.
     exponent = (magnitude.view(torch.int32) & _EXPONENT).clamp(min=(smallest + 127) << 23)
@@ -76,7 +76,7 @@ def is_of(plane: Plane, values: Tensor, stochastic: bool, saturates: bool) -> Te
     codes = plane.matrix.view(torch.uint8)
     dtype = plane.data.dtype
     largest = FP8_MAX[dtype]
-    scaled = values * (1.0 / plane.spread())
+    scaled = values * (1.0 / plane.expand_scale())
     if stochastic:
         down, up = (encode(plane, values, number).view(torch.uint8) for number in (1.0, 0.0))
         same = (codes == down) | (codes == up)

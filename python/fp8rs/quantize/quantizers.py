@@ -54,7 +54,9 @@ def quantize(
     """
     spec = _SPECS[key]
     scale, amax = (None, None) if delayed is None else delayed
-    row, col = quantize_planes(spec, x, rowwise, columnwise, scale=scale, amax=amax, declared=True)
+    row, col = quantize_planes(
+        spec, x, rowwise, columnwise, scale=scale, amax=amax, declare_mutation=True
+    )
     return wrap(PlaneStorage(row, col, spec, delayed), x.shape, x.dtype)
 
 

@@ -132,7 +132,7 @@ def _pad(func: Any, t: QuantizedTensor, pad: list[int], value: Any = 0) -> Any:
     own = t._storage.over(*t.planes)
     shape = [n + more for n, more in zip(t.shape, behind[::-1], strict=True)]
     storage = new_shard(own, shape, t.device)
-    storage.put(storage.part(tuple(slice(0, n) for n in own.matrix)), t.planes)
+    storage.copy_planes_(storage.part(tuple(slice(0, n) for n in own.matrix)), t.planes)
     storage.observer, storage.padded = None, False
     return wrap(storage, shape, t.dtype)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fp8rs.tensor import formats
-from fp8rs.tensor.fallback import on_values, quantized_in, wait
+from fp8rs.tensor.fallback import quantized_in, run_dequantized, wait
 from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -51,7 +51,7 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
     ):
         return _scatter(func, *args, **kwargs)
     written = [] if name in READING else quantized_in(args[0])
-    return on_values(func, args, kwargs, written)
+    return run_dequantized(func, args, kwargs, written)
 
 
 def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def _gathered(t: QuantizedTensor, group_size: int, group_name: str) -> Tensor:
         ValueError: ``t`` is a view that splits blocks. Or it has no rowwise plane, and the blocks
             are not square.
     """
-    plane = t.made("rowwise", "a gather") if t.rowwise is None else t.rowwise
+    plane = t.make_plane("rowwise", "a gather") if t.rowwise is None else t.rowwise
     height, width = plane.format.block
     format, rows, scale = plane.format, plane.matrix.shape[-2], as_bytes(plane.scale)
     if format.per_tensor:

@@ -41,7 +41,7 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
     # FSDP2 fills a padded shard by one copy, but does not copy into an empty shard.
     if storage.padded and (observer is None or dst.numel()) and not piece:
         return fill_shard(storage, to, source, part)
-    size = storage.extent[1]
+    size = storage.rows_and_row_size[1]
     if not piece and storage.box(storage.rows_around(to[0].start * size, to[0].stop * size)) != to:
         return False
     parts, given = storage.part(to), source.part(part)
@@ -64,7 +64,7 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
             )
         planes.append(new)
     row, col = planes
-    storage.put(parts, (row, col), non_blocking)
+    storage.copy_planes_(parts, (row, col), non_blocking)
     if observer is not None:
         observer.observe_write(dst, None, exact=False)
     return True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8rs._torch import note_write
 from fp8rs.tensor.formats import BlockFormat, split
-from fp8rs.tensor.planes import Box, Plane, swapped
+from fp8rs.tensor.planes import Box, Plane, transpose_dims
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes, requantize_plane
 
 #: Why a quantized tensor cannot be copied as the bytes of one storage, and what to do instead.
@@ -114,7 +114,7 @@ class PlaneStorage:
             batch, matrix = split(self.rowwise.data.shape, self.rowwise.batched)
             return *batch, *matrix
         assert self.columnwise is not None
-        return swapped(self.columnwise.data.shape)
+        return transpose_dims(self.columnwise.data.shape)
 
     @property
     def batched(self) -> bool:
@@ -122,12 +122,12 @@ class PlaneStorage:
         return self.any_plane.batched
 
     @property
-    def has(self) -> tuple[bool, bool]:
+    def has_planes(self) -> tuple[bool, bool]:
         """Whether there is a rowwise plane, and whether there is a columnwise plane."""
         return self.rowwise is not None, self.columnwise is not None
 
     @property
-    def one_scale(self) -> bool:
+    def shares_scale(self) -> bool:
         """Whether both planes have one and the same scale tensor."""
         row, col = self.rowwise, self.columnwise
         return row is not None and col is not None and row.scale is col.scale
@@ -138,17 +138,19 @@ class PlaneStorage:
         return [t for p in planes for t in (p.data, p.scale)]
 
     @property
-    def extent(self) -> tuple[int, int]:
+    def rows_and_row_size(self) -> tuple[int, int]:
         """The number of rows, and of elements per row. For a batch, matrices replace rows."""
         matrix = self.matrix
         return matrix[0], math.prod(matrix[1:])
 
     def rows_around(self, begin: int, end: int) -> slice:
         """Return the rows, or matrices of a batch, of all blocks with one of these elements."""
-        height, size = self.extent
+        height, size = self.rows_and_row_size
         if begin == 0 and end == height * size:
             return slice(0, height)
-        blocks = [block for block, has in zip(self.format.block, self.has, strict=True) if has]
+        blocks = [
+            block for block, has in zip(self.format.block, self.has_planes, strict=True) if has
+        ]
         if not size or (-1 in blocks and not self.batched):
             return slice(0, height)
         start, stop = begin // size, -(-end // size)
@@ -164,7 +166,7 @@ class PlaneStorage:
 
     def box_of(self, view: Tensor) -> Box | None:
         """Return the part whose elements a view has, in order. None if they do not form a part."""
-        shape, stride, size = view.shape, view.stride(), self.extent[1]
+        shape, stride, size = view.shape, view.stride(), self.rows_and_row_size[1]
         if not size:
             return None
         first, rest = view.storage_offset() // size, view.storage_offset() % size
@@ -209,7 +211,7 @@ class PlaneStorage:
     def part(self, box: Box) -> Planes:
         """Return a part of the planes, over the same memory."""
         row, col = self.rowwise, self.columnwise
-        return row and row.part(box), col and col.part(swapped(box))
+        return row and row.part(box), col and col.part(transpose_dims(box))
 
     def rows(self, rows: slice) -> Planes:
         """Return whole rows of the planes, or whole matrices of a batch, over the same memory."""
@@ -251,10 +253,10 @@ class PlaneStorage:
         Raises:
             RuntimeError: the storage was freed by a reshard.
         """
-        self.any_plane.check_live("this quantized tensor")
+        self.any_plane.check_has_memory("this quantized tensor")
         if self.batched and not spec.batched:
             spec = replace(spec, batched=True)
-        count, (height, size) = values.numel(), self.extent
+        count, (height, size) = values.numel(), self.rows_and_row_size
         rows = self.rows_around(offset, offset + count)
         first, end = rows.start * size, rows.stop * size
         whole = count == end - first
@@ -273,13 +275,13 @@ class PlaneStorage:
             planes = quantize_planes(
                 spec,
                 values.reshape(shape),
-                *self.has,
+                *self.has_planes,
                 scale=scale,
                 amax=amax,
-                declared=True,
+                declare_mutation=True,
                 block_offset=0 if rows.start else self.block_offset,
             )
-        self.put(self.rows(rows), planes)
+        self.copy_planes_(self.rows(rows), planes)
         return True
 
     def _requantized(
@@ -312,7 +314,7 @@ class PlaneStorage:
                 col = requantized(col, new.mT, changed.mT)
         return row, col
 
-    def put(self, parts: Planes, planes: Planes, non_blocking: bool = False) -> None:
+    def copy_planes_(self, parts: Planes, planes: Planes, non_blocking: bool = False) -> None:
         """Copy the codes and scales of planes into parts of this storage's planes."""
         wholes = self.rowwise, self.columnwise
         for whole, own, new in zip(wholes, parts, planes, strict=True):
@@ -326,7 +328,7 @@ class PlaneStorage:
             # A compiled graph may have saved the codes. Below autograd, a part has its own version
             # counter, so increment the counter of the whole plane.
             note_write(whole.data)
-            if not (whole is self.columnwise and self.one_scale):
+            if not (whole is self.columnwise and self.shares_scale):
                 own.scale.copy_(new.scale, non_blocking=non_blocking)
 
 

@@ -155,7 +155,7 @@ class Plane:
             scale = scale.narrow(0, 0, self.format.scale_shape(*codes.shape)[0])
         return Plane(codes, scale, self.format)
 
-    def spread(self) -> Tensor:
+    def expand_scale(self) -> Tensor:
         """Return the scale of each element, fp32, in a shape that broadcasts to `matrix`."""
         scale = self.scale.to(torch.float32)
         if self.format.per_tensor:
@@ -167,21 +167,21 @@ class Plane:
         return scale
 
     @property
-    def live(self) -> bool:
+    def has_memory(self) -> bool:
         """Whether the codes' storage has not been freed, as FSDP does when it reshards."""
         data = self.data
         return data.untyped_storage().nbytes() != 0 or data.numel() == 0
 
-    def check_live(self, what: str) -> None:
+    def check_has_memory(self, what: str) -> None:
         """Raise RuntimeError if the codes' storage was freed. The message names ``what``."""
-        if not self.live:
+        if not self.has_memory:
             raise RuntimeError(
                 f"{what} has no storage: FSDP freed the gathered weight when it resharded. "
                 "Read it between the module's pre-forward and its reshard, or call unshard() first"
             )
 
 
-def swapped(dims: tuple[_T, ...]) -> tuple[_T, ...]:
+def transpose_dims(dims: tuple[_T, ...]) -> tuple[_T, ...]:
     """Swap the last two dimensions or slices, as a transpose of each matrix does."""
     return *dims[:-2], dims[-1], dims[-2]
 

@@ -267,7 +267,7 @@ class QuantizedTensor(Tensor):
         kept = list(self.planes)
         for i, (name, wanted) in enumerate(zip(PLANES, (rowwise, columnwise), strict=True)):
             if wanted and kept[i] is None:
-                kept[i] = self.made(name, f"update_usage({name}=True)")
+                kept[i] = self.make_plane(name, f"update_usage({name}=True)")
             elif wanted is False:
                 kept[i] = None
         if kept == [None, None]:
@@ -275,7 +275,7 @@ class QuantizedTensor(Tensor):
         storage.rowwise, storage.columnwise = kept
         return self
 
-    def made(self, name: str, operation: str) -> Plane:
+    def make_plane(self, name: str, operation: str) -> Plane:
         """Return the plane called ``name``, made from the other one.
 
         Raises:
@@ -325,7 +325,7 @@ class QuantizedTensor(Tensor):
         return (
             storage.box_of(self)
             if self._is_storage_view
-            else storage.box(slice(0, storage.extent[0]))
+            else storage.box(slice(0, storage.rows_and_row_size[0]))
         )
 
     @property
@@ -351,7 +351,7 @@ class QuantizedTensor(Tensor):
         if dtype == torch.float64:  # float32 holds all values
             return self.dequantize(torch.float32).double()
         storage = self._storage
-        storage.any_plane.check_live("this quantized tensor")
+        storage.any_plane.check_has_memory("this quantized tensor")
         row, col = self.planes
         if row is not None:
             return row.dequantize(dtype)
@@ -362,7 +362,7 @@ class QuantizedTensor(Tensor):
         size, stride, offset = self.shape, self.stride(), int(self.storage_offset())
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         rows = storage.rows_around(offset, last + 1)
-        offset -= rows.start * storage.extent[1]
+        offset -= rows.start * storage.rows_and_row_size[1]
         part = storage.read(rows, dtype).as_strided(size, stride, offset)
         return part.clone(memory_format=torch.contiguous_format)  # frees the other elements
 
@@ -423,7 +423,7 @@ class QuantizedTensor(Tensor):
         if not self._is_storage_view:
             return
         storage = self._storage
-        size = storage.extent[1] if storage.batched and self.numel() else 1
+        size = storage.rows_and_row_size[1] if storage.batched and self.numel() else 1
         if not self.is_contiguous() or self.storage_offset() % size or self.numel() % size:
             elements = "whole matrices" if storage.batched else "consecutive elements"
             raise NotImplementedError(
@@ -479,7 +479,7 @@ class QuantizedTensor(Tensor):
             dtype: the logical dtype. The default is the dtype of this tensor.
         """
         row, col = (plane and plane.map(fn, scale) for plane in self.planes)
-        if self._storage.one_scale and row is not None and col is not None:
+        if self._storage.shares_scale and row is not None and col is not None:
             col.scale = row.scale  # one scale stays one
         return self.over(self._storage.over(row, col), self.shape, dtype or self.dtype)
 
@@ -555,7 +555,7 @@ class QuantizedTensor(Tensor):
             if plane is not None:
                 names += f"_{name}_data", f"_{name}_scale"
                 kinds.append((name, plane.format.name, plane.block_offset))
-        if storage.one_scale:  # a scale that is listed twice would be written twice
+        if storage.shares_scale:  # a scale that is listed twice would be written twice
             names.remove("_columnwise_scale")
         if storage.delayed is not None:
             names += ["_delayed_scale", "_delayed_amax"]
@@ -619,7 +619,7 @@ class LoadedShard(QuantizedTensor):
         if box is None or self._storage.batched or self.is_contiguous():
             super().check_writable()
             return super().write(src, spec, delayed, keep)
-        cols = self._storage.extent[1]
+        cols = self._storage.rows_and_row_size[1]
         size, offset = (self.shape[0], cols), box[0].start * cols
         rows = self.view_of((size, (cols, 1), offset))
         values = rows.dequantize(src.dtype)

@@ -128,7 +128,7 @@ def quantize_planes(
     amax: Tensor | None = None,
     column_scale: Tensor | None = None,
     after: Tensor | None = None,
-    declared: bool = False,
+    declare_mutation: bool = False,
     block_offset: int = 0,
     block_amaxes: dict[str, Tensor] | None = None,
 ) -> Planes:
@@ -149,7 +149,7 @@ def quantize_planes(
             It requires blocks of a whole row.
         after: a tensor that compiled code computes before this. It has no effect with current or
             delayed scaling.
-        declared: declare the write to ``amax`` to autograd and compilers.
+        declare_mutation: declare the write to ``amax`` to autograd and compilers.
         block_offset: number of rows by which the first blocks begin before ``x``.
         block_amaxes: fp32 amaxes of whole blocks, if ``x`` has only a part of a block: "amax" (rows
             of blocks, columns of blocks), and "amax_columnwise" for the columnwise plane.
@@ -189,7 +189,7 @@ def quantize_planes(
     elif amax is None:
         row, col = _quantize(x, scale, dtype, rowwise, columnwise, after, batched)
     else:
-        quantize: Any = _quantize_delayed if declared else _quantize_delayed_silently
+        quantize: Any = _quantize_delayed if declare_mutation else _quantize_delayed_silently
         row, col, scale = quantize(x, scale, amax, dtype, rowwise, columnwise, batched)
     assert scale is not None
     return (
@@ -237,7 +237,7 @@ def requantize_plane(
     scale = spec.keep_scale(plane.scale.to(torch.float32).view(amax.shape), amax)
     # Devices that flush subnormals would compute the inverse of the least E8M0 scale as infinite.
     inverse, written = (
-        Plane(plane.data, x, format, plane.block_offset).spread()
+        Plane(plane.data, x, format, plane.block_offset).expand_scale()
         for x in ((1.0 / scale).clamp(max=2.0**127), any_changed)
     )
     scaled = values.to(torch.float32) * inverse
