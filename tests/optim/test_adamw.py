@@ -536,8 +536,8 @@ def test_shards_round_as_the_unsharded_weight_does(cols, name, block, cuts):
 def test_codes_rounded_by_torch_equal_those_of_the_kernel(device, name, fp8_dtype, monkeypatch):
     """Shards that split blocks are rounded by torch. They get the codes of the unsharded weight."""
     found = []
-    for own in (param.OWN_SCALES, ()):
-        monkeypatch.setattr(param, "OWN_SCALES", own)
+    for own in (param.BLOCK_SCALE_FORMATS, ()):
+        monkeypatch.setattr(param, "BLOCK_SCALE_FORMATS", own)
         torch.manual_seed(1)
         start = torch.randn(300, 132) * torch.randn(300, 132).mul(3).exp()
         start[7, 40] = float("nan")

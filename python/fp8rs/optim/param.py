@@ -21,7 +21,7 @@ from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 
 #: Formats whose scales ``adamw_`` computes in the pass that writes the codes.
-OWN_SCALES = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
+BLOCK_SCALE_FORMATS = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
 
 
 class UpdateKind(Enum):
@@ -34,7 +34,7 @@ class UpdateKind(Enum):
     SEPARATE = auto()  #: quantized after the step
 
 
-class Content:
+class Snapshot:
     """A copy of the current values of a plain parameter.
 
     Args:
@@ -55,7 +55,7 @@ class Content:
 
 
 #: Identifies the last write to a parameter: counters for an FP8 weight, a copy of a plain one.
-LastWrite = tuple[int, ...] | Content
+LastWrite = tuple[int, ...] | Snapshot
 
 
 class Param:
@@ -133,7 +133,7 @@ class Param:
         split = self.sharded_model is not None and self.handle.shares_scales
         return (
             UpdateKind.OWN_SCALES
-            if weight.format in OWN_SCALES and not split
+            if weight.format in BLOCK_SCALE_FORMATS and not split
             else UpdateKind.SEPARATE
         )
 
@@ -184,7 +184,7 @@ class Param:
         planes.
         """
         if self.weight is None:
-            return Content(self.plain, self.param._version)
+            return Snapshot(self.plain, self.param._version)
         count = 0 if self.handle is None else self.handle.writes
         if is_distributed(self.param):
             return (count,)
@@ -194,7 +194,7 @@ class Param:
         """Return whether a plain parameter equals its rounded master. Synchronizes with a GPU."""
         return torch.equal(master.to(self.plain.dtype), self.plain)
 
-    def read_plain(self, master: Tensor, unread: Content | None) -> None:
+    def read_plain(self, master: Tensor, unread: Snapshot | None) -> None:
         """Update a master by what other code has written to its plain parameter.
 
         An element that equals its rounded master was not written and keeps its master.
@@ -240,10 +240,10 @@ class Param:
             values = torch.where(unchanged, values.clamp(-most, most), values)
         saturates = weight.format.microscaled
         if row is not None:
-            kept = stochastic.is_of(row, values, stochastically, saturates)
+            kept = stochastic.matches_rounding(row, values, stochastically, saturates)
         else:
             assert col is not None
-            kept = stochastic.is_of(col, values.mT, stochastically, saturates).mT
+            kept = stochastic.matches_rounding(col, values.mT, stochastically, saturates).mT
         torch.where(
             kept.reshape(master.shape), master, weight.dequantize(torch.float32), out=master
         )
@@ -264,15 +264,15 @@ class Param:
         parts = values if len(offsets) > 1 else values.unsqueeze(0)
         numbers = torch.stack(
             [
-                stochastic.units(part, seed, stream, step, offset)
+                stochastic.rounding_uniforms(part, seed, stream, step, offset)
                 for part, offset in zip(parts, offsets, strict=True)
             ]
         ).view(self.matrix)
         row, col = weight.planes
         if row is not None:
-            row.matrix.copy_(stochastic.encode(row, values, numbers))
+            row.matrix.copy_(stochastic.stochastic_round(row, values, numbers))
         if col is not None:
-            col.matrix.copy_(stochastic.encode(col, values.mT, numbers.mT))
+            col.matrix.copy_(stochastic.stochastic_round(col, values.mT, numbers.mT))
 
 
 def bits_of(x: Tensor) -> Tensor:
