@@ -28,7 +28,7 @@ from fp8rs._torch import (
     own_part,
 )
 from fp8rs.tensor.dcp import splits_blocks
-from fp8rs.tensor.formats import INPUT_DTYPES, split
+from fp8rs.tensor.formats import INPUT_DTYPES, split_batch
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -225,7 +225,7 @@ def _tensors_of(value: Tensor, plane: Plane, transposed: bool) -> tuple[Tensor, 
         return codes, scale
     sharded: Any = value
     _, start = local_shape_and_offset(tuple(value.shape), sharded.device_mesh, sharded.placements)
-    batch, (rows, cols) = split(value.shape, plane.batched)
+    batch, (rows, cols) = split_batch(value.shape, plane.batched)
     first, above = start[: len(batch)], start[len(batch) : -1]
     # Rows of dimensions between the batch and the columns are counted in order.
     below = accumulate(value.shape[-2 : len(batch) : -1], mul, initial=1)
@@ -236,8 +236,8 @@ def _tensors_of(value: Tensor, plane: Plane, transposed: bool) -> tuple[Tensor, 
         whole = dtensor_like(value, part, (*batch, rows, cols))
     else:
         whole = dtensor_like(value, codes)
-    split_batch = batch and any(p.dim == 0 for p in sharded.placements if not p.is_replicate())
-    if format.per_tensor and not split_batch:  # all ranks have all scales
+    is_batch_sharded = batch and any(p.dim == 0 for p in sharded.placements if not p.is_replicate())
+    if format.per_tensor and not is_batch_sharded:  # all ranks have all scales
         return whole, scale.view(batch)
     if not format.per_tensor:
         first += tuple(b // n if n > 0 else 0 for b, n in zip(begin, format.block, strict=True))

@@ -15,7 +15,7 @@ from fp8rs._core import zero_tail
 from fp8rs._torch import constant_when_traced
 from fp8rs.gemm.devices import capability
 from fp8rs.gemm.estimates import MOST_WGRAD_ROWS
-from fp8rs.ops.define import in_python
+from fp8rs.ops.define import python_op
 from fp8rs.tensor.formats import BlockFormat
 
 #: The compute capability whose GPUs have grouped FP8 GEMMs in torch.
@@ -71,7 +71,7 @@ def _scaled(
     return out.to(out_dtype)
 
 
-@in_python(_scaled)
+@python_op(_scaled)
 def grouped_mm(
     a: Tensor,
     a_scale: Tensor,
@@ -169,7 +169,7 @@ def _products(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tens
     return out
 
 
-@in_python(_scaled_wgrad)
+@python_op(_scaled_wgrad)
 def grouped_wgrad(
     a: Tensor,
     a_scale: Tensor,
@@ -207,7 +207,7 @@ def _plain(a: Tensor, b: Tensor, ends: Tensor, zero_tail: bool) -> Tensor:
     return _zero_tail(out, ends, zero_tail and b.dim() == 3)
 
 
-@in_python(_plain)
+@python_op(_plain)
 def grouped_mm_plain(a: Tensor, b: Tensor, ends: Tensor, zero_tail: bool) -> Tensor:
     """Multiply high-precision operands as ``torch.nn.functional.grouped_mm`` does.
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8rs.ops.define import in_python
+from fp8rs.ops.define import python_op
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import FP8_BOUND, FP8_MAX
 from fp8rs.tensor.planes import Plane
@@ -118,7 +118,7 @@ def _add(*args: Any) -> Any:
     return scale.clone()
 
 
-@in_python(_add)
+@python_op(_add)
 def _observe(
     values: Tensor | None,
     codes: Tensor,

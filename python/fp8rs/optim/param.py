@@ -140,7 +140,7 @@ class Param:
     @property
     def matrix(self) -> tuple[int, ...]:
         """The shape of an FP8 weight's local part: (rows, cols), or (E, rows, cols) for a batch."""
-        batch, matrix = formats.split(self.codes.shape, self.codes._storage.batched)
+        batch, matrix = formats.split_batch(self.codes.shape, self.codes._storage.batched)
         return *batch, *matrix
 
     @cached_property

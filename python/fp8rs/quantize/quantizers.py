@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8rs._torch import constant_when_traced
 from fp8rs.quantize.recipes import check_amax_epsilon, check_bool, check_choice
 from fp8rs.tensor import formats
-from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, split
+from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, split_batch
 from fp8rs.tensor.plane_storage import Delayed, PlaneStorage
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
@@ -188,7 +188,7 @@ class Quantizer:
     ) -> QuantizedTensor:
         """Return a tensor with this quantizer's planes, uninitialized codes, and scales of 1."""
         shape = torch.Size(shape)
-        batch, (rows, cols) = split(shape, self.spec.batched)
+        batch, (rows, cols) = split_batch(shape, self.spec.batched)
 
         def plane(data_shape: tuple[int, ...], rows: int, cols: int) -> Plane:
             data = torch.empty(data_shape, dtype=self.fp8_dtype, device=device)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fp8rs.tensor.formats import split
+from fp8rs.tensor.formats import split_batch
 from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.planes import Box, Plane, zeros
 from fp8rs.tensor.quantized import PLANES, QuantizedTensor
@@ -84,7 +84,7 @@ def new_shard(like: PlaneStorage, shape: Iterable[int], device: Any) -> PlaneSto
         device: the device of the planes.
     """
     size = torch.Size(shape)
-    batch, matrix = split(size, like.batched)
+    batch, matrix = split_batch(size, like.batched)
 
     def plane(present: Plane | None, size: tuple[int, ...]) -> Plane | None:
         if present is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import note_write
-from fp8rs.tensor.formats import BlockFormat, split
+from fp8rs.tensor.formats import BlockFormat, split_batch
 from fp8rs.tensor.planes import Box, Plane, transpose_dims
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes, requantize_plane
 
@@ -111,7 +111,7 @@ class PlaneStorage:
     def matrix(self) -> tuple[int, ...]:
         """The shape (rows, cols) of one matrix, or (E, rows, cols) of a batch."""
         if self.rowwise is not None:
-            batch, matrix = split(self.rowwise.data.shape, self.rowwise.batched)
+            batch, matrix = split_batch(self.rowwise.data.shape, self.rowwise.batched)
             return *batch, *matrix
         assert self.columnwise is not None
         return transpose_dims(self.columnwise.data.shape)
@@ -197,7 +197,7 @@ class PlaneStorage:
         starts = box[-2].start, box[-1].start
         row, col = _of_whole_blocks(row, starts), _of_whole_blocks(col, starts[::-1])
         part = [span.stop - span.start for span in box]
-        batch, matrix = split(view.shape, self.batched)
+        batch, matrix = split_batch(view.shape, self.batched)
         if self.batched and not batch and part[0] == 1:  # one matrix of a batch
             row, col = row and row[0], col and col[0]
             part = part[1:]

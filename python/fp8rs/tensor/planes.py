@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fp8rs import ops  # noqa: F401  (registers torch.ops.fp8rs)
 from fp8rs.tensor import formats
-from fp8rs.tensor.formats import BlockFormat, split
+from fp8rs.tensor.formats import BlockFormat, split_batch
 
 #: A part of a matrix (rows, columns), or of a batch of matrices (matrices, rows, columns).
 Box = tuple[slice, ...]
@@ -71,7 +71,7 @@ class Plane:
 
         The part may begin within a block.
         """
-        batch, matrix = split(self.data.shape, self.batched)
+        batch, matrix = split_batch(self.data.shape, self.batched)
         shape = (*batch, *matrix)
         if all(span == slice(0, n) for span, n in zip(box, shape, strict=True)):
             return self
@@ -207,7 +207,7 @@ def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.S
         if plane is None:
             continue
         data, scale, format = plane.data, plane.scale, plane.format
-        batch, matrix = split(shape, (rowwise or plane).batched)
+        batch, matrix = split_batch(shape, (rowwise or plane).batched)
         size: tuple[int, ...] = shape
         if name == "columnwise":
             matrix = matrix[::-1]
