@@ -217,13 +217,13 @@ def measure_gemms(case: Case, timer: Timer, report: dict[str, Any]) -> None:
         x_row, x_scale, x_col, x_col_scale = _quantize(case, x)
         dy_row, dy_scale, dy_col, dy_col_scale = _quantize(case, dy)
         del x, dy
-        turned = ops.transpose(weight_codes, None, True)
+        transposed_codes = ops.transpose(weight_codes, None, True)
         scale = torch.full((size.experts, 1), 0.01, device=device)
         fp8 = {
             "forward": lambda a=x_row, s=x_scale, w=weight_codes, t=scale: ops.grouped_mm(
                 a, s, w, t, case.ends, BF16, False
             ),
-            "dgrad": lambda a=dy_row, s=dy_scale, w=turned, t=scale: ops.grouped_mm(
+            "dgrad": lambda a=dy_row, s=dy_scale, w=transposed_codes, t=scale: ops.grouped_mm(
                 a, s, w, t, case.ends, BF16, False
             ),
             "wgrad": lambda a=dy_col, s=dy_col_scale, b=x_col, t=x_col_scale: ops.grouped_wgrad(

@@ -23,8 +23,8 @@
 //! - **block**: elements that share a scale. In the CUDA launch code, "block" also means a thread block where
 //!   threads are mentioned. **grid**: the blocks of a matrix, and the shape of its scales. **line**: a row or
 //!   a column that shares one scale.
-//! - **row offset**: for a part of a matrix, the row of the whole matrix at which the part begins. **rows
-//!   before**: the rows of the part's first block that lie before the part.
+//! - **row offset**: for a part of a matrix, the row of the whole matrix at which the part begins. **block
+//!   offset**: the number of rows of the part's first block that lie before the part.
 //! - **column scale**: one factor per column, multiplied into the rowwise plane only.
 //! - **given** and **found**: a given amax is an argument. A found amax is computed by the call.
 //! - **strip**, **chunk**, **piece** (CPU): a strip is 128 rows and holds whole blocks. A chunk is 512

@@ -10,7 +10,7 @@ from fp8rs.nn.function import _quantize as quantize_operand
 from fp8rs.nn.input_cache import QuantizedInputCache
 from fp8rs.nn.model_state import ModelState
 from fp8rs.tensor import aten
-from fp8rs.tensor.store import Store
+from fp8rs.tensor.plane_storage import PlaneStorage
 
 __all__ = [
     "VIEW_HANDLERS",
@@ -32,7 +32,7 @@ __all__ = [
     "run_in_fp8",
     "run_in_high_precision",
     "state_of",
-    "store_of",
+    "storage_of",
 ]
 
 refuse = aten._refuse
@@ -56,9 +56,9 @@ def local_of(t: Tensor) -> Tensor:
     return getattr(t, "_local_tensor", t)
 
 
-def store_of(t: Tensor) -> Store:
+def storage_of(t: Tensor) -> PlaneStorage:
     """Return the storage that an FP8 tensor, sharded or not, shares with its views."""
-    return local_of(t)._store
+    return local_of(t)._storage
 
 
 def state_of(module: nn.Module) -> ModelState:

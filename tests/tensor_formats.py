@@ -78,9 +78,9 @@ def scales(t: QuantizedTensor) -> dict[str, Tensor]:
     """Return the scale of each element, for each plane."""
     found = {}
     if t.rowwise is not None:
-        found["rowwise"] = t.rowwise.spread().expand(t.shape).clone()
+        found["rowwise"] = t.rowwise.expand_scale().expand(t.shape).clone()
     if t.columnwise is not None:
-        found["columnwise"] = t.columnwise.spread().expand(t.shape[::-1]).t().clone()
+        found["columnwise"] = t.columnwise.expand_scale().expand(t.shape[::-1]).t().clone()
     return found
 
 

@@ -31,13 +31,13 @@ impl Block {
     /// Zero rows touch no blocks, unless a block has all rows.
     #[must_use]
     pub fn grid_from(self, row_offset: usize, rows: usize, cols: usize) -> (usize, usize) {
-        let rows_before = if rows == 0 { 0 } else { self.rows_before(row_offset) };
-        self.grid(rows_before + rows, cols)
+        let block_offset = if rows == 0 { 0 } else { self.block_offset(row_offset) };
+        self.grid(block_offset + rows, cols)
     }
 
     /// Returns the number of rows before `row_offset` in the block that contains it.
     #[must_use]
-    pub fn rows_before(self, row_offset: usize) -> usize {
+    pub fn block_offset(self, row_offset: usize) -> usize {
         if self.rows == Self::ALL { 0 } else { row_offset % self.rows }
     }
 

@@ -36,9 +36,9 @@ pub fn block_amax(
     call.output("out", &out, Kind::F32)?;
     let grid = block.grid_from(row_offset, x.rows(), x.cols());
     shape("out", out.shape(), grid, "one element for each block that x touches")?;
-    let (device, rows_before) = (call.finish()?, block.rows_before(row_offset));
-    let block_amax = |x, out| on!(device, stream, cpu: cpu::block_amax(x, block, rows_before, out), cuda: cuda::block_amax(x, block, rows_before, out, stream));
-    if rows_before == 0 && block.divides_rows(x.rows()) && x.is_flat() && out.is_flat() {
+    let (device, block_offset) = (call.finish()?, block.block_offset(row_offset));
+    let block_amax = |x, out| on!(device, stream, cpu: cpu::block_amax(x, block, block_offset, out), cuda: cuda::block_amax(x, block, block_offset, out, stream));
+    if block_offset == 0 && block.divides_rows(x.rows()) && x.is_flat() && out.is_flat() {
         return block_amax(x.flat(), out.flat());
     }
     (0..x.batch()).try_for_each(|i| block_amax(x.at(i), out.at(i)))

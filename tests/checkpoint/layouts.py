@@ -134,12 +134,12 @@ def contents(model, optimizer):
         for kind, plane in zip(("codes", "columnwise"), planes, strict=True):
             if plane is None or (kind == "columnwise" and plane.format.square):
                 continue
-            turned = kind == "columnwise"
-            size = (*local.shape[:-2], *local.shape[:-3:-1]) if turned else local.shape
+            transposed = kind == "columnwise"
+            size = (*local.shape[:-2], *local.shape[:-3:-1]) if transposed else local.shape
             codes = plane.data.view(torch.uint8) if local.numel() else torch.empty(size)
-            scale = plane.spread().expand(size) if local.numel() else torch.empty(size)
+            scale = plane.expand_scale().expand(size) if local.numel() else torch.empty(size)
             for what, t in ((kind, codes.to(torch.uint8)), (f"{kind}' scales", scale.float())):
-                found[f"{name} {what}"] = whole(p, (t.mT if turned else t).contiguous())
+                found[f"{name} {what}"] = whole(p, (t.mT if transposed else t).contiguous())
     for name, p in model.named_parameters():
         for key, value in optimizer.state[p].items():
             if isinstance(value, torch.Tensor):

@@ -11,7 +11,7 @@ from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import RECIPES, batch, recipes, reduces, same_bytes, train, whole_planes
 from fp8rs.tensor.quantized import QuantizedTensor
-from internals import store_of
+from internals import storage_of
 from oracle.compare import relative
 
 
@@ -103,7 +103,7 @@ def test_a_parametrized_fp8_weight_trains(device, way, recipe, ours):
     weight = model.a.weight
     way(model.a)
     found = [p for p in model.a.parameters() if isinstance(p, QuantizedTensor)]
-    assert len(found) == 1 and store_of(found[0]) is store_of(weight)
+    assert len(found) == 1 and storage_of(found[0]) is storage_of(weight)
     kind = fp8rs.optim.AdamW if ours else torch.optim.AdamW
     x = same_batch(device)
     losses = train(model, kind(model.parameters(), lr=0.01), [x] * 4)

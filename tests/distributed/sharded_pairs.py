@@ -12,7 +12,7 @@ from distributed.batched import BATCHES, make_any, shard_any
 from distributed.models import UNEVEN, WIDTH, same_bytes
 from fp8rs.optim import AdamW
 from fp8rs.tensor.quantized import QuantizedTensor
-from internals import handle_of_tensor, local_of, store_of
+from internals import handle_of_tensor, local_of, storage_of
 
 
 def batch(rig, step=0):
@@ -65,7 +65,7 @@ def contents(model):
     found = []
     for local in shards(model).values():
         if isinstance(local, QuantizedTensor):
-            found += [t.clone() for t in store_of(local).tensors()]
+            found += [t.clone() for t in storage_of(local).tensors()]
     assert found
     return found
 

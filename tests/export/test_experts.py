@@ -17,7 +17,7 @@ from distributed.batched import shard as shard_batched
 from distributed.models import RECIPES, assert_same_bytes, same_bytes, whole_planes
 from fp8rs.export import load, save_pretrained, tensors
 from fp8rs.export.formats import FORMATS, serving_format
-from internals import store_of
+from internals import storage_of
 from language_models import mixture
 
 pytest.importorskip("transformers", "5.0")
@@ -240,7 +240,8 @@ def test_fp8_weights_of_experts_get_the_exported_codes_and_scales(kind, recipe, 
     assert f"{LAYER}mlp.experts.gate_up_proj" in loaded.exact
     for name in ("gate_up_proj", "down_proj"):
         planes = [
-            store_of(m.get_parameter(f"{LAYER}mlp.experts.{name}")).rowwise for m in (other, model)
+            storage_of(m.get_parameter(f"{LAYER}mlp.experts.{name}")).rowwise
+            for m in (other, model)
         ]
         assert same_bytes(planes[0].data, planes[1].data)
         assert same_bytes(planes[0].scale, planes[1].scale)
@@ -276,7 +277,7 @@ def test_experts_are_quantized_again_if_gate_and_up_have_different_scales(tmp_pa
             ]
         )
         codes, scale, *_ = whole_planes(values, recipe)
-        plane = store_of(weight).rowwise
+        plane = storage_of(weight).rowwise
         assert same_bytes(plane.data[1], codes) and torch.equal(plane.scale[1], scale)
 
 

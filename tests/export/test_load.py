@@ -37,7 +37,7 @@ from fp8rs.export import load, save_pretrained, tensors
 from fp8rs.export.formats import FORMATS
 from fp8rs.export.stored import StoredTensors
 from fp8rs.optim import AdamW, MasterWeights
-from internals import store_of
+from internals import storage_of
 from language_models import llama
 
 pytestmark = pytest.mark.newest_torch
@@ -130,7 +130,7 @@ def state(model):
     found = {}
     for name, value in model.state_dict().items():
         if isinstance(value, fp8rs.QuantizedTensor):
-            for i, tensor in enumerate(store_of(value).tensors()):
+            for i, tensor in enumerate(storage_of(value).tensors()):
                 found[f"{name}.{i}"] = tensor.clone()
         else:
             found[name] = value.clone()
@@ -152,8 +152,8 @@ def test_fp8_weights_get_the_exported_codes_and_scales(recipe, tmp_path):
     assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
     assert_same_bytes(exported(other, OWN[recipe]), exported(model, OWN[recipe]))
     for name, layer in linears(other).items():
-        wanted = store_of(linears(model)[name].weight).rowwise
-        found = store_of(layer.weight).rowwise
+        wanted = storage_of(linears(model)[name].weight).rowwise
+        found = storage_of(layer.weight).rowwise
         assert same_bytes(found.data, wanted.data) and same_bytes(found.scale, wanted.scale)
 
 
@@ -166,7 +166,7 @@ def test_the_second_plane_of_1x32_blocks_is_quantized_from_the_values_of_the_fil
     load(other, tmp_path)
     for name, layer in linears(other).items():
         codes, scale = whole_planes(values[f"{name}.weight"], "mxfp8 of 1x32")[2:]
-        plane = store_of(layer.weight).columnwise
+        plane = storage_of(layer.weight).columnwise
         assert same_bytes(plane.data, codes) and same_bytes(plane.scale, scale)
 
 
@@ -200,7 +200,7 @@ def test_fp8_weights_of_another_format_are_quantized_once_from_the_values(recipe
     assert loaded.quantized == [f"{name}.weight" for name in linears(other)]
     for name, layer in linears(other).items():
         codes, scale, *_ = whole_planes(values[f"{name}.weight"], recipe)
-        row = store_of(layer.weight).rowwise
+        row = storage_of(layer.weight).rowwise
         assert same_bytes(row.data, codes) and same_bytes(row.scale, scale), name
         assert same_bytes(layer.bias.detach(), values[f"{name}.bias"])
 
@@ -234,7 +234,7 @@ def test_a_model_in_high_precision_is_loaded_into_fp8_weights(tmp_path):
     assert loaded.quantized == [f"{name}.weight" for name in linears(model)]
     for name, layer in linears(plain).items():
         codes, scale, *_ = whole_planes(layer.weight.detach(), "block")
-        row = store_of(linears(model)[name].weight).rowwise
+        row = storage_of(linears(model)[name].weight).rowwise
         assert same_bytes(row.data, codes) and same_bytes(row.scale, scale)
 
 
@@ -406,7 +406,7 @@ def test_files_of_other_tools_load_as_the_values_that_they_represent(kind, files
             (weights, []) if recipe == own else ([], weights)
         )
         for name in weights:
-            row = store_of(model.get_parameter(name)).rowwise
+            row = storage_of(model.get_parameter(name)).rowwise
             codes, scale, *_ = whole_planes(values[name], recipe)
             if recipe == own:
                 suffix = how[0]
@@ -428,7 +428,7 @@ def test_mxfp8_files_with_rowwise_scales_are_quantized_into_square_blocks(tmp_pa
     assert loaded.quantized == ["blocks.0.up.weight"]
     assert loaded.exact == ["blocks.0.down.weight", "head.weight"]
     codes, scale, *_ = whole_planes(values, "mxfp8")
-    row = store_of(model.blocks[0].up.weight).rowwise
+    row = storage_of(model.blocks[0].up.weight).rowwise
     assert same_bytes(row.data, codes) and same_bytes(row.scale, scale)
 
 
@@ -443,7 +443,7 @@ def test_a_recipe_with_powers_of_two_quantizes_other_scales_again(powers, tmp_pa
     weights = ["up.weight", "down.weight"]
     assert (loaded.exact if powers else loaded.quantized) == weights
     for name in weights:
-        scale = store_of(model.get_parameter(name)).rowwise.scale
+        scale = storage_of(model.get_parameter(name)).rowwise.scale
         assert (torch.frexp(scale)[0] == 0.5).all()
 
 
@@ -654,7 +654,7 @@ def test_a_sharded_model_loads_the_values_of_an_unsharded_one(rig, recipe, fp8_w
             assert load(model, folder) == wanted
             assert_same_bytes(exported(model, OWN[recipe]), exported(whole, OWN[recipe]))
             for layer in linears(model).values() if fp8_weights and "mxfp8" not in recipe else ():
-                scale = store_of(layer.weight).rowwise.scale
+                scale = storage_of(layer.weight).rowwise.scale
                 assert scale.dim() or on_all_ranks(scale.view(1))
         x = batch(rig)
         assert same_bytes(after(x), model(x))

@@ -77,7 +77,7 @@ def exported(model, format, **options):
     return {n: t.cpu().clone() for n, t in tensors(model, format, **options)}
 
 
-def spread(scale, rows, cols):
+def expand_scale(scale, rows, cols):
     """Return the scales that multiply codes, by the format's conventions."""
     if scale.dtype == torch.uint8:
         return torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
@@ -141,7 +141,7 @@ def test_stored_values_are_within_a_rounding_of_the_weights(recipe, format):
         values = found[f"{name}.weight"].float()
         if format != "bf16":
             scale = found[f"{name}.{serving_format(format).scale_name}"]
-            values = values * spread(scale, *values.shape)
+            values = values * expand_scale(scale, *values.shape)
         weight = layer.weight.detach()
         # E4M3 has three mantissa bits, so half a step is 1/16. For subnormals it is 2^-10 of the
         # scale.
@@ -345,7 +345,7 @@ def test_scales_of_tensor_parallel_shards_are_not_exported(rig, recipe, fp8_weig
             codes = found[f"{name}.weight"]
             scale = found[f"{name}.{serving_format(format).scale_name}"]
             assert on_all_ranks(codes.view(torch.uint8)) and on_all_ranks(scale)
-            got = (codes.float() * spread(scale, *codes.shape)).to(values.device)
+            got = (codes.float() * expand_scale(scale, *codes.shape)).to(values.device)
             assert ((got - values).abs() <= values.abs() / 16 + values.abs().max() / 2**10).all()
 
 

@@ -29,7 +29,7 @@ from distributed.models import (
 from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
-from internals import fsdp_param_groups, local_of, store_of
+from internals import fsdp_param_groups, local_of, storage_of
 
 
 def planes_of(model):
@@ -52,7 +52,7 @@ def assert_same_planes(found, wanted):
 
 
 def assert_ranks_have_one_scale(shard):
-    assert on_all_ranks(store_of(shard).any_plane.scale.reshape(1).clone())
+    assert on_all_ranks(storage_of(shard).any_plane.scale.reshape(1).clone())
 
 
 def make_fp8(hidden, recipe, rig, **options):
@@ -77,14 +77,14 @@ def test_shards_are_gathered_as_they_are_stored(rig, hidden, recipe, reshard):
 
     watch_weights(model, check)
     before = {
-        n: [t.clone() for t in store_of(m.weight).tensors()] for n, m in linears(model).items()
+        n: [t.clone() for t in storage_of(m.weight).tensors()] for n, m in linears(model).items()
     }
     for _ in range(2):
         model(batch(rig)).square().mean().backward()
     assert sorted(seen) == sorted([*wanted, *wanted])
     for name, layer in linears(model).items():
         assert isinstance(local(layer), QuantizedTensor)
-        after = store_of(layer.weight).tensors()
+        after = storage_of(layer.weight).tensors()
         assert all(same_bytes(a, b) for a, b in zip(before[name], after, strict=True))
         assert layer.weight.grad is not None
 
@@ -117,12 +117,12 @@ def shard_planes(layer, whole):
 def assert_shard_of(layer, values):
     """The shard has the bytes of the whole weight quantized from ``values``."""
     spec = local(layer).spec
-    both = store_of(layer.weight).columnwise is not None
+    both = storage_of(layer.weight).columnwise is not None
     whole = quantize_planes(spec, values, True, both)
     planes = [p for p in local(layer).planes if p is not None]
     if local(layer).numel() == 0:
         if spec.format.per_tensor:
-            assert same_bytes(store_of(layer.weight).any_plane.scale, whole[0].scale)
+            assert same_bytes(storage_of(layer.weight).any_plane.scale, whole[0].scale)
         return
     for plane, (codes, scale) in zip(planes, shard_planes(layer, whole), strict=True):
         assert same_bytes(plane.data.view(torch.uint8), codes)
@@ -222,7 +222,7 @@ def test_empty_shards_have_the_scale_of_a_checkpoint_that_is_read_in_place(rig, 
     for layer in linears(model).values():
         if local(layer).format.per_tensor:
             assert_ranks_have_one_scale(local(layer))
-            assert store_of(layer.weight).any_plane.scale * 448 > 29
+            assert storage_of(layer.weight).any_plane.scale * 448 > 29
     gathered = {}
     watch_weights(model, lambda name, weight: gathered.update({name: weight.dequantize()}))
     model(batch(rig))

@@ -42,7 +42,7 @@ from distributed.sharded_pairs import (
 )
 from fp8rs.optim import AdamW
 from fp8rs.tensor.quantized import QuantizedTensor
-from internals import local_of, store_of
+from internals import local_of, storage_of
 from saving import reloaded
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -60,7 +60,7 @@ def assert_still_fp8(model):
     for name, layer in linears(model).items():
         assert isinstance(layer.weight, nn.Parameter), name
         assert quantized(layer.weight), name
-        assert store_of(layer.weight).observer.module is layer, name
+        assert storage_of(layer.weight).observer.module is layer, name
 
 
 # --- optimizers ----------------------------------------------------------------------------------

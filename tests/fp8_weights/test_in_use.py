@@ -55,7 +55,7 @@ from distributed.sharded_pairs import (
 from fp8rs.fsdp import MasterWeight
 from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.optim import AdamW
-from internals import local_of, store_of
+from internals import local_of, storage_of
 from saving import reloaded
 
 # --- ways to train -------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def test_views_of_a_shard_are_views(rig, recipe):
     name = name.removesuffix(".weight")
     for view, take in VIEWS.items():
         part, wanted = take(local), local.dequantize()
-        assert quantized(part) and store_of(part) is store_of(local), view
+        assert quantized(part) and storage_of(part) is storage_of(local), view
         new = torch.randn(part.shape, device=rig.device) * 0.1
         with torch.no_grad():
             part.copy_(new)
@@ -516,10 +516,10 @@ def test_adapters_over_a_frozen_base(rig, recipe):
         fully_shard(part, mesh=rig.mesh())
     fully_shard(model, mesh=rig.mesh())
     bases = [part.base.weight for part in model]
-    before = [[t.clone() for t in store_of(b).tensors()] for b in bases]
+    before = [[t.clone() for t in storage_of(b).tensors()] for b in bases]
     for base in bases:
         assert not base.requires_grad and quantized(local_of(base))
-        codes = store_of(base).rowwise.data
+        codes = storage_of(base).rowwise.data
         assert codes.untyped_storage().nbytes() == codes.numel() == base.numel() // rig.world_size
     both = [
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.5) for m in (whole, model)
@@ -538,7 +538,7 @@ def test_adapters_over_a_frozen_base(rig, recipe):
     assert all(p.base.weight.grad is None for p in model)
     model.reshard()
     for part, bytes_before in zip(model, before, strict=True):
-        after = store_of(part.base.weight).tensors()
+        after = storage_of(part.base.weight).tensors()
         assert same(after, bytes_before)
 
 

@@ -15,7 +15,7 @@ from distributed.models import HIDDEN, RECIPES, batch, linears, make, recipes, s
 from fp8rs.convert.fp8_weights import dequantize_weight
 from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.optim import AdamW
-from internals import gathered_bytes, local_of, store_of
+from internals import gathered_bytes, local_of, storage_of
 
 
 def make_fp8(hidden, recipe, rig, **options):
@@ -157,7 +157,7 @@ def test_full_shard_is_gathered_without_copy(rig, recipe):
     model.reshard()
     found = 0
     for layer in linears(model).values():
-        stored = store_of(layer.weight).rowwise
+        stored = storage_of(layer.weight).rowwise
         if stored is not None and stored.data.numel():
             codes = gathered_bytes(layer)[0]
             assert codes.data_ptr() == stored.data.data_ptr()

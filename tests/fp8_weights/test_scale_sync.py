@@ -29,7 +29,7 @@ from distributed.models import (
 from fp8rs import precompute_float8_dynamic_scale_for_fsdp
 from fp8rs.nn.init import reset_linear
 from fp8rs.optim import AdamW
-from internals import handle_of_tensor, local_of, store_of
+from internals import handle_of_tensor, local_of, storage_of
 
 #: Hidden sizes of which one of two ranks has nothing.
 ONE_ROW = (1, 1)
@@ -52,7 +52,7 @@ def scale(weight):
 
 def scale_of(weight):
     """A copy of the per-tensor scale that this rank's shard stores, which may be empty."""
-    return store_of(weight).any_plane.scale.view(1).clone()
+    return storage_of(weight).any_plane.scale.view(1).clone()
 
 
 def gathers(seen):
@@ -281,7 +281,8 @@ def test_rows_of_a_shard_that_begins_within_a_block_are_written_wherever_they_li
     model = make(WITHIN_BLOCKS, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
     shard(model, rig)
     part = model.blocks[0].up.weight.to_local()
-    begin = -store_of(part).lead % 32  # the first row of a block, on the second rank not the first
+    # The first row of a block. On the second rank, it is not the first row.
+    begin = -storage_of(part).block_offset % 32
     for rows in (
         slice(begin, None),
         slice(begin + 1, begin + 3),
@@ -346,9 +347,9 @@ def plane_bytes(model):
     """Copies of the codes and scales of every plane of the blocks' shards."""
     found = {}
     for name, layer in linears(model.blocks).items():
-        store = store_of(layer.weight.to_local())
+        storage = storage_of(layer.weight.to_local())
         for side in ("rowwise", "columnwise"):
-            plane = getattr(store, side)
+            plane = getattr(storage, side)
             if plane is not None:
                 found[f"{name} {side} codes"] = bits(plane.data).clone()
                 found[f"{name} {side} scales"] = bits(plane.scale).clone()

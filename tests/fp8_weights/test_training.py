@@ -34,7 +34,7 @@ from distributed.models import (
 from fp8rs.optim import AdamW
 from fp8rs.optim.param import Param
 from fp8rs.tensor.quantized import QuantizedTensor
-from internals import local_of, store_of
+from internals import local_of, storage_of
 
 kinds = pytest.mark.parametrize("masters", [True, False], ids=["masters", "no masters"])
 
@@ -429,9 +429,9 @@ def test_a_nan_on_one_rank_reaches_all(rig, masters):
         if rig.rank == 1:
             model.blocks[0].up.weight.grad.to_local()[0, 0] = float("nan")
         optimizer.step()
-        scale = store_of(model.blocks[0].up.weight).any_plane.scale
+        scale = storage_of(model.blocks[0].up.weight).any_plane.scale
         assert scale.isnan()
-        other = store_of(model.blocks[1].up.weight).any_plane.scale
+        other = storage_of(model.blocks[1].up.weight).any_plane.scale
         assert other.isfinite()
 
 
@@ -481,12 +481,12 @@ def test_a_step_with_a_learning_rate_of_0_keeps_codes_and_scales(rig, recipe):
         for layer in linears(model).values():
             local_of(layer.weight).mul_(0.6)
     model.state_dict()  # synchronizes scales
-    before = [[t.clone() for t in store_of(p).tensors()] for p in fp8_of(model)]
+    before = [[t.clone() for t in storage_of(p).tensors()] for p in fp8_of(model)]
     optimizer.param_groups[0]["lr"] = 0.0
     moments = [optimizer.state[p]["exp_avg"].to_local().clone() for p in fp8_of(model)]
     step(model, optimizer, rig, 1)
     for p, tensors, moment in zip(fp8_of(model), before, moments, strict=True):
-        assert all(same_bytes(a, b) for a, b in zip(store_of(p).tensors(), tensors, strict=True))
+        assert all(same_bytes(a, b) for a, b in zip(storage_of(p).tensors(), tensors, strict=True))
         assert not torch.equal(optimizer.state[p]["exp_avg"].to_local(), moment)
 
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8rs
 from distributed import ranks
 from distributed.models import EVEN, RECIPES, batch, make, recipes, same_bytes, shard
-from internals import store_of
+from internals import storage_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
 modified = pytest.raises(RuntimeError, match="modified by an inplace operation")
@@ -84,7 +84,7 @@ def test_a_write_before_a_compiled_backward_is_an_error(device, write):
 def test_a_write_moves_the_version_of_the_codes(device, recipe, write):
     """By which compiled graphs, which save the codes, know of it."""
     model = model_of(device, recipe)
-    codes = store_of(model[2].weight).rowwise.data
+    codes = storage_of(model[2].weight).rowwise.data
     before = codes._version
     with torch.no_grad():
         WRITES[write](model)

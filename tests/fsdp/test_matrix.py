@@ -25,7 +25,7 @@ from fp8rs.optim import AdamW
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
-from internals import local_of, store_of
+from internals import local_of, storage_of
 
 #: With the oldest torch what the other files show of FSDP2 must do: the matrix takes minutes.
 pytestmark = pytest.mark.newest_torch
@@ -158,7 +158,7 @@ def shard_bytes(model):
     for layer in linears(model).values():
         local = local_of(layer.weight)
         if isinstance(local, QuantizedTensor):
-            found += [t.clone() for t in store_of(local).tensors()]
+            found += [t.clone() for t in storage_of(local).tensors()]
         else:
             found.append(local.high_precision.clone())
     return found
@@ -190,7 +190,7 @@ def check_scales(model):
     for name, layer in linears(model).items():
         local = local_of(layer.weight)
         if isinstance(local, QuantizedTensor) and local.format.per_tensor:
-            assert on_all_ranks(store_of(local).any_plane.scale.reshape(1).clone()), name
+            assert on_all_ranks(storage_of(local).any_plane.scale.reshape(1).clone()), name
 
 
 def check_gathered(model, whole, weights, recipe):

@@ -19,7 +19,7 @@ from distributed.models import (
     make,
     shard,
 )
-from internals import local_of, store_of
+from internals import local_of, storage_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -141,7 +141,7 @@ def stored(local):
     """Bytes of a shard's storages: of codes and scales where it is an FP8 weight."""
     if not isinstance(local, fp8rs.QuantizedTensor):
         return storages([local.detach()])
-    planes = [p for p in (store_of(local).rowwise, store_of(local).columnwise) if p is not None]
+    planes = [p for p in (storage_of(local).rowwise, storage_of(local).columnwise) if p is not None]
     return storages(t for p in planes for t in (p.data, p.scale))
 
 

@@ -12,9 +12,9 @@ from fp8rs.gemm.estimates import (
     FP8,
     HIGH_PRECISION,
     HIGH_PRECISION_WGRAD,
-    LEAST_SAVING,
-    LEAST_SPEEDUP,
-    MOST_WGRAD_ROWS,
+    MAX_WGRAD_ROWS,
+    MIN_SAVING,
+    MIN_SPEEDUP,
     GroupedWeight,
     choose,
     gated_mlp_us,
@@ -144,9 +144,9 @@ def test_the_choice_is_measured_as_fast_as_high_precision(case):
     chosen = measured[choose(rows, weight)]
     assert chosen <= measured[HIGH_PRECISION]
     # Small gains are forgone, and wgrad of many rows is not in FP8.
-    many = rows > MOST_WGRAD_ROWS * weight.experts
+    many = rows > MAX_WGRAD_ROWS * weight.experts
     least = min(us for choice, us in measured.items() if not (choice.wgrad and many))
-    assert chosen <= max(1.15 * least, least + 1.2 * LEAST_SAVING)
+    assert chosen <= max(1.15 * least, least + 1.2 * MIN_SAVING)
 
 
 @pytest.mark.parametrize("row", [row for row in GROUPED["mlp"] if row["kind"] == "mlp"])
@@ -178,12 +178,12 @@ def choices(rows_per_expert, model, **options):
 
 
 @pytest.mark.parametrize("model", [MIXTRAL, DEEPSEEK])
-@pytest.mark.parametrize("rows", [512, 2048, MOST_WGRAD_ROWS])
+@pytest.mark.parametrize("rows", [512, 2048, MAX_WGRAD_ROWS])
 def test_large_experts_run_in_fp8(model, rows):
     assert choices(rows, model) == ([FP8, FP8], True)
 
 
-@pytest.mark.parametrize("rows", [128, MOST_WGRAD_ROWS + 1])
+@pytest.mark.parametrize("rows", [128, MAX_WGRAD_ROWS + 1])
 def test_wgrad_of_few_or_many_rows_stays_in_high_precision(rows):
     """FP8 gains little for few rows, and Hopper's sums lose accuracy with many."""
     gate_up = FP8 if rows == 128 else HIGH_PRECISION_WGRAD
@@ -214,17 +214,17 @@ def test_row_scales_cost_a_pass_over_gradients():
 @pytest.mark.parametrize("n, k", [(1536, 2048), (4096, 14336)])
 def test_the_choice_does_not_depend_on_the_layout(n, k):
     for rows in (128, 1024, 8192):
-        weight, turned = GroupedWeight(8, n, k), GroupedWeight(8, k, n)
-        assert choose(8 * rows, weight) == choose(8 * rows, turned)
+        weight, transposed = GroupedWeight(8, n, k), GroupedWeight(8, k, n)
+        assert choose(8 * rows, weight) == choose(8 * rows, transposed)
 
 
-@pytest.mark.parametrize("rows", [16, 128, 1024, MOST_WGRAD_ROWS])
+@pytest.mark.parametrize("rows", [16, 128, 1024, MAX_WGRAD_ROWS])
 @pytest.mark.parametrize("n, k", [(64, 96), (1536, 2048), (28672, 4096)])
 def test_no_other_choice_is_much_faster(rows, n, k):
     given = 8 * rows, GroupedWeight(8, n, k)
     chosen, plain = choose(*given), grouped_us(HIGH_PRECISION, *given)
     least = min(grouped_us(c, *given) for c in CHOICES)
     if chosen == HIGH_PRECISION:
-        assert least > min(plain / LEAST_SPEEDUP, plain - LEAST_SAVING)
+        assert least > min(plain / MIN_SPEEDUP, plain - MIN_SAVING)
     else:
         assert grouped_us(chosen, *given) == least

@@ -260,7 +260,7 @@ def test_parts_of_groups_are_equal_and_aligned():
 def test_wgrad_of_long_groups_is_the_sum_of_parts(device, monkeypatch, case, parts):
     given = operands(device, case)
     expected, split, part_ends = run(*given), [], grouped_gemm.part_ends
-    monkeypatch.setattr(grouped_gemm, "MOST_WGRAD_ROWS", 8)
+    monkeypatch.setattr(grouped_gemm, "MAX_WGRAD_ROWS", 8)
     monkeypatch.setattr(grouped_gemm, "part_ends", lambda *a: split.append(a[1]) or part_ends(*a))
     found = run(*given)
     assert split == [parts] * grouped_gemm.has_grouped_gemm(device)

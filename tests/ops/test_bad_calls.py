@@ -23,15 +23,15 @@ class Call:
         self.scale = scalar(0.5, device)
         self.amax = scalar(1.0, device)
         self.two = torch.full((2,), 0.5, device=device)
-        self.row = self.room(6, 8, E4M3)
-        self.col = self.room(8, 6, E4M3)
-        self.one = self.room(1, 1, torch.float32)
-        self.vector = self.room(1, 2, torch.float32).view(2)
+        self.row = self.allocate(6, 8, E4M3)
+        self.col = self.allocate(8, 6, E4M3)
+        self.one = self.allocate(1, 1, torch.float32)
+        self.vector = self.allocate(1, 2, torch.float32).view(2)
         self.codes = all_codes(E4M3, device, 6, 8)
-        self.wide = self.room(6, 8, torch.float32)
+        self.wide = self.allocate(6, 8, torch.float32)
         self.flat = torch.full((256,), 0xAA, dtype=torch.uint8, device=device)
 
-    def room(self, rows, cols, dtype):
+    def allocate(self, rows, cols, dtype):
         bytes_ = torch.full((rows * cols * dtype.itemsize,), 0xAA, dtype=torch.uint8)
         return bytes_.to(self.x.device).view(dtype).view(rows, cols)
 

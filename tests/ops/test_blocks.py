@@ -241,8 +241,8 @@ def test_column_scale_applies_to_the_rowwise_output_only(device, power_2_scale):
 @every_dtype
 def test_block_amax_equals_plain_torch(device, block, row_offset, dtype):
     x = data(device, 150, 140, dtype=dtype)
-    lead = 0 if block[0] == -1 else row_offset % block[0]
-    expected = reference.block_amax(x, block, lead)
+    block_offset = 0 if block[0] == -1 else row_offset % block[0]
+    expected = reference.block_amax(x, block, block_offset)
     assert torch.equal(ops.block_amax(x, block, row_offset), expected)
     x[77, 88] = NAN
     assert ops.block_amax(x, block, row_offset).isnan().sum() == 1

@@ -45,8 +45,8 @@ def expected(x, lengths, fp8_dtype, **options):
     columns = (rows + 15 * min(len(lengths), rows)) // 16 * 16
     codes = torch.zeros(rows, cols, dtype=torch.uint8, device=x.device)
     scale = torch.ones(rows, 1, device=x.device)
-    turned = torch.zeros(cols, columns, dtype=torch.uint8, device=x.device)
-    turned_scale = torch.ones(len(lengths), cols, device=x.device)
+    transposed = torch.zeros(cols, columns, dtype=torch.uint8, device=x.device)
+    transposed_scale = torch.ones(len(lengths), cols, device=x.device)
 
     def by_rows(x):
         found = ops.quantize_blocks(x, fp8_dtype, (1, -1), torch.float32, **options)
@@ -58,10 +58,10 @@ def expected(x, lengths, fp8_dtype, **options):
     for group, length in enumerate(lengths):
         if length:
             part, part_scale = by_rows(x[start : start + length].t().contiguous())
-            turned[:, to : to + length] = part
-            turned_scale[group] = part_scale[:, 0]
+            transposed[:, to : to + length] = part
+            transposed_scale[group] = part_scale[:, 0]
         start, to = start + length, to + -(-length // 16) * 16
-    return codes, scale, turned, turned_scale
+    return codes, scale, transposed, transposed_scale
 
 
 def check(found, wanted):

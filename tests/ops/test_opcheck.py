@@ -51,7 +51,7 @@ def samples(device):
     for values in (data(device, 2, 3, 16), None):
         yield ops._observe, (values, codes, scale, [-1, -1], 0, 0, None, slots, 1)
     # torch 2.11 casts values over 448 to NaN.
-    rows, weight, columns, turned = (
+    rows, weight, columns, transposed = (
         data(device, *shape).clamp(-448, 448).to(E4M3)
         for shape in ((40, 32), (3, 48, 32), (48, 64), (32, 64))
     )
@@ -62,7 +62,7 @@ def samples(device):
     for ends in ([8, 8, 40], [0, 16, 24]):
         ends = torch.tensor(ends, dtype=torch.int32, device=device)
         yield ops.grouped_mm, (rows, row_scale, weight, n_scale, ends, torch.bfloat16, True)
-        padded = (columns, n_scale, turned, k_scale, ends // 16 * 16, torch.bfloat16)
+        padded = (columns, n_scale, transposed, k_scale, ends // 16 * 16, torch.bfloat16)
         yield ops.grouped_wgrad, padded
         values = data(device, 40, 32), data(device, 3, 32, 48), data(device, 40, 48)
         yield ops.grouped_mm_plain, (*values[:2], ends, True)

@@ -66,9 +66,9 @@ def test_shapes_and_strides_do_not_change_the_numbers(device, shape):
     assert torch.equal(view.reshape(-1), flat)
     view.zero_()
     assert not buffer.any()
-    turned = torch.empty(9, 20, device=device).t()
-    ops.random_uniform_(turned, 3)
-    assert torch.equal(turned.reshape(-1), flat)
+    transposed = torch.empty(9, 20, device=device).t()
+    ops.random_uniform_(transposed, 3)
+    assert torch.equal(transposed.reshape(-1), flat)
 
 
 def test_numbers_are_uniform(device):

@@ -12,7 +12,7 @@ from fp8rs import (
     convert_to_float8_training,
 )
 from fp8rs.optim import AdamW, param
-from internals import store_of
+from internals import storage_of
 from optim.weights import (
     E4M3,
     E5M2,
@@ -144,7 +144,7 @@ def test_fp8_weights_equal_the_quantized_float32_step(
         train(a, 1, grad_dtype, step)
         train(b, 1, grad_dtype, step)
         want = other(values.detach())
-        assert_same(bytes_of(*store_of(weight).tensors()), bytes_of(*store_of(want).tensors()))
+        assert_same(bytes_of(*storage_of(weight).tensors()), bytes_of(*storage_of(want).tensors()))
         for key in ("exp_avg", "exp_avg_sq"):
             assert_same(bytes_of(a.state[weight][key]), bytes_of(b.state[values][key]))
         if masters:
@@ -344,7 +344,7 @@ class Keeper:
     def forget_init(self):
         self.init_value = None
 
-    def observes(self, store):
+    def observes(self, storage):
         return True
 
     def observe_write(self, tensor, values, exact):
@@ -358,13 +358,13 @@ class Keeper:
 def test_masters_start_from_the_kept_values_which_are_then_dropped(name):
     start = normal((40, 33), 1)
     kept = parameter(QUANTIZERS[name](E4M3, "cpu")(start))
-    store_of(kept).observer = Keeper(start.clone())
+    storage_of(kept).observer = Keeper(start.clone())
     plain = parameter(start.clone())
     a, b = AdamW([kept]), AdamW([plain])
     train(a, 2)
     train(b, 2)
     assert torch.equal(a.state[kept]["master"], plain)
-    assert store_of(kept).observer.init_value is None
+    assert storage_of(kept).observer.init_value is None
 
 
 each_parameter = pytest.mark.parametrize("kind", PARAMETERS)
@@ -422,7 +422,7 @@ def test_masters_are_unchanged_when_weights_are_exchanged_and_restored(kind, sto
                 weight.copy_(normal((140, 150), 2))
                 weight.copy_(own)
         train(optimizer, 2, seed=1)
-        delayed = store_of(weight).delayed if isinstance(weight, QuantizedTensor) else None
+        delayed = storage_of(weight).delayed if isinstance(weight, QuantizedTensor) else None
         if delayed is not None:
             delayed[1].zero_()
         found.append(everything(optimizer))
@@ -536,8 +536,8 @@ def test_shards_round_as_the_unsharded_weight_does(cols, name, block, cuts):
 def test_codes_rounded_by_torch_equal_those_of_the_kernel(device, name, fp8_dtype, monkeypatch):
     """Shards that split blocks are rounded by torch. They get the codes of the unsharded weight."""
     found = []
-    for own in (param.OWN_SCALES, ()):
-        monkeypatch.setattr(param, "OWN_SCALES", own)
+    for own in (param.BLOCK_SCALE_FORMATS, ()):
+        monkeypatch.setattr(param, "BLOCK_SCALE_FORMATS", own)
         torch.manual_seed(1)
         start = torch.randn(300, 132) * torch.randn(300, 132).mul(3).exp()
         start[7, 40] = float("nan")

@@ -41,7 +41,7 @@ from distributed.sharded_pairs import (
 )
 from fp8rs.optim import AdamW, MasterWeights
 from fp8rs.tensor.quantized import QuantizedTensor
-from internals import store_of
+from internals import storage_of
 from optim.weights import (
     E4M3,
     QUANTIZERS,
@@ -156,7 +156,7 @@ def test_codes_equal_the_quantized_step_of_the_wrapped_optimizer(
         values.grad = weight.grad.float()
         theirs.step()
         want = other(values.detach())
-        assert_same(bytes_of(*store_of(weight).tensors()), bytes_of(*store_of(want).tensors()))
+        assert_same(bytes_of(*storage_of(weight).tensors()), bytes_of(*storage_of(want).tensors()))
         state = ours.state[weight]
         assert torch.equal(state["master"], values)
         assert torch.equal(state["momentum_buffer"], theirs.state[values]["momentum_buffer"])

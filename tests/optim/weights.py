@@ -10,7 +10,7 @@ from fp8rs import (
     MXFP8Quantizer,
     QuantizedTensor,
 )
-from internals import store_of
+from internals import storage_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: A quantizer for every way to compute codes. Each makes only the plane that an optimizer keeps.
@@ -58,7 +58,7 @@ def bytes_of(*tensors):
         t = t.detach()
         if isinstance(t, QuantizedTensor):
             parts += [x for p in t.planes if p is not None for x in (p.data, p.scale)]
-            parts += store_of(t).delayed or ()
+            parts += storage_of(t).delayed or ()
         else:
             parts.append(t)
     return [p.cpu().contiguous().reshape(-1).view(torch.uint8).clone() for p in parts]

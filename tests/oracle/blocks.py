@@ -11,24 +11,29 @@ from oracle import tensorwise
 from oracle.elements import EMAX, MAX, cast, power_of_2
 
 
-def expand(grid: Tensor, block: tuple[int, int], shape: tuple[int, int], lead: int = 0) -> Tensor:
-    """Expand one value per block to one per element. The first block lacks ``lead`` rows."""
+def expand(
+    grid: Tensor, block: tuple[int, int], shape: tuple[int, int], block_offset: int = 0
+) -> Tensor:
+    """Expand one value per block to one per element.
+
+    The first block lacks ``block_offset`` rows.
+    """
     for dim in (0, 1):
         if block[dim] == -1:
             grid = grid.expand(-1, shape[1]) if dim else grid.expand(shape[0], -1)
         else:
             grid = grid.repeat_interleave(block[dim], dim)
-    return grid[lead : lead + shape[0], : shape[1]]
+    return grid[block_offset : block_offset + shape[0], : shape[1]]
 
 
-def block_amax(x: Tensor, block: tuple[int, int], lead: int = 0) -> Tensor:
-    """Return the amax of each block of a matrix whose first block lacks ``lead`` rows."""
+def block_amax(x: Tensor, block: tuple[int, int], block_offset: int = 0) -> Tensor:
+    """Return the amax of each block of a matrix whose first block lacks ``block_offset`` rows."""
     rows, cols = x.shape
-    block_rows = rows + lead if block[0] == -1 else block[0]
+    block_rows = rows + block_offset if block[0] == -1 else block[0]
     block_cols = cols if block[1] == -1 else block[1]
-    across, down = math.ceil(cols / block_cols), math.ceil((rows + lead) / block_rows)
+    across, down = math.ceil(cols / block_cols), math.ceil((rows + block_offset) / block_rows)
     padded = x.new_zeros(down * block_rows, across * block_cols, dtype=torch.float32)
-    padded[lead : lead + rows, :cols] = x.float().abs()
+    padded[block_offset : block_offset + rows, :cols] = x.float().abs()
     return padded.view(down, block_rows, across, block_cols).amax((1, 3))
 
 

@@ -17,7 +17,19 @@ ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 
 #: Public names that are not objects with a docstring: the version, and packages.
-NO_OBJECTS = {"checkpoint", "__version__", "export", "nn", "ops", "optim", "tensor_parallel"}
+NO_OBJECTS = {
+    *(
+        "__version__",
+        "checkpoint",
+        "comm",
+        "export",
+        "fsdp",
+        "nn",
+        "ops",
+        "optim",
+        "tensor_parallel",
+    )
+}
 
 
 def documented() -> list[str]:

@@ -11,7 +11,7 @@ from fp8rs.tensor import formats
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import Float8Tensor, QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
-from internals import store_of
+from internals import storage_of
 from oracle.compare import same
 
 E4M3 = torch.float8_e4m3fn
@@ -68,8 +68,8 @@ def each_equals(t, x, planes=(True, True)):
 def test_each_matrix_has_the_bytes_of_a_2d_tensor(device, format, shape, planes):
     t, x = make(device, format, shape, planes)
     assert each_equals(t, x, planes)
-    rows, cols = store_of(t).matrix[1:]
-    assert store_of(t).matrix[0] == shape[0]
+    rows, cols = storage_of(t).matrix[1:]
+    assert storage_of(t).matrix[0] == shape[0]
     if t.rowwise is not None:
         assert t.rowwise.data.shape == shape
         assert t.rowwise.scale.shape == format.scale_shape(rows, cols, shape[:1])
@@ -96,14 +96,14 @@ def test_dequantizing_gives_each_matrix(device, format, shape, planes):
 @each_plane
 def test_the_transpose_can_be_read_only(device, format, planes):
     t, x = make(device, format, (3, 45, 129), planes)
-    turned = t.transpose(-1, -2)
-    assert turned.shape == (3, 129, 45)
-    assert turned.planes == (None, None)
-    assert same(turned.dequantize(), t.dequantize().mT)
-    assert same(turned.mT.dequantize(), t.dequantize())
+    transposed = t.transpose(-1, -2)
+    assert transposed.shape == (3, 129, 45)
+    assert transposed.planes == (None, None)
+    assert same(transposed.dequantize(), t.dequantize().mT)
+    assert same(transposed.mT.dequantize(), t.dequantize())
     assert same(t[1].t().dequantize(), t.dequantize()[1].t())
     with pytest.raises(NotImplementedError, match="does not consist of whole matrices"):
-        turned.copy_(torch.ones(3, 129, 45, device=device))
+        transposed.copy_(torch.ones(3, 129, 45, device=device))
     assert each_equals(t, x, planes)
 
 
@@ -235,7 +235,7 @@ def test_leading_dimensions_of_activations_are_rows(device):
     for format in formats.FORMATS.values():
         t = quantizer(format, batched=False)(x)
         rows = quantizer(format, batched=False)(x.view(-1, 129))
-        assert not t.rowwise.batched and store_of(t).matrix == (135, 129)
+        assert not t.rowwise.batched and storage_of(t).matrix == (135, 129)
         assert same(t.rowwise.scale, rows.rowwise.scale)
 
 

@@ -9,7 +9,7 @@ from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, Float8Quant
 from fp8rs.tensor.formats import ROW, TENSOR
 from fp8rs.tensor.quantized import Float8Tensor, Plane, QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
-from internals import store_of
+from internals import storage_of
 from saving import reloaded
 
 PLANES = {
@@ -701,8 +701,8 @@ def test_assigned_planes_appear_in_aliases_and_views(make):
     """FSDP's hooks assign planes when they refill a gathered weight."""
     t, other = make("both", 6, 8), make("rowwise", 6, 8, seed=1)
     alias, part = torch.nn.Parameter(t), t[2:4]
-    store = store_of(alias)
-    store.rowwise, store.columnwise = other.rowwise, other.columnwise
+    storage = storage_of(alias)
+    storage.rowwise, storage.columnwise = other.rowwise, other.columnwise
     assert t.rowwise is other.rowwise
     same(part.dequantize(), other.dequantize()[2:4])
 

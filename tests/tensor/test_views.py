@@ -117,7 +117,7 @@ def test_a_write_to_a_part_keeps_the_other_values(device, format, planes, way, s
         for name, found in values(t).items():
             want = before[name].clone()
             outside = torch.ones_like(written)
-            outside[hull(t, rows, cols)] = False
+            outside[block_ranges(t, rows, cols)] = False
             assert torch.equal(found[outside], want[outside]), name
             take(want).copy_(src.dequantize() if source == "quantized" else src)
             # Half a step of the format. Outside the part, at most half a step of the subnormal
@@ -129,7 +129,9 @@ def test_a_write_to_a_part_keeps_the_other_values(device, format, planes, way, s
     agree(t, format)
 
 
-def hull(t: QuantizedTensor, rows: tuple[int, int], cols: tuple[int, int]) -> tuple[slice, slice]:
+def block_ranges(
+    t: QuantizedTensor, rows: tuple[int, int], cols: tuple[int, int]
+) -> tuple[slice, slice]:
     """Return the rows and columns of the blocks of all planes that a part overlaps."""
     found = []
     for axis, (start, stop) in enumerate((rows, cols)):
@@ -354,7 +356,7 @@ def test_views_of_consecutive_elements_take_writes(device, format, planes, way):
     take(reached).fill_(True)
     where = reached.nonzero()
     first, last = int(where[:, 0].min()), int(where[:, 0].max())
-    outside[hull(t, (first, last + 1), (0, COLS))] = False
+    outside[block_ranges(t, (first, last + 1), (0, COLS))] = False
     for name, value in values(t).items():
         assert torch.equal(value[outside], before[name][outside]), "beyond the blocks of its rows"
 

@@ -29,7 +29,7 @@ from fp8rs.tensor_parallel import (
     PrepareFloat8ModuleInput,
 )
 from fp8rs.tensor_parallel.gather import Operand, gather_input, gathered
-from internals import state_of, store_of
+from internals import state_of, storage_of
 from tensor_parallel.blocks import (
     RECIPES,
     SEQUENCE,
@@ -111,7 +111,7 @@ def test_non_finite_values_on_one_rank_give_a_nan_scale(rig, role):
         else:
             assert found.rowwise.scale.isnan()
             assert amax == (32 if rig.rank == 0 else 0)
-        assert store_of(found).delayed[1] is amax
+        assert storage_of(found).delayed[1] is amax
 
 
 @ranks(2, 4)

@@ -28,7 +28,7 @@ from fp8rs._torch import (
     own_part,
 )
 from fp8rs.tensor.dcp import splits_blocks
-from fp8rs.tensor.formats import INPUT_DTYPES, split
+from fp8rs.tensor.formats import INPUT_DTYPES, split_batch
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -87,7 +87,7 @@ class Codes(PlainPart):
         """
         if src.dtype == self.dtype:
             super().copy_(src, non_blocking)
-            observer = self.weight.tensor._store.observer
+            observer = self.weight.tensor._storage.observer
             if observer is not None:  # other ranks may load and quantize values
                 observer.observe_write(self.weight.tensor, None, exact=False)
         elif src.dtype in INPUT_DTYPES:
@@ -198,7 +198,7 @@ def parts_of(value: Tensor) -> dict[str, Tensor] | None:
     Returns None if tensor parallelism splits blocks, because these have no common scale.
     """
     local: QuantizedTensor = own_part(value)
-    planes = {"": local._store.rowwise, COLUMNWISE: local._store.columnwise}
+    planes = {"": local._storage.rowwise, COLUMNWISE: local._storage.columnwise}
     shown = dict(zip(planes, local.planes, strict=True))
     if planes[""] is not None and planes[""].format.square:
         del planes[COLUMNWISE]  # the same codes, transposed
@@ -213,7 +213,7 @@ def parts_of(value: Tensor) -> dict[str, Tensor] | None:
         assert plane is not None
         if not transposed:
             data = codes_of(local.__get_tensor_shard__(), plane.data)
-            plane = Plane(data, plane.scale, plane.format, plane.lead)
+            plane = Plane(data, plane.scale, plane.format, plane.block_offset)
         found[suffix], found[suffix + SCALE] = _tensors_of(value, plane, transposed)
     return found
 
@@ -225,7 +225,7 @@ def _tensors_of(value: Tensor, plane: Plane, transposed: bool) -> tuple[Tensor, 
         return codes, scale
     sharded: Any = value
     _, start = local_shape_and_offset(tuple(value.shape), sharded.device_mesh, sharded.placements)
-    batch, (rows, cols) = split(value.shape, plane.batched)
+    batch, (rows, cols) = split_batch(value.shape, plane.batched)
     first, above = start[: len(batch)], start[len(batch) : -1]
     # Rows of dimensions between the batch and the columns are counted in order.
     below = accumulate(value.shape[-2 : len(batch) : -1], mul, initial=1)
@@ -236,11 +236,11 @@ def _tensors_of(value: Tensor, plane: Plane, transposed: bool) -> tuple[Tensor, 
         whole = dtensor_like(value, part, (*batch, rows, cols))
     else:
         whole = dtensor_like(value, codes)
-    split_batch = batch and any(p.dim == 0 for p in sharded.placements if not p.is_replicate())
-    if format.per_tensor and not split_batch:  # all ranks have all scales
+    is_batch_sharded = batch and any(p.dim == 0 for p in sharded.placements if not p.is_replicate())
+    if format.per_tensor and not is_batch_sharded:  # all ranks have all scales
         return whole, scale.view(batch)
     if not format.per_tensor:
         first += tuple(b // n if n > 0 else 0 for b, n in zip(begin, format.block, strict=True))
-    shared = [0] * len(batch) + [int(n > 0) for n in plane.lead]
+    shared = [0] * len(batch) + [int(n > 0) for n in plane.block_offset]
     own = as_part(scale, first, tuple(shared[: scale.dim()]))
     return whole, dtensor_like(value, own, format.scale_shape(rows, cols, batch))

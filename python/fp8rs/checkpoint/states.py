@@ -176,7 +176,7 @@ class Optimizer:
 
 def _sync_scales(state: dict[str, Any]) -> None:
     """Synchronize the scales that shards of FP8 weights share. All ranks call this."""
-    handles = [own_part(value)._store.observer for value in state.values() if is_fp8(value)]
+    handles = [own_part(value)._storage.observer for value in state.values() if is_fp8(value)]
     for model in dict.fromkeys(handle.sharded_model for handle in handles):
         if model is not None:
             model.sync_scales()
@@ -199,7 +199,7 @@ def load_parts(value: Tensor, parts: dict[str, Tensor]) -> None:
         if own.data_ptr() != given.data_ptr():
             own.copy_(given)
         note_write(own)
-    handle: Any = weight._store.observer
+    handle: Any = weight._storage.observer
     reset_scales(handle.module)
     # A rank may have quantized loaded values, so scales are synchronized. Common ones stay.
     handle.observe_write(weight, None, exact=False)

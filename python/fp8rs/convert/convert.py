@@ -175,13 +175,14 @@ def _convert(state: ModelState, selected: Selection, fp8_weights: bool, keep_ini
         left.detach()
     convert_experts(state, selected.experts)
     if fp8_weights:
-        from fp8rs.optim.warnings import watch  # imported only by models that need it
+        # Import it only for models that need it.
+        from fp8rs.optim.missing_masters import warn_without_masters
 
         # The amaxes of experts come last. Batched weights have no history.
         for (_, layer), amax in zip(layers, amaxes, strict=False):
             cast(Any, layer)._fp8_params["weight"].start_history_from(amax)
         steps.subscribe(state)
-        watch()
+        warn_without_masters()
 
 
 def _log_conversion(root: nn.Module, recipe: Recipe) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from fp8rs._torch import become, check_can_become
 from fp8rs.quantize.recipes import Recipe, quant_spec
+from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
 from fp8rs.tensor.spec import quantize_planes
-from fp8rs.tensor.store import Store
 
 
 def check_weight(
@@ -106,7 +106,7 @@ def new_weight(values: Tensor, recipe: Recipe) -> QuantizedTensor:
     both = not format.square and not format.per_row
     with torch.inference_mode(False), torch.no_grad():
         row, col = quantize_planes(spec, values.contiguous(), True, both)
-        return wrap(Store(row, col, spec), values.shape, values.dtype)
+        return wrap(PlaneStorage(row, col, spec), values.shape, values.dtype)
 
 
 def dequantize_weight(layer: nn.Linear) -> None:

@@ -301,7 +301,7 @@ def read_weight_scales(stored: StoredTensors, target: Target) -> Tensor | None:
         None if the files do not have codes and scales in the format of the weight.
     """
     weight, parts = target.fp8_weight, target.sources[0]
-    if weight is None or weight._store.observer is None or parts_of(target.tensor) is None:
+    if weight is None or weight._storage.observer is None or parts_of(target.tensor) is None:
         return None
     if any(CODES.get(stored.dtype(part.name)) != weight.fp8_dtype for part in parts):
         return None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8rs._torch import dtensor_like, own_part, plain_name, reshard
 from fp8rs.nn.spec import spec_for
 from fp8rs.quantize.recipes import check_module
-from fp8rs.tensor.formats import INPUT_DTYPES, split
+from fp8rs.tensor.formats import INPUT_DTYPES, split_batch
 from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec, quantize_planes
@@ -326,7 +326,7 @@ def forward_plane(layer: nn.Module, weight: Any) -> Plane:
     if local is weight:
         return row
     scale = row.scale
-    batch, matrix = split(weight.shape, row.batched)
+    batch, matrix = split_batch(weight.shape, row.batched)
     cuts_batch = batch and any(p.is_shard(0) for p in weight.placements)
     if cuts_batch or not row.format.per_tensor:
         scale = gather_like(weight, scale, row.format.scale_shape(*matrix, batch))

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from fp8rs._torch import is_distributed, is_traced, own_part, reshard
 from fp8rs.scaling.histories import set_next_scales
+from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes, QuantSpec
-from fp8rs.tensor.store import Store
 
 from .master_weight import post_all_gather, pre_all_gather
 from .param import LocalShard, ParamHandle
@@ -32,7 +32,7 @@ class Float8Shard(QuantizedTensor):
 
     @property
     def _handle(self) -> Float8ParamHandle:
-        handle = self._store.observer
+        handle = self._storage.observer
         assert isinstance(handle, Float8ParamHandle)
         return handle
 
@@ -51,7 +51,7 @@ def wrap_shard(local: QuantizedTensor) -> Float8Shard:
 
 
 class Float8ParamHandle(ParamHandle):
-    """The handle of an FP8 weight, sharded or not (`fp8rs.tensor.store.WriteObserver`).
+    """The handle of an FP8 weight, sharded or not (`fp8rs.tensor.plane_storage.WriteObserver`).
 
     Attributes:
         unsynced: whether this rank wrote the shard since scales were last synchronized.
@@ -107,22 +107,22 @@ class Float8ParamHandle(ParamHandle):
     def reshard(self) -> None:
         """Make modules hold their shards again if FSDP2 has this weight gathered."""
         part = self.parameter_part
-        if not (isinstance(part, QuantizedTensor) and part._store.gathered):
+        if not (isinstance(part, QuantizedTensor) and part._storage.gathered):
             return
         if (root := self.state.root) is not None:
             reshard(root)
 
     # --- writes ----------------------------------------------------------------------------------
 
-    def observes(self, store: Store) -> bool:
+    def observes(self, storage: PlaneStorage) -> bool:
         """Return whether planes belong to the weight, and not to a copy of it.
 
         While FSDP2 has the weight gathered, the shard is not known, so this returns True.
         """
         if not self.in_place:
             return False
-        known = getattr(self.parameter_part, "_store", None)
-        return known is None or known.observer is not self or known is store
+        known = getattr(self.parameter_part, "_storage", None)
+        return known is None or known.observer is not self or known is storage
 
     def observe_write(self, tensor: QuantizedTensor, values: Tensor | None, exact: bool) -> None:
         """Note that an operator wrote to the weight. Runs no collective.
@@ -137,8 +137,8 @@ class Float8ParamHandle(ParamHandle):
         self.mark_written()
         self.unsynced = True
         if values is not None and tensor.is_whole and not values.is_meta:
-            row = tensor._store.rowwise
-            values = values.reshape(tensor._store.matrix if row is None else row.data.shape)
+            row = tensor._storage.rowwise
+            values = values.reshape(tensor._storage.matrix if row is None else row.data.shape)
         else:
             values = None
         if self.keep_init:  # until an optimizer reads them
@@ -147,11 +147,11 @@ class Float8ParamHandle(ParamHandle):
             self.start_history_from(values)
         elif values is not None and exact:
             self.pending = values.clone()
-        store = getattr(self.parameter_part, "_store", None)
+        storage = getattr(self.parameter_part, "_storage", None)
         # A gathered weight has no observer.
-        if store is not None and store.observer is self and not tensor.is_meta:
+        if storage is not None and storage.observer is self and not tensor.is_meta:
             # The next write would otherwise saturate with a scale from before these values.
-            update_histories([self], [store.any_plane.scale.view(-1)])
+            update_histories([self], [storage.any_plane.scale.view(-1)])
 
     def mark_written(self) -> None:
         """Note a write. Scales are taken to be common. Others set ``unsynced`` afterwards."""
@@ -217,9 +217,9 @@ def handle_for(module: nn.Module, name: str, parameter: Any = None) -> ParamHand
     if not isinstance(local, QuantizedTensor):
         own = type(known) is ParamHandle and known._module() is module
         return known if own else ParamHandle(module, name)
-    handle = local._store.observer
+    handle = local._storage.observer
     if not isinstance(handle, Float8ParamHandle) or handle._module() is not module:
-        handle = local._store.observer = Float8ParamHandle(module, name)
+        handle = local._storage.observer = Float8ParamHandle(module, name)
     return handle
 
 
@@ -228,14 +228,14 @@ def handle_for(module: nn.Module, name: str, parameter: Any = None) -> ParamHand
 
 def write_planes(local: QuantizedTensor, planes: Planes) -> None:
     """Write the planes of a whole shard. An empty shard of one matrix stores its scale alone."""
-    store = local._store
+    storage = local._storage
     if local.numel():
-        store.put(store.rows(slice(0, local.shape[0])), planes)
-    elif store.format.per_tensor and not store.batched:
+        storage.copy_planes_(storage.rows(slice(0, local.shape[0])), planes)
+    elif storage.format.per_tensor and not storage.batched:
         row, col = planes
         plane = row if row is not None else col
         assert plane is not None
-        store.any_plane.scale.copy_(plane.scale)
+        storage.any_plane.scale.copy_(plane.scale)
 
 
 def scales_of(shard: LocalShard) -> Tensor:

@@ -23,9 +23,9 @@ from torch import Tensor
 from fp8rs._torch import is_alias, preserve_version_counter
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.formats import BlockFormat
+from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes
-from fp8rs.tensor.store import Store
 
 from .shard_spec import ShardSpec
 
@@ -135,14 +135,18 @@ class AllGatherLayout:
         return () if col is None or col.batched else (col.data, col.scale)
 
     def refilled(
-        self, store: Store, outputs: Sequence[Tensor], spec: ShardSpec, scale: Tensor | None
+        self,
+        storage: PlaneStorage,
+        outputs: Sequence[Tensor],
+        spec: ShardSpec,
+        scale: Tensor | None,
     ) -> Planes | None:
         """Return the planes of the last unshard if FSDP2 gathered into their memory, else None.
 
         Building equal planes from the outputs takes several times as long. Comparing storages
         suffices, because the views of `unpack` begin where an output begins.
         """
-        row, col = store.rowwise, store.columnwise
+        row, col = storage.rowwise, storage.columnwise
         assert row is not None
         if self.gathers_codes_alone(spec):
             assert scale is not None

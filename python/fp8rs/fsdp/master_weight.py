@@ -30,8 +30,8 @@ from fp8rs._torch import (
 )
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.fallback import written_arguments
+from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import wrap
-from fp8rs.tensor.store import Store
 
 from .layout import AllGatherLayout
 from .param import ParamHandle, local_of
@@ -102,18 +102,18 @@ def post_all_gather(
     layout: AllGatherLayout = metadata.sharded_model.quantizer.layout
     shard_spec = metadata.shard_spec
     if out is not None:
-        store: Store = own_part(out)._store
-        planes = layout.refilled(store, outputs, shard_spec, metadata.scale)
+        storage: PlaneStorage = own_part(out)._storage
+        planes = layout.refilled(storage, outputs, shard_spec, metadata.scale)
         if planes is None:
             # A training forward may write tensors that an inference forward has created.
             with torch.inference_mode(False), torch.no_grad():
-                planes = layout.unpack(outputs, shard_spec, metadata.scale, store.columnwise)
-        store.rowwise, store.columnwise = planes
+                planes = layout.unpack(outputs, shard_spec, metadata.scale, storage.columnwise)
+        storage.rowwise, storage.columnwise = planes
         return None
     with torch.inference_mode(False), torch.no_grad():
         planes = layout.unpack(outputs, shard_spec, metadata.scale)
         shape = torch.Size(shard_spec.unsharded_shape)
-        weight = wrap(Store(*planes, gathered=True), shape, param_dtype)
+        weight = wrap(PlaneStorage(*planes, gathered=True), shape, param_dtype)
         return weight, layout.inner_tensors(planes)
 
 

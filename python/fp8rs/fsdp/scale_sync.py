@@ -215,7 +215,7 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
         for place, row in zip(
             *quantizer.places(shard, grids[i], quantizer.split_rows), strict=True
         ):
-            start = place * height - quantizer.offset(shard)
+            start = place * height - quantizer.block_offset(shard)
             rows = slice(max(start, 0), start + height)
             scale, stored = common.select(-2, row).to(data.device), scales.select(-2, place)
             before = stored.to(torch.float32, copy=True)
@@ -241,7 +241,7 @@ def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return the values of a shard (..., rows, columns), pending ones if there are any."""
     pending = handle_of(shard).pending
     if pending is not None:
-        return pending.view(cast(QuantizedTensor, shard.data)._store.matrix)
+        return pending.view(cast(QuantizedTensor, shard.data)._storage.matrix)
     values = _split_plane(quantizer, shard).dequantize(torch.float32)
     return values.t() if quantizer.layout.columnwise else values
 
@@ -255,7 +255,7 @@ def _block_contributions(quantizer: BlockwiseShardQuantizer, shard: LocalShard) 
         return _contribution(scales, scales)
     block, offset, batched = (
         quantizer.split_block,
-        quantizer.offset(shard),
+        quantizer.block_offset(shard),
         shard.shard_spec.batched,
     )
     amax = _block_amax(_values(quantizer, shard), block, offset, batched)
@@ -274,13 +274,13 @@ def _round_blocks(
     Blocks that already have their common scale keep their codes.
     """
 
-    def spread(x: Tensor) -> Tensor:
+    def expand_scale(x: Tensor) -> Tensor:
         x = x.repeat_interleave(quantizer.split_block[1], -1)
         return x[..., : values.shape[-1]].unsqueeze(-2)
 
     # Devices that flush subnormals would compute an infinite inverse of the smallest E8M0 scale.
-    factor = spread((1.0 / scale).clamp(max=2.0**127))
+    factor = expand_scale((1.0 / scale).clamp(max=2.0**127))
     one = scale.new_ones(())
     rounded = _quantize(values.to(torch.float32) * factor, one, codes.dtype)[0].view(torch.uint8)
     old = codes.view(torch.uint8)
-    old.copy_(torch.where(spread(changed), rounded, old))
+    old.copy_(torch.where(expand_scale(changed), rounded, old))

@@ -337,9 +337,9 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         if amaxes is not None:
             amaxes = amaxes.to(shard.data.device)
             reduced = {"amax_columnwise": amaxes.t().contiguous()} if both else {"amax": amaxes}
-        lead = self.offset(shard)
+        block_offset = self.block_offset(shard)
         return quantize_planes(
-            self.quant_spec, shard.data, True, both, lead=lead, block_amaxes=reduced
+            self.quant_spec, shard.data, True, both, block_offset=block_offset, block_amaxes=reduced
         )
 
     def _scales_of(self, amaxes: Tensor) -> Tensor:
@@ -375,7 +375,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         """
         shards = [s for s in shards if rows_of(s.shard_spec)]
         grids = [
-            _block_amax(s.data, self.split_block, self.offset(s), s.shard_spec.batched)
+            _block_amax(s.data, self.split_block, self.block_offset(s), s.shard_spec.batched)
             for s in shards
         ]
         reduced = self.reduce_rows(shards, grids, rows_of)
@@ -387,7 +387,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
             found[shard] = own, rows
         return found
 
-    def offset(self, shard: LocalShard) -> int:
+    def block_offset(self, shard: LocalShard) -> int:
         """Return how many rows of the shard's first row of blocks are on the ranks before it."""
         return shard.shard_spec.row_offset % self.height
 

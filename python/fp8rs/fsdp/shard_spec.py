@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import local_tensor
-from fp8rs.tensor.formats import split
+from fp8rs.tensor.formats import split_batch
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -60,7 +60,7 @@ class ShardSpec:
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """Rows and columns of each gathered matrix."""
-        return split(self.unsharded_shape, True)[1]
+        return split_batch(self.unsharded_shape, True)[1]
 
     @cached_property
     def padded_length(self) -> int:

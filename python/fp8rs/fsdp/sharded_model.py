@@ -397,7 +397,7 @@ def needs_wrapping(module: nn.Module, name: str, parameter: Any) -> bool:
     local = local_tensor(parameter)
     if isinstance(local, QuantizedTensor):
         # With tensor parallelism, an unsharded weight is a DTensor too.
-        eligible = not local._store.gathered
+        eligible = not local._storage.gathered
     else:
         eligible = local.dtype.is_floating_point
     known = local_of(parameter)

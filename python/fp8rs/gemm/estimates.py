@@ -104,20 +104,20 @@ ROW_SCALES = Cost(0, inf, 150)
 #: (6 layers, two H100s) took 102, 116, 154 and 236 ms with it and 110, 123, 161 and 251 ms without
 #: FP8 GEMMs, with 128, 256, 512 and 1,024 rows per expert. The estimated savings are 433, 501, 637
 #: and 909 us per weight. Steps with smaller savings or unfused quantization were not measured.
-LEAST_SPEEDUP = 1.1
-LEAST_SAVING = 750
-LEAST_FUSED_SAVING = 400
+MIN_SPEEDUP = 1.1
+MIN_SAVING = 750
+MIN_FUSED_SAVING = 400
 
 #: With more rows per expert, wgrad is not in FP8, or its sums are divided into parts if FP8 is
 #: requested. Hopper accumulates with about 14 bits, so sums of terms with a nonzero mean lose
 #: accuracy as the number of terms grows.
-MOST_WGRAD_ROWS = 8192
+MAX_WGRAD_ROWS = 8192
 
 #: The rule of `choose`, for reports.
 CHOICE = (
-    f"FP8 is chosen where it is estimated to be {LEAST_SPEEDUP - 1:.0%} faster and to save "
-    f"{LEAST_SAVING / 1000} ms per weight ({LEAST_FUSED_SAVING / 1000} ms if gate, up and down are "
-    f"fused), for wgrad up to {MOST_WGRAD_ROWS:,} rows per expert."
+    f"FP8 is chosen where it is estimated to be {MIN_SPEEDUP - 1:.0%} faster and to save "
+    f"{MIN_SAVING / 1000} ms per weight ({MIN_FUSED_SAVING / 1000} ms if gate, up and down are "
+    f"fused), for wgrad up to {MAX_WGRAD_ROWS:,} rows per expert."
 )
 
 #: Rows per expert that are assumed if a compiler does not know the number of rows.
@@ -169,18 +169,18 @@ class GroupedWeight(NamedTuple):
 def choose(rows: int, weight: GroupedWeight) -> GroupedChoice:
     """Return the fastest GEMMs of a weight.
 
-    FP8 is chosen only if it reaches `LEAST_SPEEDUP` and `LEAST_SAVING`. In wgrad, it is chosen only
-    for at most `MOST_WGRAD_ROWS` rows per expert.
+    FP8 is chosen only if it reaches `MIN_SPEEDUP` and `MIN_SAVING`. In wgrad, it is chosen only
+    for at most `MAX_WGRAD_ROWS` rows per expert.
 
     Args:
         rows: rows of the input, of all experts.
         weight: the weight.
     """
     plain = grouped_us(HIGH_PRECISION, rows, weight)
-    best, least = HIGH_PRECISION, _most_us(plain, LEAST_SAVING)
+    best, least = HIGH_PRECISION, _max_us(plain, MIN_SAVING)
     for choice in (HIGH_PRECISION_WGRAD, FP8):
         us = grouped_us(choice, rows, weight)
-        if us < least and not (choice.wgrad and rows > MOST_WGRAD_ROWS * weight.experts):
+        if us < least and not (choice.wgrad and rows > MAX_WGRAD_ROWS * weight.experts):
             best, least = choice, us
     return best
 
@@ -188,8 +188,8 @@ def choose(rows: int, weight: GroupedWeight) -> GroupedChoice:
 def prefers_gated_mlp(rows: int, down: GroupedWeight) -> bool:
     """Return whether `fp8rs.nn.grouped.gated_mlp` is faster than the choices of its two weights.
 
-    Like `choose`, this requires `LEAST_SPEEDUP` and a saving, here `LEAST_FUSED_SAVING` per weight,
-    and at most `MOST_WGRAD_ROWS` rows per expert.
+    Like `choose`, this requires `MIN_SPEEDUP` and a saving, here `MIN_FUSED_SAVING` per weight,
+    and at most `MAX_WGRAD_ROWS` rows per expert.
 
     Args:
         rows: rows of the input, of all experts.
@@ -199,8 +199,8 @@ def prefers_gated_mlp(rows: int, down: GroupedWeight) -> bool:
     weights = _gate_up(down), down
     plain = sum(grouped_us(HIGH_PRECISION, rows, weight) for weight in weights)
     separate = sum(grouped_us(choose(rows, weight), rows, weight) for weight in weights)
-    faster = fused < separate and fused < _most_us(plain, 2 * LEAST_FUSED_SAVING)
-    return faster and rows <= MOST_WGRAD_ROWS * down.experts
+    faster = fused < separate and fused < _max_us(plain, 2 * MIN_FUSED_SAVING)
+    return faster and rows <= MAX_WGRAD_ROWS * down.experts
 
 
 def gated_mlp_us(rows: int, down: GroupedWeight) -> float:
@@ -223,9 +223,9 @@ def _gate_up(down: GroupedWeight) -> GroupedWeight:
     return down._replace(n=2 * down.k, k=down.n)
 
 
-def _most_us(plain: float, saving: float) -> float:
+def _max_us(plain: float, saving: float) -> float:
     """Return the most microseconds that FP8 may take to be chosen."""
-    return min(plain / LEAST_SPEEDUP, plain - saving)
+    return min(plain / MIN_SPEEDUP, plain - saving)
 
 
 def grouped_us(choice: GroupedChoice, rows: int, weight: GroupedWeight) -> float:

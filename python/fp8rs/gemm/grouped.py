@@ -14,8 +14,8 @@ from torch.nn import functional
 from fp8rs._core import zero_tail
 from fp8rs._torch import constant_when_traced
 from fp8rs.gemm.devices import capability
-from fp8rs.gemm.estimates import MOST_WGRAD_ROWS
-from fp8rs.ops.define import in_python
+from fp8rs.gemm.estimates import MAX_WGRAD_ROWS
+from fp8rs.ops.define import python_op
 from fp8rs.tensor.formats import BlockFormat
 
 #: The compute capability whose GPUs have grouped FP8 GEMMs in torch.
@@ -71,7 +71,7 @@ def _scaled(
     return out.to(out_dtype)
 
 
-@in_python(_scaled)
+@python_op(_scaled)
 def grouped_mm(
     a: Tensor,
     a_scale: Tensor,
@@ -119,7 +119,7 @@ def _scaled_wgrad(
     if not (a.numel() and b.numel() and groups):
         return a.new_zeros((groups, n, k), dtype=out_dtype)
     rows = a.shape[1] - (ALIGNMENT - 1) * groups  # without the columns between groups
-    parts = min(-(-rows // (MOST_WGRAD_ROWS * groups)), (MAX_GROUPS - 1) // groups)
+    parts = min(-(-rows // (MAX_WGRAD_ROWS * groups)), (MAX_GROUPS - 1) // groups)
     if parts > 1:
         a_scale, b_scale = (s.repeat_interleave(parts, 0) for s in (a_scale, b_scale))
         out = _products(a, b, a_scale, b_scale, part_ends(padded_ends, parts))
@@ -169,7 +169,7 @@ def _products(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tens
     return out
 
 
-@in_python(_scaled_wgrad)
+@python_op(_scaled_wgrad)
 def grouped_wgrad(
     a: Tensor,
     a_scale: Tensor,
@@ -181,7 +181,7 @@ def grouped_wgrad(
     """Multiply columns of each group: out[g] = a[:, columns of g] @ b[:, columns of g].T.
 
     Hopper accumulates with about 14 bits, so long sums of terms with a nonzero mean lose accuracy.
-    If groups have more than `MOST_WGRAD_ROWS` rows on average, each is divided into equal parts of
+    If groups have more than `MAX_WGRAD_ROWS` rows on average, each is divided into equal parts of
     at most that many rows on average, and the products of the parts are summed in fp32.
 
     Args:
@@ -207,7 +207,7 @@ def _plain(a: Tensor, b: Tensor, ends: Tensor, zero_tail: bool) -> Tensor:
     return _zero_tail(out, ends, zero_tail and b.dim() == 3)
 
 
-@in_python(_plain)
+@python_op(_plain)
 def grouped_mm_plain(a: Tensor, b: Tensor, ends: Tensor, zero_tail: bool) -> Tensor:
     """Multiply high-precision operands as ``torch.nn.functional.grouped_mm`` does.
 

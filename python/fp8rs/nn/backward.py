@@ -32,11 +32,11 @@ def refuse_double_backward(owner: str) -> None:
         )
 
 
-def check_live(weight: QuantizedTensor, owner: str) -> None:
+def check_has_memory(weight: QuantizedTensor, owner: str) -> None:
     """Raise RuntimeError if FSDP2 has freed a gathered weight. A traced weight has no memory."""
-    plane = weight._store.any_plane
-    if not torch.compiler.is_compiling() and not plane.live:
-        plane.check_live(f"the gathered weight of {owner}, {tuple(weight.shape)},")
+    plane = weight._storage.any_plane
+    if not torch.compiler.is_compiling() and not plane.has_memory:
+        plane.check_has_memory(f"the gathered weight of {owner}, {tuple(weight.shape)},")
 
 
 def gathered_weight(weight: Tensor) -> Gathered:
@@ -67,5 +67,5 @@ def read_weight(gathered: Gathered, saved: Tensor, owner: str) -> Tensor:
             f"{weight._version}; expected version {version} instead. Write weights after the "
             "backward"
         )
-    check_live(weight, owner)
+    check_has_memory(weight, owner)
     return weight

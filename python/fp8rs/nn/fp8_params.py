@@ -108,7 +108,7 @@ class Float8Params(nn.Module):
         super().__setstate__(state)
         for name in self._fp8_params:
             weight: Any = self._parameters.get(name)
-            if isinstance(weight, QuantizedTensor) and weight._store.observer is None:
+            if isinstance(weight, QuantizedTensor) and weight._storage.observer is None:
                 self._fp8_params[name] = handle_for(self, name)
 
 
@@ -191,8 +191,8 @@ def quantize_like(before: Any, parameter: Any) -> None:
     values = part is not parameter and not isinstance(part, QuantizedTensor)
     if isinstance(whole, QuantizedTensor) and values:
         with torch.no_grad():
-            planes = quantize_planes(whole.spec, part.contiguous(), *whole._store.has)
-        own = whole.over(whole._store.over(*planes), part.shape, whole.dtype)
+            planes = quantize_planes(whole.spec, part.contiguous(), *whole._storage.has_planes)
+        own = whole.over(whole._storage.over(*planes), part.shape, whole.dtype)
         set_local_tensor(parameter, own)
 
 

@@ -186,7 +186,7 @@ def _input_planes(
         if columnwise:
             column = x.columnwise or given.transposed("columnwise", "wgrad")
         if delayed is not None and delayed.record:
-            known = x._store.delayed
+            known = x._storage.delayed
             assert known is not None
             noted = _note_amax(scale, known[1], delayed.amax(INPUT))
         return (Plane(given.matrix, noted, given.format), column), scale
@@ -215,7 +215,7 @@ def _input_planes(
 
 def _check_quantized(spec: LinearSpec, x: QuantizedTensor) -> None:
     wanted = spec.input
-    if spec.delayed and x._store.delayed is None:
+    if spec.delayed and x._storage.delayed is None:
         why = "the recipe has delayed scaling, whose history records each input"
     elif spec.wgrad_input is not None:
         why = "the recipe quantizes it in one format for the forward and in another for wgrad"

@@ -30,7 +30,7 @@ from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec, quantize_planes
 
-from .backward import check_live, gathered_weight, read_weight, refuse_double_backward
+from .backward import check_has_memory, gathered_weight, read_weight, refuse_double_backward
 from .spec import GroupedSpec, grouped_spec_for
 
 #: Which GEMMs of a weight run on FP8 operands: all ("fp8"), none ("gather"), or those that
@@ -278,7 +278,7 @@ class _Operand(NamedTuple):
 def _operand(
     spec: QuantSpec,
     weight: Tensor,
-    turned: bool,
+    transposed: bool,
     known: Tensor | None = None,
     after: Tensor | None = None,
 ) -> _Operand:
@@ -290,17 +290,17 @@ def _operand(
     Args:
         spec: how a high-precision weight is quantized.
         weight: as it is stored.
-        turned: whether the transpose is requested.
+        transposed: whether the transpose is requested.
         known: the scales of a weight that was quantized before, for one scale per expert.
         after: a tensor that a compiler must have before this is computed.
     """
     if isinstance(weight, QuantizedTensor):
         plane = weight.plane("rowwise", "a grouped GEMM")
         if after is None:  # in a backward, `read_weight` has checked it
-            check_live(weight, "experts")
+            check_has_memory(weight, "experts")
     else:
         values = weight if weight.dim() == 3 else weight.flatten(1, -2)
-        directly = turned and spec.format.per_tensor
+        directly = transposed and spec.format.per_tensor
         if not spec.format.per_tensor:
             known = None
         row, col = quantize_planes(spec, values, not directly, directly, scale=known, after=after)
@@ -311,7 +311,7 @@ def _operand(
         plane = row
     codes, scale = plane.data.flatten(1, -2), plane.scale
     per_row = scale.view(codes.shape[0], 1 if plane.format.per_tensor else codes.shape[1])
-    if not turned:
+    if not transposed:
         return _Operand(codes.contiguous(), per_row, None, scale)
     codes = _transpose(codes.contiguous(), after, True)
     if plane.format.per_tensor:
@@ -319,11 +319,11 @@ def _operand(
     return _Operand(codes, per_row.new_ones(per_row.shape[0], 1), per_row, scale)
 
 
-def _values(weight: Tensor, dtype: torch.dtype, turned: bool) -> Tensor:
+def _values(weight: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
     """Return the values of a weight as (E, rows, cols), or of its transpose."""
     values = weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.to(dtype)
     values = (values if values.dim() == 3 else values.flatten(1, -2)).contiguous()
-    return values.transpose(-2, -1) if turned else values
+    return values.transpose(-2, -1) if transposed else values
 
 
 class _Codes(NamedTuple):

@@ -17,7 +17,7 @@ from fp8rs.scaling.histories import keep_local
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .backward import check_live
+from .backward import check_has_memory
 from .debug import Debug, debugged_linear
 from .fp8_params import CLASSES, Float8Params, add_fp8_params, quantize_like, reset_scales
 from .function import Slots, linear
@@ -193,7 +193,7 @@ class Float8Linear(Float8Params, nn.Linear):
                 "cast one of them, or use torch.autocast"
             )
         if not torch.compiler.is_compiling() and isinstance(weight, QuantizedTensor):
-            check_live(weight, self._fp8_state.names[self._fp8_index] or "the layer")
+            check_has_memory(weight, self._fp8_state.names[self._fp8_index] or "the layer")
         state = self._fp8_state
         delayed = state.delayed
         run: Callable[..., Tensor] = linear

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8rs.ops.define import in_python
+from fp8rs.ops.define import python_op
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import FP8_BOUND, FP8_MAX
 from fp8rs.tensor.planes import Plane
@@ -118,7 +118,7 @@ def _add(*args: Any) -> Any:
     return scale.clone()
 
 
-@in_python(_add)
+@python_op(_add)
 def _observe(
     values: Tensor | None,
     codes: Tensor,
@@ -165,7 +165,7 @@ def add_batch(kept: Tensor, values: Tensor | None, plane: Plane) -> None:
             scales are added.
         plane: the codes and scales.
     """
-    plane = Plane(plane.matrix, plane.scale, plane.format, plane.lead)
+    plane = Plane(plane.matrix, plane.scale, plane.format, plane.block_offset)
     experts, rows, cols = plane.data.shape
     if not experts * rows * cols:
         return
@@ -182,7 +182,7 @@ def add_batch(kept: Tensor, values: Tensor | None, plane: Plane) -> None:
 
 
 def _add_part(kept: Tensor, x: Tensor | None, part: Plane) -> None:
-    codes, scale = part.data.to(torch.float32), part.spread()
+    codes, scale = part.data.to(torch.float32), part.expand_scale()
     decoded = codes * scale
     size = (decoded if x is None else x).abs()
     amax = size.amax()

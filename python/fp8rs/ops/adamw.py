@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fp8rs import _core
-from fp8rs.ops.define import in_python
+from fp8rs.ops.define import python_op
 
 
-@in_python(_core.adamw, writes=["exp_avgs", "exp_avg_sqs", "params", "masters", "scales", "amaxes"])
+@python_op(
+    _core.adamw, mutates_args=["exp_avgs", "exp_avg_sqs", "params", "masters", "scales", "amaxes"]
+)
 def adamw_(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
@@ -84,7 +86,7 @@ def adamw_(
     """
 
 
-@in_python(_core.random_uniform, writes=["x"])
+@python_op(_core.random_uniform, mutates_args=["x"])
 def random_uniform_(
     x: Tensor,
     seed: int,

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8rs.ops.define import in_rust
-from fp8rs.ops.shapes import allocate_codes, block_count, split
+from fp8rs.ops.define import native_op
+from fp8rs.ops.shapes import allocate_codes, block_count, split_batch
 
 _F32 = torch.float32
 
@@ -45,17 +45,17 @@ def _scales(
     return x.new_empty((*batch, *grid), dtype=dtype)
 
 
-@in_rust
+@native_op
 def block_amax(
     x: Tensor, block: Sequence[int], row_offset: int = 0, batched: bool = False
 ) -> Tensor:
     """Compute the absolute maximum of each block: float32, (rows of blocks, columns of blocks)."""
-    batch, (rows, cols) = split(x.shape, batched)
+    batch, (rows, cols) = split_batch(x.shape, batched)
     grid = (block_count(rows, block[0], row_offset), block_count(cols, block[1]))
     return x.new_empty((*batch, *grid), dtype=_F32)
 
 
-@in_rust
+@native_op
 def quantize_blocks(
     x: Tensor,
     fp8_dtype: torch.dtype,
@@ -104,7 +104,7 @@ def quantize_blocks(
     """
     row, col = allocate_codes(x, fp8_dtype, rowwise, columnwise, batched)
     row_scale, col_scale = (x.new_empty(0, dtype=scale_dtype) for _ in range(2))
-    batch, (rows, cols) = split(x.shape, batched)
+    batch, (rows, cols) = split_batch(x.shape, batched)
     down, across = block
     # Rows of x are divided into blocks as if row_offset rows preceded them, columns from column 0.
     if rowwise:
@@ -116,7 +116,7 @@ def quantize_blocks(
     return row, row_scale, col, col_scale
 
 
-@in_rust
+@native_op
 def pack_scales(scale: Tensor, rows: int, block_rows: int = 1) -> Tensor:
     """Pack E8M0 scales (rows of blocks, columns of blocks) of a plane with ``rows`` rows.
 
@@ -125,13 +125,13 @@ def pack_scales(scale: Tensor, rows: int, block_rows: int = 1) -> Tensor:
     return scale.new_empty(_packed_size(rows, scale.shape[1]))
 
 
-@in_rust
+@native_op
 def unpack_scales(packed: Tensor, rows: int, blocks: int, block_rows: int = 1) -> Tensor:
     """Unpack the scales (rows of blocks, ``blocks``) that ``pack_scales`` has packed."""
     return packed.new_empty((block_count(rows, block_rows), blocks))
 
 
-@in_rust
+@native_op
 def rebase(
     codes: Tensor,
     scale: Tensor,
@@ -146,6 +146,6 @@ def rebase(
     codes and a scale for each of their rows. Scales have the shape (rows, 1). The blocks with the
     largest scale of a row keep their bits. Codes that become subnormal lose bits.
     """
-    batch, (rows, cols) = split(codes.shape, batched)
+    batch, (rows, cols) = split_batch(codes.shape, batched)
     out = codes.new_empty(codes.shape if axis == 0 else (*batch, cols, rows))
     return out, codes.new_empty((*batch, rows if axis == 0 else cols, 1), dtype=_F32)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8rs.ops.define import in_rust
+from fp8rs.ops.define import native_op
 
 
-@in_rust
+@native_op
 def combine_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
     """Sum the rows of each token: out[t] = sum of weights[t, j] * rows[places[t, j]] over j.
 
@@ -32,7 +32,7 @@ def combine_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) ->
     return rows.new_empty((places.shape[0], rows.shape[1]))
 
 
-@in_rust
+@native_op
 def combine_rows_backward(
     grad: Tensor,
     rows: Tensor | None,

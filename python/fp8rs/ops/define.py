@@ -3,7 +3,7 @@
 The function allocates the outputs, for fake and meta tensors. It may use only shapes, dtypes and
 devices::
 
-    @in_rust
+    @native_op
     def transpose(codes: Tensor) -> Tensor:
         return codes.new_empty(...)
 
@@ -14,7 +14,7 @@ outputs with the function's.
 Operators that call torch's grouped GEMMs have their kernels in Python. So do operators that declare
 a write, because torch's C interface cannot increment a tensor's version::
 
-    @in_python(_core.random_uniform, writes=["x"])
+    @python_op(_core.random_uniform, mutates_args=["x"])
     def random_uniform_(x: Tensor, seed: int) -> None: ...
 """
 
@@ -49,20 +49,20 @@ _library = torch.library.Library("fp8rs", "DEF")
 _increment_version = torch._C._increment_version
 
 
-def in_rust(function: _Function, name: str | None = None) -> _Function:
+def native_op(function: _Function, name: str | None = None) -> _Function:
     """Define an operator whose kernels are in Rust. The default name is the function's."""
     _define(function, (), name or function.__name__)
     return function
 
 
-def in_python(
-    compute: Callable[..., Any], *, writes: Sequence[str] = ()
+def python_op(
+    compute: Callable[..., Any], *, mutates_args: Sequence[str] = ()
 ) -> Callable[[_Function], _Function]:
     """Define the operator with the function's name, whose kernel is ``compute``."""
 
     def register(function: _Function) -> _Function:
-        names = _define(function, writes, function.__name__)
-        written = [names.index(name) for name in writes]
+        names = _define(function, mutates_args, function.__name__)
+        written = [names.index(name) for name in mutates_args]
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             outputs = compute(*args, **kwargs)
@@ -77,9 +77,9 @@ def in_python(
     return register
 
 
-def _define(function: Callable[..., Any], writes: Sequence[str], name: str) -> list[str]:
+def _define(function: Callable[..., Any], mutates_args: Sequence[str], name: str) -> list[str]:
     """Register an operator's schema and fake kernel. Return the names of its arguments."""
-    schema = torch.library.infer_schema(function, op_name=name, mutates_args=writes)
+    schema = torch.library.infer_schema(function, op_name=name, mutates_args=mutates_args)
     # Integer arguments are plain numbers in traces too. Only sizes of tensors are symbolic.
     schema = schema.replace("SymInt", "int")
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)

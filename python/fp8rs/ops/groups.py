@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8rs.ops.define import in_rust
+from fp8rs.ops.define import native_op
 
 
 def padded_columns(rows: int, groups: int) -> int:
@@ -19,7 +19,7 @@ def padded_columns(rows: int, groups: int) -> int:
     return (rows + 15 * min(groups, rows)) // 16 * 16
 
 
-@in_rust
+@native_op
 def group_bounds(offs: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Check offsets, and compute where groups end.
 
@@ -65,7 +65,7 @@ def _outputs(
     )
 
 
-@in_rust
+@native_op
 def quantize_groups(
     x: Tensor,
     ends: Tensor,
@@ -102,7 +102,7 @@ def quantize_groups(
     return _outputs(x, shape, ends.shape[0], fp8_dtype, rowwise, columnwise)
 
 
-@in_rust
+@native_op
 def quantize_gated(
     h: Tensor,
     ends: Tensor,

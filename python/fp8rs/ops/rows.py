@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from fp8rs import _core
-from fp8rs.ops.define import in_python
+from fp8rs.ops.define import python_op
 
 
-@in_python(_core.sum_rows, writes=["out"])
+@python_op(_core.sum_rows, mutates_args=["out"])
 def sum_rows_(out: Tensor, x: Tensor, divisor: float) -> None:
     """Sum the rows of ``x`` in float32, from first to last, and divide.
 

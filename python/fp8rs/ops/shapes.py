@@ -27,7 +27,7 @@ def block_count(extent: int, size: int, offset: int = 0) -> int:
     return -(-(begin + extent) // size)
 
 
-def split(
+def split_batch(
     shape: torch.Size | tuple[int, ...], batched: bool
 ) -> tuple[tuple[int, ...], tuple[int, int]]:
     """Split a shape into its batch dimension and the shape of each of its matrices.
@@ -48,7 +48,7 @@ def allocate_codes(
     x: Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, batched: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Allocate rowwise and columnwise codes; one that is not requested has the shape ``(0,)``."""
-    batch, (rows, cols) = split(x.shape, batched)
+    batch, (rows, cols) = split_batch(x.shape, batched)
     return (
         x.new_empty(x.shape if rowwise else 0, dtype=fp8_dtype),
         x.new_empty((*batch, cols, rows) if columnwise else 0, dtype=fp8_dtype),
@@ -57,4 +57,4 @@ def allocate_codes(
 
 def allocate_scalars(x: Tensor, batched: bool = False) -> Tensor:
     """Allocate one float32 for ``x``, or one for each matrix of a batch."""
-    return x.new_empty(split(x.shape, batched)[0], dtype=torch.float32)
+    return x.new_empty(split_batch(x.shape, batched)[0], dtype=torch.float32)

@@ -28,29 +28,29 @@ import torch
 from torch import Tensor
 
 from fp8rs import _core
-from fp8rs.ops.define import in_python, in_rust
-from fp8rs.ops.shapes import allocate_codes, allocate_scalars, split
+from fp8rs.ops.define import native_op, python_op
+from fp8rs.ops.shapes import allocate_codes, allocate_scalars, split_batch
 
 _F32 = torch.float32
 
 
-@in_rust
+@native_op
 def amax(x: Tensor, batched: bool = False) -> Tensor:
     """Compute the absolute maximum of ``x``: float32, shape ()."""
     return allocate_scalars(x, batched)
 
 
-@in_rust
+@native_op
 def multi_amax(xs: list[Tensor], batched: bool = False) -> Tensor:
     """Compute the absolute maximum of each tensor or matrix of a batch: float32, 1-D."""
     return xs[0].new_empty(_matrices(xs, batched), dtype=_F32)
 
 
 def _matrices(xs: list[Tensor], batched: bool) -> int:
-    return sum(math.prod(split(x.shape, batched)[0]) for x in xs)
+    return sum(math.prod(split_batch(x.shape, batched)[0]) for x in xs)
 
 
-@in_rust
+@native_op
 def scale_from_amax(
     amax: Tensor,
     fp8_dtype: torch.dtype,
@@ -66,7 +66,7 @@ def scale_from_amax(
     return amax.new_empty(amax.shape)
 
 
-@in_rust
+@native_op
 def quantize(
     x: Tensor,
     scale: Tensor,
@@ -109,8 +109,8 @@ def quantize_delayed(
     return *allocate_codes(x, fp8_dtype, rowwise, columnwise, batched), allocate_scalars(x, batched)
 
 
-in_rust(quantize_delayed, name="_quantize_delayed")
-in_python(torch.ops.fp8rs._quantize_delayed.default, writes=["amax"])(quantize_delayed)
+native_op(quantize_delayed, name="_quantize_delayed")
+python_op(torch.ops.fp8rs._quantize_delayed.default, mutates_args=["amax"])(quantize_delayed)
 
 
 def _note(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _note(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
     return scale.clone()
 
 
-@in_python(_note)
+@python_op(_note)
 def _note_amax(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
     """Raise ``into`` (float32, one element) to ``amax``, and return a copy of ``scale``.
 
@@ -129,7 +129,7 @@ def _note_amax(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
     return torch.empty_like(scale)
 
 
-@in_rust
+@native_op
 def quantize_current(
     x: Tensor,
     fp8_dtype: torch.dtype,
@@ -156,7 +156,7 @@ def _cast_each(xs: list[Tensor], scales: Tensor, outs: list[Tensor], batched: bo
     _core.multi_quantize(_collapsed(xs), scales, outs, batched)
 
 
-@in_python(_cast_each, writes=["outs"])
+@python_op(_cast_each, mutates_args=["outs"])
 def multi_quantize(
     xs: list[Tensor], scales: Tensor, outs: list[Tensor], batched: bool = False
 ) -> None:
@@ -174,7 +174,7 @@ def _cast_each_delayed(
     return used
 
 
-@in_python(_cast_each_delayed, writes=["amaxes", "outs"])
+@python_op(_cast_each_delayed, mutates_args=["amaxes", "outs"])
 def multi_quantize_delayed(
     xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor], batched: bool = False
 ) -> Tensor:
@@ -188,14 +188,14 @@ def multi_quantize_delayed(
     return scales.new_empty(_matrices(xs, batched), dtype=_F32)
 
 
-@in_rust
+@native_op
 def transpose(codes: Tensor, after: Tensor | None = None, batched: bool = False) -> Tensor:
     """Return the transposed matrix of codes, contiguous."""
-    batch, (rows, cols) = split(codes.shape, batched)
+    batch, (rows, cols) = split_batch(codes.shape, batched)
     return codes.new_empty((*batch, cols, rows))
 
 
-@in_rust
+@native_op
 def dequantize(
     codes: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype, batched: bool = False
 ) -> Tensor:

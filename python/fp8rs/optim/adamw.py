@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fp8rs._torch import not_traced, own_part
 from fp8rs.optim import weights
-from fp8rs.optim.lists import Item, Options, Step
 from fp8rs.optim.masters import MasterWeightOptimizer
 from fp8rs.optim.param import Param
+from fp8rs.optim.step import Options, ParamUpdate, Step
 from fp8rs.tensor.formats import INPUT_DTYPES
 
 
@@ -133,14 +133,14 @@ class AdamW(MasterWeightOptimizer):
             for index, (group, p) in enumerate(params)
             if p.param.grad is not None
         ]
-        items: dict[torch.device, list[Item]] = {}
+        items: dict[torch.device, list[ParamUpdate]] = {}
         options: dict[tuple[int, torch.device], Options] = {}
         for group, index, p, grad in given:
             device = p.part.device
             key = id(group), device
             if key not in options:
                 options[key] = self._options(group, device)
-            item = Item(p, grad, *self._state(group, p), index, options[key])
+            item = ParamUpdate(p, grad, *self._state(group, p), index, options[key])
             items.setdefault(device, []).append(item)
         found_inf = getattr(self, "found_inf", None)
         for device, here in items.items():

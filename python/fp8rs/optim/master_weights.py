@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fp8rs._torch import not_traced, own_part
 from fp8rs.optim import weights
-from fp8rs.optim.masters import OWN, MasterWeightOptimizer
+from fp8rs.optim.masters import MASTER_STATE_KEYS, MasterWeightOptimizer
 from fp8rs.optim.param import Param
 
 
@@ -111,7 +111,7 @@ class MasterWeights(MasterWeightOptimizer):
         kept = {}
         for param in given:  # optimizers initialize a state only if it is empty
             state = self.state[param]
-            kept[param] = {name: state.pop(name) for name in OWN if name in state}
+            kept[param] = {name: state.pop(name) for name in MASTER_STATE_KEYS if name in state}
         inner.state.update({given.get(key, key): value for key, value in self.state.items()})
         try:
             inner.step()

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from fp8rs._torch import check_graph_capture, own_part
 from fp8rs.optim import weights
-from fp8rs.optim.param import Content, LastWrite, Param
+from fp8rs.optim.param import LastWrite, Param, Snapshot
 
 #: The keys of a parameter's state that belong to its master, not to the update rule.
-OWN = ("master", "scale")
+MASTER_STATE_KEYS = ("master", "scale")
 
 
 class MasterWeightOptimizer(Optimizer):
@@ -104,7 +104,7 @@ class MasterWeightOptimizer(Optimizer):
         """Update a master (a local tensor) by what other code has written to its parameter."""
         seen = self._seen.get(p.param)
         if p.weight is None:
-            p.read_plain(master, seen if isinstance(seen, Content) else None)
+            p.read_plain(master, seen if isinstance(seen, Snapshot) else None)
         elif seen != p.last_write:
             p.read_codes(master, stochastic, self.state[p.param].get("scale"))
 
@@ -201,7 +201,9 @@ class MasterWeightOptimizer(Optimizer):
                 if p.weight is not None or not p.is_rounded(own_part(state["master"])):
                     self._seen[param] = p.last_write
             elif "master" in old.get(param, {}):
-                self.state[param].update({n: old[param][n] for n in OWN if n in old[param]})
+                self.state[param].update(
+                    {n: old[param][n] for n in MASTER_STATE_KEYS if n in old[param]}
+                )
                 if param in seen:
                     self._seen[param] = seen[param]
 

@@ -16,12 +16,12 @@ from fp8rs._torch import dtensor_like, is_distributed, is_traced, own_part
 from fp8rs.optim import stochastic
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import FP8_MAX
+from fp8rs.tensor.plane_storage import Delayed
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.store import Delayed
 
 #: Formats whose scales ``adamw_`` computes in the pass that writes the codes.
-OWN_SCALES = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
+BLOCK_SCALE_FORMATS = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
 
 
 class UpdateKind(Enum):
@@ -34,7 +34,7 @@ class UpdateKind(Enum):
     SEPARATE = auto()  #: quantized after the step
 
 
-class Content:
+class Snapshot:
     """A copy of the current values of a plain parameter.
 
     Args:
@@ -55,7 +55,7 @@ class Content:
 
 
 #: Identifies the last write to a parameter: counters for an FP8 weight, a copy of a plain one.
-LastWrite = tuple[int, ...] | Content
+LastWrite = tuple[int, ...] | Snapshot
 
 
 class Param:
@@ -74,7 +74,7 @@ class Param:
         self.param = param
         self.part: Tensor = own_part(param)
         self.weight = self.part if isinstance(self.part, QuantizedTensor) else None
-        self.handle: Any = None if self.weight is None else self.weight._store.observer
+        self.handle: Any = None if self.weight is None else self.weight._storage.observer
 
     # --- layout ----------------------------------------------------------------------------------
 
@@ -120,10 +120,10 @@ class Param:
         # All kinds except SEPARATE write a rowwise plane and its scale only. A second plane, or
         # elements outside of a view, would keep codes of the old scale. An empty shard is a view.
         whole = weight.is_whole or not weight.numel()
-        if not whole or weight._store.has != (True, False):
+        if not whole or weight._storage.has_planes != (True, False):
             return UpdateKind.SEPARATE
         if weight.format.per_tensor:
-            if weight._store.batched:  # a scale for each matrix
+            if weight._storage.batched:  # a scale for each matrix
                 return UpdateKind.SEPARATE
             if self.delayed is not None:
                 return UpdateKind.KNOWN_SCALE
@@ -133,14 +133,14 @@ class Param:
         split = self.sharded_model is not None and self.handle.shares_scales
         return (
             UpdateKind.OWN_SCALES
-            if weight.format in OWN_SCALES and not split
+            if weight.format in BLOCK_SCALE_FORMATS and not split
             else UpdateKind.SEPARATE
         )
 
     @property
     def matrix(self) -> tuple[int, ...]:
         """The shape of an FP8 weight's local part: (rows, cols), or (E, rows, cols) for a batch."""
-        batch, matrix = formats.split(self.codes.shape, self.codes._store.batched)
+        batch, matrix = formats.split_batch(self.codes.shape, self.codes._storage.batched)
         return *batch, *matrix
 
     @cached_property
@@ -155,7 +155,7 @@ class Param:
         weight = self.weight
         if weight is None or not weight.format.per_tensor:
             return None
-        return weight._store.delayed or (None if self.handle is None else self.handle.slots)
+        return weight._storage.delayed or (None if self.handle is None else self.handle.slots)
 
     def like(self, part: Tensor) -> Tensor:
         """Return a tensor with this local part that is distributed like the parameter."""
@@ -184,17 +184,17 @@ class Param:
         planes.
         """
         if self.weight is None:
-            return Content(self.plain, self.param._version)
+            return Snapshot(self.plain, self.param._version)
         count = 0 if self.handle is None else self.handle.writes
         if is_distributed(self.param):
             return (count,)
-        return count, self.param._version, self.weight._store.any_plane.data._version
+        return count, self.param._version, self.weight._storage.any_plane.data._version
 
     def is_rounded(self, master: Tensor) -> bool:
         """Return whether a plain parameter equals its rounded master. Synchronizes with a GPU."""
         return torch.equal(master.to(self.plain.dtype), self.plain)
 
-    def read_plain(self, master: Tensor, unread: Content | None) -> None:
+    def read_plain(self, master: Tensor, unread: Snapshot | None) -> None:
         """Update a master by what other code has written to its plain parameter.
 
         An element that equals its rounded master was not written and keeps its master.
@@ -240,10 +240,10 @@ class Param:
             values = torch.where(unchanged, values.clamp(-most, most), values)
         saturates = weight.format.microscaled
         if row is not None:
-            kept = stochastic.is_of(row, values, stochastically, saturates)
+            kept = stochastic.matches_rounding(row, values, stochastically, saturates)
         else:
             assert col is not None
-            kept = stochastic.is_of(col, values.mT, stochastically, saturates).mT
+            kept = stochastic.matches_rounding(col, values.mT, stochastically, saturates).mT
         torch.where(
             kept.reshape(master.shape), master, weight.dequantize(torch.float32), out=master
         )
@@ -264,15 +264,15 @@ class Param:
         parts = values if len(offsets) > 1 else values.unsqueeze(0)
         numbers = torch.stack(
             [
-                stochastic.units(part, seed, stream, step, offset)
+                stochastic.rounding_uniforms(part, seed, stream, step, offset)
                 for part, offset in zip(parts, offsets, strict=True)
             ]
         ).view(self.matrix)
         row, col = weight.planes
         if row is not None:
-            row.matrix.copy_(stochastic.encode(row, values, numbers))
+            row.matrix.copy_(stochastic.stochastic_round(row, values, numbers))
         if col is not None:
-            col.matrix.copy_(stochastic.encode(col, values.mT, numbers.mT))
+            col.matrix.copy_(stochastic.stochastic_round(col, values.mT, numbers.mT))
 
 
 def bits_of(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ _SIZES = {E4M3: (3, -6), E5M2: (2, -14)}
 _EXPONENT = 0x7F800000
 
 
-def units(values: Tensor, seed: int, stream: int, step: Tensor, offset: int) -> Tensor:
+def rounding_uniforms(values: Tensor, seed: int, stream: int, step: Tensor, offset: int) -> Tensor:
     """Return the random numbers in [0, 1) that ``adamw_`` rounds these elements with.
 
     Args:
@@ -35,7 +35,7 @@ def units(values: Tensor, seed: int, stream: int, step: Tensor, offset: int) -> 
     return numbers
 
 
-def encode(plane: Plane, values: Tensor, numbers: Tensor | float) -> Tensor:
+def stochastic_round(plane: Plane, values: Tensor, numbers: Tensor | float) -> Tensor:
     """Round ``values`` stochastically to FP8 codes, at the scales of a plane.
 
     Args:
@@ -47,7 +47,7 @@ def encode(plane: Plane, values: Tensor, numbers: Tensor | float) -> Tensor:
     """
     dtype = plane.data.dtype
     mantissa, smallest = _SIZES[dtype]
-    scaled = values * (1.0 / plane.spread())
+    scaled = values * (1.0 / plane.expand_scale())
     magnitude = scaled.abs().clamp(max=FP8_MAX[dtype])
     # Divide each magnitude by the format's spacing around it. Whole numbers are values of codes.
     exponent = (magnitude.view(torch.int32) & _EXPONENT).clamp(min=(smallest + 127) << 23)
@@ -61,7 +61,7 @@ def encode(plane: Plane, values: Tensor, numbers: Tensor | float) -> Tensor:
     return rounded.to(dtype)
 
 
-def is_of(plane: Plane, values: Tensor, stochastic: bool, saturates: bool) -> Tensor:
+def matches_rounding(plane: Plane, values: Tensor, stochastic: bool, saturates: bool) -> Tensor:
     """Return where a plane's codes are ``values`` after rounding, as a bool for each element.
 
     Args:
@@ -76,9 +76,11 @@ def is_of(plane: Plane, values: Tensor, stochastic: bool, saturates: bool) -> Te
     codes = plane.matrix.view(torch.uint8)
     dtype = plane.data.dtype
     largest = FP8_MAX[dtype]
-    scaled = values * (1.0 / plane.spread())
+    scaled = values * (1.0 / plane.expand_scale())
     if stochastic:
-        down, up = (encode(plane, values, number).view(torch.uint8) for number in (1.0, 0.0))
+        down, up = (
+            stochastic_round(plane, values, number).view(torch.uint8) for number in (1.0, 0.0)
+        )
         same = (codes == down) | (codes == up)
     else:
         same = codes == scaled.clamp(-largest, largest).to(dtype).view(torch.uint8)

@@ -75,7 +75,7 @@ def known_scales(params: Sequence[Param]) -> list[KnownScale]:
     return [(scale, torch.zeros_like(scale), amax) for scale, (_, amax) in each]
 
 
-def pass_on(known: Sequence[KnownScale]) -> None:
+def update_remote_amaxes(known: Sequence[KnownScale]) -> None:
     """Raise the amaxes of delayed scaling's state on another device to the amaxes of a step."""
     for _, amax, to in known:
         if to is not None:
@@ -145,16 +145,16 @@ def write_masters(params: Sequence[Param], masters: Sequence[Tensor]) -> None:
     for (kind, _), places in kinds.items():
         of, values = [params[i] for i in places], [masters[i] for i in places]
         if kind is UpdateKind.KNOWN_SCALE:
-            with_known_scales(of, values)
+            cast_with_known_scales(of, values)
         elif kind is UpdateKind.CURRENT_SCALE:
             amaxes = _multi_amax(values)
             reduce_amaxes_(of, amaxes)
-            with_maxima(of, values, amaxes)
+            cast_with_amaxes(of, values, amaxes)
         else:
             write_values_(of, values)
 
 
-def with_maxima(
+def cast_with_amaxes(
     params: Sequence[Param],
     masters: Sequence[Tensor],
     amaxes: Tensor,
@@ -177,7 +177,7 @@ def with_maxima(
     torch._foreach_copy_(old, list(scales.unbind()))
 
 
-def with_known_scales(params: Sequence[Param], masters: Sequence[Tensor]) -> None:
+def cast_with_known_scales(params: Sequence[Param], masters: Sequence[Tensor]) -> None:
     """Cast masters with the next scales of delayed scaling, and record their amaxes."""
     planes, slots = [p.plane for p in params], known_scales(params)
     known, seen, _ = zip(*slots, strict=True)
@@ -185,7 +185,7 @@ def with_known_scales(params: Sequence[Param], masters: Sequence[Tensor]) -> Non
     codes = [plane.data for plane in planes]
     used = _multi_quantize_delayed(masters, torch.stack(known), amaxes, codes)
     torch._foreach_copy_([amax.view(()) for amax in seen], list(amaxes.unbind()))
-    pass_on(slots)
+    update_remote_amaxes(slots)
     torch._foreach_copy_([plane.scale.view(()) for plane in planes], list(used.unbind()))
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from fp8rs._torch import constant_when_traced
 from fp8rs.quantize.recipes import check_amax_epsilon, check_bool, check_choice
 from fp8rs.tensor import formats
-from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, split
+from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, split_batch
+from fp8rs.tensor.plane_storage import Delayed, PlaneStorage
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
 from fp8rs.tensor.spec import QuantSpec, quantize_planes
-from fp8rs.tensor.store import Delayed, Store
 
 # Dynamo does not trace the constructor of a tensor subclass. It can put a call of a function that
 # returns one into the graph, if all arguments are tensors or plain constants. A spec is therefore
@@ -54,8 +54,10 @@ def quantize(
     """
     spec = _SPECS[key]
     scale, amax = (None, None) if delayed is None else delayed
-    row, col = quantize_planes(spec, x, rowwise, columnwise, scale=scale, amax=amax, declared=True)
-    return wrap(Store(row, col, spec, delayed), x.shape, x.dtype)
+    row, col = quantize_planes(
+        spec, x, rowwise, columnwise, scale=scale, amax=amax, declare_mutation=True
+    )
+    return wrap(PlaneStorage(row, col, spec, delayed), x.shape, x.dtype)
 
 
 @constant_when_traced
@@ -186,7 +188,7 @@ class Quantizer:
     ) -> QuantizedTensor:
         """Return a tensor with this quantizer's planes, uninitialized codes, and scales of 1."""
         shape = torch.Size(shape)
-        batch, (rows, cols) = split(shape, self.spec.batched)
+        batch, (rows, cols) = split_batch(shape, self.spec.batched)
 
         def plane(data_shape: tuple[int, ...], rows: int, cols: int) -> Plane:
             data = torch.empty(data_shape, dtype=self.fp8_dtype, device=device)
@@ -195,7 +197,7 @@ class Quantizer:
 
         row = plane(shape, rows, cols) if self.rowwise else None
         col = plane((*batch, cols, rows), cols, rows) if self.columnwise else None
-        return wrap(Store(row, col, self.spec, self.delayed), shape, dtype, requires_grad)
+        return wrap(PlaneStorage(row, col, self.spec, self.delayed), shape, dtype, requires_grad)
 
     def copy(self) -> Quantizer:
         """Return a quantizer with the same settings, which shares ``scale`` and ``amax``."""

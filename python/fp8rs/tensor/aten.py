@@ -1,7 +1,7 @@
 """The table of torch's operators on quantized tensors.
 
 An operator without a row is handled by its schema (`classify`). If it returns a view, the result is
-a view of the same store. If it writes an argument, it runs on dequantized values, which are then
+a view of the same storage. If it writes an argument, it runs on dequantized values, which are then
 quantized. Any other operator runs on dequantized values. Collectives are in
 `fp8rs.tensor.collectives`.
 """
@@ -89,12 +89,12 @@ def _pin(func: Any, t: QuantizedTensor, device: Any = None) -> Any:
 
 @implements(aten.is_pinned.default)
 def _is_pinned(func: Any, t: QuantizedTensor, device: Any = None) -> bool:
-    return t._store.any_plane.data.is_pinned()
+    return t._storage.any_plane.data.is_pinned()
 
 
 @implements(aten.record_stream.default)
 def _record_stream(func: Any, t: QuantizedTensor, stream: Any) -> None:
-    for x in t._store.tensors():
+    for x in t._storage.tensors():
         x.record_stream(stream)
 
 
@@ -129,12 +129,12 @@ def _pad(func: Any, t: QuantizedTensor, pad: list[int], value: Any = 0) -> Any:
     inside = any(behind[:-1]) if plane and plane.batched else t.dim() != 2
     if value or any(pad[::2]) or min(pad) < 0 or plane is None or inside:
         return dequantized_call(func, t, pad, value)
-    own = t._store.over(*t.planes)
+    own = t._storage.over(*t.planes)
     shape = [n + more for n, more in zip(t.shape, behind[::-1], strict=True)]
-    store = new_shard(own, shape, t.device)
-    store.put(store.part(tuple(slice(0, n) for n in own.matrix)), t.planes)
-    store.observer, store.padded = None, False
-    return wrap(store, shape, t.dtype)
+    storage = new_shard(own, shape, t.device)
+    storage.copy_planes_(storage.part(tuple(slice(0, n) for n in own.matrix)), t.planes)
+    storage.observer, storage.padded = None, False
+    return wrap(storage, shape, t.dtype)
 
 
 @implements(aten.detach_.default)
@@ -163,7 +163,7 @@ def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     with no_torch_dispatch():  # keep this call out of traces
         # Pass the size by keyword. Otherwise torch tries signatures with names of dimensions first,
         # which takes a microsecond.
-        size = (math.prod(t._store.matrix),) if t._store_view else t.shape
+        size = (math.prod(t._storage.matrix),) if t._is_storage_view else t.shape
         like = torch.empty(size=size, dtype=t.dtype, device=_META)
         if (geometry := t.geometry) is not None:
             like = like.as_strided(*geometry)
@@ -183,9 +183,9 @@ def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _view_like(t: QuantizedTensor, like: Tensor) -> QuantizedTensor:
-    """Return the view with the geometry of ``like``, or an alias if that is the whole store."""
-    row, offset = t._store.rowwise, int(like.storage_offset())
-    shape = row.data.shape if row is not None else None if t._store_view else t.shape
+    """Return the view with the geometry of ``like``, or an alias if that is the whole storage."""
+    row, offset = t._storage.rowwise, int(like.storage_offset())
+    shape = row.data.shape if row is not None else None if t._is_storage_view else t.shape
     if like.shape == shape and not offset and like.is_contiguous():
         return t.view_of(None)
     return t.view_of((tuple(like.shape), like.stride(), offset))
@@ -201,7 +201,7 @@ def _empty_like(
     func: Any, t: QuantizedTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any
 ) -> Any:
     # DTensor scatters parts, which are views, into tensors from empty_like of the first part.
-    part = t._store.observer is not None or t._store_view
+    part = t._storage.observer is not None or t._is_storage_view
     if not part or dtype not in (None, t.dtype) or t.planes == (None, None):
         return _plain(func, t, dtype=dtype, device=device, **kwargs)
     # A write of some rows reads the others, and an uninitialized code may be NaN.
@@ -210,9 +210,9 @@ def _empty_like(
 
 @implements(aten.new_zeros.default)
 def _new_zeros(func: Any, t: QuantizedTensor, size: Any, **options: Any) -> Any:
-    observer, dtype = t._store.observer, options.get("dtype")
+    observer, dtype = t._storage.observer, options.get("dtype")
     rows_of_its_own = len(size) == t.dim() >= 2 and tuple(size[1:]) == t.shape[1:]
-    if t._store.active_observer is None and isinstance(t, torch.nn.Parameter) and rows_of_its_own:
+    if t._storage.active_observer is None and isinstance(t, torch.nn.Parameter) and rows_of_its_own:
         # Only FSDP2 calls new_zeros with a parameter's trailing dimensions.
         raise TypeError(
             f"fully_shard was given a quantized parameter of shape {tuple(t.shape)} that does "
@@ -223,8 +223,8 @@ def _new_zeros(func: Any, t: QuantizedTensor, size: Any, **options: Any) -> Any:
         )
     if observer is None or dtype not in (None, t.dtype) or len(size) != t.dim():
         return _plain(func, t, size, **options)
-    store = new_shard(t._store, size, options.get("device") or t.device)
-    return t.over(store, size, t.dtype)
+    storage = new_shard(t._storage, size, options.get("device") or t.device)
+    return t.over(storage, size, t.dtype)
 
 
 def _plain(func: Any, t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fp8rs.tensor import formats
-from fp8rs.tensor.fallback import on_values, quantized_in, wait
+from fp8rs.tensor.fallback import quantized_in, run_dequantized, wait
 from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -51,7 +51,7 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
     ):
         return _scatter(func, *args, **kwargs)
     written = [] if name in READING else quantized_in(args[0])
-    return on_values(func, args, kwargs, written)
+    return run_dequantized(func, args, kwargs, written)
 
 
 def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,10 +62,10 @@ def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) ->
         for out, given in zip(arrived, inputs, strict=False)  # receivers have none
     ]
     result: Any = None
-    for place in range(len(arrived[0]._store.tensors())):
+    for place in range(len(arrived[0]._storage.tensors())):
 
         def wire(t: QuantizedTensor, place: int = place) -> Tensor:
-            return as_bytes(t._store.tensors()[place])
+            return as_bytes(t._storage.tensors()[place])
 
         result = func(*tree_map_only(QuantizedTensor, wire, (arrived, parts)), *args, **kwargs)
         wait(result)
@@ -101,7 +101,7 @@ def _gathered(t: QuantizedTensor, group_size: int, group_name: str) -> Tensor:
         ValueError: ``t`` is a view that splits blocks. Or it has no rowwise plane, and the blocks
             are not square.
     """
-    plane = t.made("rowwise", "a gather") if t.rowwise is None else t.rowwise
+    plane = t.make_plane("rowwise", "a gather") if t.rowwise is None else t.rowwise
     height, width = plane.format.block
     format, rows, scale = plane.format, plane.matrix.shape[-2], as_bytes(plane.scale)
     if format.per_tensor:
@@ -110,7 +110,7 @@ def _gathered(t: QuantizedTensor, group_size: int, group_name: str) -> Tensor:
             scale = scale.repeat_interleave(rows, 0)
     elif height > 1:
         # Repeat scales for each row, because all ranks must send the same number of scales.
-        scale = scale.repeat_interleave(height, -2).narrow(-2, plane.lead[0], rows)
+        scale = scale.repeat_interleave(height, -2).narrow(-2, plane.block_offset[0], rows)
         format = formats.format_of((1, width), format.scale_dtype)
     # A batch is sent as the rows of its matrices, in order.
     sent = [x.contiguous().view(torch.uint8) for x in (plane.data, scale.flatten(0, -2))]

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from fp8rs.tensor.formats import split
+from fp8rs.tensor.formats import split_batch
+from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.planes import Box, Plane, zeros
 from fp8rs.tensor.quantized import PLANES, QuantizedTensor
-from fp8rs.tensor.store import Store
 
 
 def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -> bool:
@@ -29,22 +29,22 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
     Raises:
         ValueError: for a piece, the blocks of the source begin elsewhere.
     """
-    store, source, piece = dst._store, src._store, dst.loads_pieces
-    same_codes = source.format is store.format and src.fp8_dtype == dst.fp8_dtype
+    storage, source, piece = dst._storage, src._storage, dst.loads_pieces
+    same_codes = source.format is storage.format and src.fp8_dtype == dst.fp8_dtype
     if src.shape != dst.shape or not same_codes:
         return False
-    if store is source and dst.geometry == src.geometry:
+    if storage is source and dst.geometry == src.geometry:
         return True  # torch loads a state dict whose tensors were filled in place
-    to, part, observer = dst.box, src.box, store.active_observer
-    if to is None or part is None or store.batched != source.batched:
+    to, part, observer = dst.box, src.box, storage.active_observer
+    if to is None or part is None or storage.batched != source.batched:
         return False
     # FSDP2 fills a padded shard by one copy, but does not copy into an empty shard.
-    if store.padded and (observer is None or dst.numel()) and not piece:
-        return fill_shard(store, to, source, part)
-    size = store.extent[1]
-    if not piece and store.box(store.rows_around(to[0].start * size, to[0].stop * size)) != to:
+    if storage.padded and (observer is None or dst.numel()) and not piece:
+        return fill_shard(storage, to, source, part)
+    size = storage.rows_and_row_size[1]
+    if not piece and storage.box(storage.rows_around(to[0].start * size, to[0].stop * size)) != to:
         return False
-    parts, given = store.part(to), source.part(part)
+    parts, given = storage.part(to), source.part(part)
     planes: list[Plane | None] = []
     for name, own, new, other in zip(PLANES, parts, given, given[::-1], strict=True):
         if own is None:
@@ -54,7 +54,7 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
             new = other.transposed(name, "copy_")
         if new is None or own.matrix.shape != new.matrix.shape:
             return False
-        if own.lead != new.lead:
+        if own.block_offset != new.block_offset:
             if not piece:
                 return False
             raise ValueError(
@@ -64,7 +64,7 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
             )
         planes.append(new)
     row, col = planes
-    store.put(parts, (row, col), non_blocking)
+    storage.copy_planes_(parts, (row, col), non_blocking)
     if observer is not None:
         observer.observe_write(dst, None, exact=False)
     return True
@@ -73,18 +73,18 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
 # --- padded shards --------------------------------------------------------------------------------
 
 
-def new_shard(like: Store, shape: Iterable[int], device: Any) -> Store:
-    """Allocate planes of zeros for another shard of the weight that a store belongs to.
+def new_shard(like: PlaneStorage, shape: Iterable[int], device: Any) -> PlaneStorage:
+    """Allocate planes of zeros for another shard of the weight that a storage belongs to.
 
     With one scale for one matrix, the scale is copied, because all shards have the same scale.
 
     Args:
-        like: the store of the weight or a shard.
+        like: the storage of the weight or a shard.
         shape: (rows, columns) or (E, N, K).
         device: the device of the planes.
     """
     size = torch.Size(shape)
-    batch, matrix = split(size, like.batched)
+    batch, matrix = split_batch(size, like.batched)
 
     def plane(present: Plane | None, size: tuple[int, ...]) -> Plane | None:
         if present is None:
@@ -92,9 +92,9 @@ def new_shard(like: Store, shape: Iterable[int], device: Any) -> Store:
         if present.format.per_tensor and not batch:
             scale = present.scale.to(device, copy=True)
         else:
-            rows, cols = (n + m for n, m in zip(size[-2:], present.lead, strict=True))
+            rows, cols = (n + m for n, m in zip(size[-2:], present.block_offset, strict=True))
             scale = zeros(present.scale, present.format.scale_shape(rows, cols, batch), device)
-        return Plane(zeros(present.data, size, device), scale, present.format, present.lead)
+        return Plane(zeros(present.data, size, device), scale, present.format, present.block_offset)
 
     columnwise = plane(like.columnwise, (*batch, *matrix[::-1]))
     new = like.over(plane(like.rowwise, (*batch, *matrix)), columnwise)
@@ -104,18 +104,18 @@ def new_shard(like: Store, shape: Iterable[int], device: Any) -> Store:
     return new
 
 
-def fill_shard(store: Store, to: Box, source: Store, part: Box) -> bool:
-    """Copy codes and scales of a part of another store to the front of a padded shard.
+def fill_shard(storage: PlaneStorage, to: Box, source: PlaneStorage, part: Box) -> bool:
+    """Copy codes and scales of a part of another storage to the front of a padded shard.
 
     FSDP2 calls ``new_zeros`` with the padded size, and copies this rank's part of the weight to the
     front. Only that copy shows how long the shard is, and at which row of a block it begins.
-    Afterwards, the store of the shard consists of this part only. The padding zeros behind it stay
-    allocated.
+    Afterwards, the storage of the shard consists of this part only. The padding zeros behind it
+    stay allocated.
 
     Args:
-        store: the store of the padded shard.
-        to: the part of ``store`` to write.
-        source: the store to copy from.
+        storage: the storage of the padded shard.
+        to: the part of ``storage`` to write.
+        source: the storage to copy from.
         part: the part of ``source`` to copy.
 
     Returns:
@@ -128,18 +128,18 @@ def fill_shard(store: Store, to: Box, source: Store, part: Box) -> bool:
         return False
     if any(span.start == span.stop for span in to):
         return True  # an empty shard
-    if not store.format.per_tensor and part[-1] != slice(0, source.matrix[-1]):
+    if not storage.format.per_tensor and part[-1] != slice(0, source.matrix[-1]):
         raise ValueError(
-            f"a weight in format {store.format.name!r} is sharded by rows only: "
+            f"a weight in format {storage.format.name!r} is sharded by rows only: "
             "return Shard(0) from shard_placement_fn, or use a recipe with one scale per tensor"
         )
     for name, new in zip(PLANES, source.part(part), strict=True):
-        plane = getattr(store, name)
+        plane = getattr(storage, name)
         if plane is not None and new is not None:
-            dim = int(name == "columnwise" and not store.batched)
+            dim = int(name == "columnwise" and not storage.batched)
             data = plane.data.narrow(dim, 0, to[0].stop)
             data.copy_(new.data.reshape(data.shape))
             scale = new.scale.to(data.device, copy=True)
-            setattr(store, name, Plane(data, scale, new.format, new.lead))
-    store.padded = False
+            setattr(storage, name, Plane(data, scale, new.format, new.block_offset))
+    storage.padded = False
     return True

@@ -25,8 +25,8 @@ def write_items(fqn: str, whole: Any) -> list[Any]:
         ValueError: tensor parallelism splits blocks, so that other layouts cannot read the parts.
     """
     local = own_part(whole)
-    for plane, turned in ((local._store.rowwise, False), (local._store.columnwise, True)):
-        if plane is not None and splits_blocks(whole, plane, turned):
+    for plane, transposed in ((local._storage.rowwise, False), (local._storage.columnwise, True)):
+        if plane is not None and splits_blocks(whole, plane, transposed):
             raise ValueError(
                 f"{fqn} is an FP8 weight, and tensor parallelism splits its blocks of format "
                 f"{plane.format.name!r} over ranks: each rank has scales of its own, which a "
@@ -36,24 +36,24 @@ def write_items(fqn: str, whole: Any) -> list[Any]:
     return [write_item(fqn, whole)]
 
 
-def splits_blocks(value: Any, plane: Plane, turned: bool) -> bool:
+def splits_blocks(value: Any, plane: Plane, transposed: bool) -> bool:
     """Return whether tensor parallelism splits blocks of the whole tensor into smaller ones.
 
     Args:
         value: the quantized tensor, or a DTensor of quantized tensors.
         plane: one of its planes.
-        turned: whether ``plane`` is the columnwise one.
+        transposed: whether ``plane`` is the columnwise one.
     """
     if not is_distributed(value):
         return False
-    observer: Any = own_part(value)._store.observer
+    observer: Any = own_part(value)._storage.observer
     sharded = [(i, p.dim) for i, p in enumerate(value.placements) if not p.is_replicate()]
     if observer is not None and observer.sharded_model is not None:
         sharded = sharded[1:]  # ranks of FSDP2 share the scales of blocks that shards split
         if plane.format.per_tensor:
             return False
     extent = list(value.shape)
-    rows, cols = plane.format.block[::-1] if turned else plane.format.block
+    rows, cols = plane.format.block[::-1] if transposed else plane.format.block
     block = [1, *[rows] * (len(extent) - 2), cols] if plane.batched else [rows, cols]
     for mesh_dim, dim in sharded:
         length = -(-extent[dim] // value.device_mesh.size(mesh_dim))

@@ -16,7 +16,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 def dequantized_call(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on dequantized arguments, and quantize those that it wrote."""
     written = written_by(func, args, kwargs)
-    return on_values(func, args, kwargs, written, keep=not overwrites(func))
+    return run_dequantized(func, args, kwargs, written, keep=not overwrites(func))
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
@@ -44,7 +44,7 @@ def quantized_in(value: Any) -> list[QuantizedTensor]:
     return [t for t in tree_leaves(value) if isinstance(t, QuantizedTensor)]
 
 
-def on_values(
+def run_dequantized(
     func: Any,
     args: Any,
     kwargs: Any,
@@ -73,8 +73,8 @@ def on_values(
     def dequantize(t: QuantizedTensor) -> Tensor:
         if id(t) not in plain:
             # Keep a transposed matrix transposed, because kernels are chosen by strides.
-            turned = t.dim() > 1 and t.stride(-2) == 1 and t.stride(-1) != 1
-            plain[id(t)] = t.mT.dequantize().mT if turned else t.dequantize()
+            transposed = t.dim() > 1 and t.stride(-2) == 1 and t.stride(-1) != 1
+            plain[id(t)] = t.mT.dequantize().mT if transposed else t.dequantize()
         return plain[id(t)]
 
     given, named = tree_map_only(QuantizedTensor, dequantize, (args, kwargs))
@@ -87,7 +87,7 @@ def on_values(
     for t in {id(t): t for t in written}.values():
         value = plain[id(t)]
         stand_ins[id(value)] = t
-        t.write(value, t.spec, t._store.delayed, keep)
+        t.write(value, t.spec, t._storage.delayed, keep)
     return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
 
 

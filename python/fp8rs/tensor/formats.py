@@ -14,7 +14,7 @@ import torch
 from typing_extensions import Self
 
 from fp8rs.ops.shapes import block_count
-from fp8rs.ops.shapes import split as split
+from fp8rs.ops.shapes import split_batch as split_batch
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fp8rs import ops  # noqa: F401  (registers torch.ops.fp8rs)
 from fp8rs.tensor import formats
-from fp8rs.tensor.formats import BlockFormat, split
+from fp8rs.tensor.formats import BlockFormat, split_batch
 
 #: A part of a matrix (rows, columns), or of a batch of matrices (matrices, rows, columns).
 Box = tuple[slice, ...]
@@ -38,14 +38,14 @@ class Plane:
         scale: one element for each block, of shape ``format.scale_shape(rows, cols)`` for one
             matrix and ``format.scale_shape(rows, cols, (batch,))`` for a batch.
         format: block shape and scale dtype.
-        lead: number of rows and columns by which the first blocks begin before the data, for a
-            shard that begins within a block. The shape of ``scale`` includes them.
+        block_offset: number of rows and columns by which the first blocks begin before the data,
+            for a shard that begins within a block. The shape of ``scale`` includes them.
     """
 
     data: Tensor
     scale: Tensor
     format: BlockFormat = formats.TENSOR
-    lead: tuple[int, int] = (0, 0)
+    block_offset: tuple[int, int] = (0, 0)
 
     @property
     def batched(self) -> bool:
@@ -64,14 +64,14 @@ class Plane:
 
     def __getitem__(self, index: slice | int) -> Plane:
         """Return some matrices of a batch, or one of them, over the same memory."""
-        return Plane(self.data[index], self.scale[index], self.format, self.lead)
+        return Plane(self.data[index], self.scale[index], self.format, self.block_offset)
 
     def part(self, box: Box) -> Plane:
         """Return a part of the matrix or matrices over the same memory.
 
         The part may begin within a block.
         """
-        batch, matrix = split(self.data.shape, self.batched)
+        batch, matrix = split_batch(self.data.shape, self.batched)
         shape = (*batch, *matrix)
         if all(span == slice(0, n) for span, n in zip(box, shape, strict=True)):
             return self
@@ -79,23 +79,23 @@ class Plane:
         codes, matrices = self.data.view(shape)[box], box[:-2]
         if self.format.per_tensor:
             return Plane(codes, self.scale[matrices] if matrices else self.scale, self.format)
-        blocks, leads = [], []
-        for span, block, lead in zip(box[-2:], self.format.block, self.lead, strict=True):
-            start, stop = span.start + lead, span.stop + lead
+        blocks, offsets = [], []
+        for span, block, offset in zip(box[-2:], self.format.block, self.block_offset, strict=True):
+            start, stop = span.start + offset, span.stop + offset
             if block == -1:
                 start, stop, block = 0, 1, 1
             elif start == stop:
                 start = stop = 0
             blocks.append(slice(start // block, -(-stop // block)))
-            leads.append(start % block)
+            offsets.append(start % block)
         at = (*matrices, *blocks)
-        return Plane(codes, self.scale[at], self.format, (leads[0], leads[1]))
+        return Plane(codes, self.scale[at], self.format, (offsets[0], offsets[1]))
 
     def map(
         self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
     ) -> Plane:
         """Return a plane of ``fn(data)`` and ``scale(scale)``, by default ``fn(scale)``."""
-        return Plane(fn(self.data), (scale or fn)(self.scale), self.format, self.lead)
+        return Plane(fn(self.data), (scale or fn)(self.scale), self.format, self.block_offset)
 
     def transposed(self, name: str, operation: str, after: Tensor | None = None) -> Plane:
         """Return the plane of the transposed matrix or matrices, as a new contiguous tensor.
@@ -117,19 +117,23 @@ class Plane:
             )
         scale = self.scale if self.format.per_tensor else self.scale.mT.contiguous()
         codes = _transpose(self.data, after, self.batched)
-        return Plane(codes, scale, self.format, self.lead[::-1])
+        return Plane(codes, scale, self.format, self.block_offset[::-1])
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return ``data * scale`` in fp32, cast once to ``dtype``, in the shape of ``data``."""
         data, batched = self.data, self.batched
         block = list(self.format.block)
-        if self.lead == (0, 0):
+        if self.block_offset == (0, 0):
             return cast(Tensor, _dequantize(data, self.scale, block, dtype, batched))
-        above, before = self.lead
-        codes = functional.pad(self.matrix.view(torch.uint8), (before, 0, above, 0))
+        block_row_offset, block_col_offset = self.block_offset
+        codes = functional.pad(
+            self.matrix.view(torch.uint8), (block_col_offset, 0, block_row_offset, 0)
+        )
         whole = _dequantize(codes.view(data.dtype), self.scale, block, dtype, batched)
         # A view would keep the padded matrix alive.
-        part = whole[..., above:, before:].clone(memory_format=torch.contiguous_format)
+        part = whole[..., block_row_offset:, block_col_offset:].clone(
+            memory_format=torch.contiguous_format
+        )
         return cast(Tensor, part.view(data.shape))
 
     def with_columns(self, more: int) -> Plane:
@@ -151,33 +155,33 @@ class Plane:
             scale = scale.narrow(0, 0, self.format.scale_shape(*codes.shape)[0])
         return Plane(codes, scale, self.format)
 
-    def spread(self) -> Tensor:
+    def expand_scale(self) -> Tensor:
         """Return the scale of each element, fp32, in a shape that broadcasts to `matrix`."""
         scale = self.scale.to(torch.float32)
         if self.format.per_tensor:
             return scale.view(-1, 1, 1) if self.batched else scale
-        for dim, block, lead in zip((-2, -1), self.format.block, self.lead, strict=True):
+        for dim, block, offset in zip((-2, -1), self.format.block, self.block_offset, strict=True):
             if block > 1:
                 length = self.matrix.shape[dim]
-                scale = scale.repeat_interleave(block, dim).narrow(dim, lead, length)
+                scale = scale.repeat_interleave(block, dim).narrow(dim, offset, length)
         return scale
 
     @property
-    def live(self) -> bool:
+    def has_memory(self) -> bool:
         """Whether the codes' storage has not been freed, as FSDP does when it reshards."""
         data = self.data
         return data.untyped_storage().nbytes() != 0 or data.numel() == 0
 
-    def check_live(self, what: str) -> None:
+    def check_has_memory(self, what: str) -> None:
         """Raise RuntimeError if the codes' storage was freed. The message names ``what``."""
-        if not self.live:
+        if not self.has_memory:
             raise RuntimeError(
                 f"{what} has no storage: FSDP freed the gathered weight when it resharded. "
                 "Read it between the module's pre-forward and its reshard, or call unshard() first"
             )
 
 
-def swapped(dims: tuple[_T, ...]) -> tuple[_T, ...]:
+def transpose_dims(dims: tuple[_T, ...]) -> tuple[_T, ...]:
     """Swap the last two dimensions or slices, as a transpose of each matrix does."""
     return *dims[:-2], dims[-1], dims[-2]
 
@@ -203,7 +207,7 @@ def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.S
         if plane is None:
             continue
         data, scale, format = plane.data, plane.scale, plane.format
-        batch, matrix = split(shape, (rowwise or plane).batched)
+        batch, matrix = split_batch(shape, (rowwise or plane).batched)
         size: tuple[int, ...] = shape
         if name == "columnwise":
             matrix = matrix[::-1]
@@ -219,7 +223,7 @@ def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.S
                 f"{name} is in format {format.name!r}, which has scales of "
                 f"{format.scale_dtype}, not {scale.dtype}"
             )
-        rows, cols = (n + m for n, m in zip(matrix, plane.lead, strict=True))
+        rows, cols = (n + m for n, m in zip(matrix, plane.block_offset, strict=True))
         expected = format.scale_shape(rows, cols, batch)
         if scale.shape != expected:
             raise ValueError(

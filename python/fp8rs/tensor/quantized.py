@@ -7,14 +7,14 @@ plane, because Hopper's FP8 GEMM supports only K-major operands.
 A batched weight (E, N, K) consists of E matrices, each quantized by itself. Its columnwise plane is
 (E, K, N). Views of whole matrices can be written.
 
-Planes belong to a :class:`~fp8rs.tensor.store.Store`, as the bytes of a plain tensor belong to its
-storage. A tensor, its detached aliases and its views share one, so a plane that is written, made or
-dropped through one of them changes for all. A view of consecutive elements can be written. Other
-views can be read only.
+Planes belong to a :class:`~fp8rs.tensor.plane_storage.PlaneStorage`, as the bytes of a plain tensor
+belong to its storage. A tensor, its detached aliases and its views share one, so a plane that is
+written, made or dropped through one of them changes for all. A view of consecutive elements can be
+written. Other views can be read only.
 
-A view has the geometry that it would have over the contiguous values of the store. A shallow copy
-shares the planes. A deep copy and a pickle have planes of their own. Operators are implemented in
-:mod:`fp8rs.tensor.aten`.
+A view has the geometry that it would have over the contiguous values of the storage. A shallow
+copy shares the planes. A deep copy and a pickle have planes of their own. Operators are implemented
+in :mod:`fp8rs.tensor.aten`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from fp8rs._torch import (
 )
 from fp8rs.tensor import dcp, formats
 from fp8rs.tensor.formats import BlockFormat
+from fp8rs.tensor.plane_storage import NO_SINGLE_MEMORY, Delayed, PlaneStorage
 from fp8rs.tensor.planes import Box, as_bytes, check_planes
 from fp8rs.tensor.planes import Plane as Plane
 from fp8rs.tensor.spec import Planes, QuantSpec, default_spec
-from fp8rs.tensor.store import NO_SINGLE_MEMORY, Delayed, Store
 
 #: The names of the two planes.
 PLANES = ("rowwise", "columnwise")
 
 #: Attributes of a tensor that users have not set.
-OWN_ATTRIBUTES = frozenset(("_store", "_store_view", "_is_param"))
+OWN_ATTRIBUTES = frozenset(("_storage", "_is_storage_view", "_is_param"))
 
 #: The size, strides and offset of a view.
 Geometry = tuple[Any, Any, Any]
@@ -67,9 +67,9 @@ class QuantizedTensor(Tensor):
     #: The scale dtype of a subclass, checked at construction.
     scale_dtype: ClassVar[torch.dtype | None] = None
 
-    _store: Store
-    #: Whether this is a view, with some elements of the store or in another shape.
-    _store_view: bool
+    _storage: PlaneStorage
+    #: Whether this is a view, with some elements of the storage or in another shape.
+    _is_storage_view: bool
 
     #: The handlers of operators, filled by `fp8rs.tensor.aten`.
     handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
@@ -122,27 +122,27 @@ class QuantizedTensor(Tensor):
             own, asked = (plane.format.name, plane.data.dtype), (spec.format.name, spec.fp8_dtype)
             if own != asked:
                 raise ValueError(f"spec is of format {asked}, but the planes are of format {own}")
-        return cls.over(Store(rowwise, columnwise, spec), shape, dtype, requires_grad)
+        return cls.over(PlaneStorage(rowwise, columnwise, spec), shape, dtype, requires_grad)
 
     @classmethod
     def over(
         cls,
-        store: Store,
+        storage: PlaneStorage,
         shape: Any,
         dtype: torch.dtype,
         requires_grad: bool = False,
         stride: Any = None,
         offset: int | None = None,
     ) -> Self:
-        """Return a tensor over a store. Nothing is checked.
+        """Return a tensor over a storage. Nothing is checked.
 
         Args:
-            store: the planes.
+            storage: the planes.
             shape: the logical shape.
             dtype: the logical dtype.
             requires_grad: as in torch.
-            stride, offset: for a view, the geometry over contiguous values of the store. The
-                default is all of the store, in its own shape.
+            stride, offset: for a view, the geometry over contiguous values of the storage. The
+                default is all of the storage, in its own shape.
         """
         self: Self = make_wrapper_subclass(
             cls,
@@ -150,11 +150,11 @@ class QuantizedTensor(Tensor):
             strides=stride,
             storage_offset=offset,
             dtype=dtype,
-            device=store.any_plane.data.device,
+            device=storage.any_plane.data.device,
             requires_grad=requires_grad,
         )
-        self._store = store
-        self._store_view = stride is not None
+        self._storage = storage
+        self._is_storage_view = stride is not None
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -177,12 +177,12 @@ class QuantizedTensor(Tensor):
     @property
     def rowwise(self) -> Plane | None:
         """The plane with data of the logical shape."""
-        return self.planes[0] if self._store_view else self._store.rowwise
+        return self.planes[0] if self._is_storage_view else self._storage.rowwise
 
     @property
     def columnwise(self) -> Plane | None:
         """The plane with data of the transposed 2-D view, stored contiguously."""
-        return self.planes[1] if self._store_view else self._store.columnwise
+        return self.planes[1] if self._is_storage_view else self._storage.columnwise
 
     @property
     def planes(self) -> Planes:
@@ -190,25 +190,29 @@ class QuantizedTensor(Tensor):
 
         A view of a batch must consist of whole matrices.
         """
-        store = self._store
-        return store.planes_of(self) if self._store_view else (store.rowwise, store.columnwise)
+        storage = self._storage
+        return (
+            storage.planes_of(self)
+            if self._is_storage_view
+            else (storage.rowwise, storage.columnwise)
+        )
 
     @property
     def fp8_dtype(self) -> torch.dtype:
         """The element type of the codes."""
-        return self._store.any_plane.data.dtype
+        return self._storage.any_plane.data.dtype
 
     @property
     def format(self) -> BlockFormat:
         """The format of the planes."""
-        return self._store.any_plane.format
+        return self._storage.any_plane.format
 
     @property
     def spec(self) -> QuantSpec:
         """How values are quantized when they are written to this tensor."""
-        store = self._store
-        plane = store.any_plane
-        return store.spec or default_spec(plane.format, plane.data.dtype, plane.batched)
+        storage = self._storage
+        plane = storage.any_plane
+        return storage.spec or default_spec(plane.format, plane.data.dtype, plane.batched)
 
     def any_plane(self) -> Plane:
         """Return the rowwise plane, or the columnwise one if the rowwise one is missing.
@@ -217,7 +221,9 @@ class QuantizedTensor(Tensor):
             ValueError: this is a view without planes, because it splits blocks.
         """
         row, col = self.planes
-        return row or col or self.plane("rowwise" if self._store.rowwise else "columnwise", "this")
+        return (
+            row or col or self.plane("rowwise" if self._storage.rowwise else "columnwise", "this")
+        )
 
     def plane(self, name: str, operation: str) -> Plane:
         """Return the plane called ``name``.
@@ -228,7 +234,7 @@ class QuantizedTensor(Tensor):
         plane: Plane | None = getattr(self, name)
         if plane is None:
             reason = ""
-            if getattr(self._store, name) is not None:
+            if getattr(self._storage, name) is not None:
                 reason = (
                     f": a view of shape {tuple(self.shape)} has no planes if it is not made of "
                     f"whole blocks of format {self.format.name!r}. Read it by dequantize()"
@@ -251,25 +257,25 @@ class QuantizedTensor(Tensor):
             ValueError: no plane would be left, or the missing plane cannot be made from the other
                 (the message names it), or this is a view.
         """
-        if self._store_view:
+        if self._is_storage_view:
             raise ValueError(
                 f"update_usage of this view of a quantized tensor, of shape {tuple(self.shape)}, "
                 "is not possible: its planes belong to the whole tensor. Call it on that, or on a "
                 "clone() of the view"
             )
-        store = self._store
+        storage = self._storage
         kept = list(self.planes)
         for i, (name, wanted) in enumerate(zip(PLANES, (rowwise, columnwise), strict=True)):
             if wanted and kept[i] is None:
-                kept[i] = self.made(name, f"update_usage({name}=True)")
+                kept[i] = self.make_plane(name, f"update_usage({name}=True)")
             elif wanted is False:
                 kept[i] = None
         if kept == [None, None]:
             raise ValueError("update_usage(rowwise, columnwise) would leave no plane")
-        store.rowwise, store.columnwise = kept
+        storage.rowwise, storage.columnwise = kept
         return self
 
-    def made(self, name: str, operation: str) -> Plane:
+    def make_plane(self, name: str, operation: str) -> Plane:
         """Return the plane called ``name``, made from the other one.
 
         Raises:
@@ -286,43 +292,47 @@ class QuantizedTensor(Tensor):
         ``quantized_init(preserve_high_precision_init_val=True)`` keeps them. The local
         tensor of a sharded weight has the values of its shard.
         """
-        observer = self._store.observer
+        observer = self._storage.observer
         return None if observer is None else observer.init_value
 
     def clear_high_precision_init_val(self) -> None:
         """Free the values from before the first rounding."""
-        if self._store.observer is not None:
-            self._store.observer.forget_init()
+        if self._storage.observer is not None:
+            self._storage.observer.forget_init()
 
     # --- views ------------------------------------------------------------------------------------
 
     @property
     def geometry(self) -> Geometry | None:
         """The size, strides and offset of a view. None for a tensor that is not a view."""
-        return (self.shape, self.stride(), self.storage_offset()) if self._store_view else None
+        return (self.shape, self.stride(), self.storage_offset()) if self._is_storage_view else None
 
     def view_of(self, geometry: Geometry | None) -> Self:
-        """Return a view of this tensor's store. None is all of it, in the store's own shape."""
-        store = self._store
-        shape = self.shape if store.rowwise is None else store.rowwise.data.shape
+        """Return a view of this tensor's storage. None is all of it, in the storage's own shape."""
+        storage = self._storage
+        shape = self.shape if storage.rowwise is None else storage.rowwise.data.shape
         size, stride, offset = (shape, None, None) if geometry is None else geometry
         # A view of a normal tensor shares its version counter, which a tensor that is made in
         # inference mode cannot do.
         made_normal = torch.is_inference_mode_enabled() and not self.is_inference()
         with torch.inference_mode(False) if made_normal else nullcontext():
-            return self.over(store, size, self.dtype, stride=stride, offset=offset)
+            return self.over(storage, size, self.dtype, stride=stride, offset=offset)
 
     @property
     def box(self) -> Box | None:
-        """The part of the store that this tensor has, in order. None if it has other elements."""
-        store = self._store
-        return store.box_of(self) if self._store_view else store.box(slice(0, store.extent[0]))
+        """The part of the storage that this tensor has, in order. None if it has other elements."""
+        storage = self._storage
+        return (
+            storage.box_of(self)
+            if self._is_storage_view
+            else storage.box(slice(0, storage.rows_and_row_size[0]))
+        )
 
     @property
     def is_whole(self) -> bool:
-        """Whether this has all elements of the store, in order."""
-        size = math.prod(self._store.matrix)
-        return not self._store_view or (self.is_contiguous() and self.numel() == size)
+        """Whether this has all elements of the storage, in order."""
+        size = math.prod(self._storage.matrix)
+        return not self._is_storage_view or (self.is_contiguous() and self.numel() == size)
 
     # --- reads and writes -------------------------------------------------------------------------
 
@@ -340,8 +350,8 @@ class QuantizedTensor(Tensor):
             raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
         if dtype == torch.float64:  # float32 holds all values
             return self.dequantize(torch.float32).double()
-        store = self._store
-        store.any_plane.check_live("this quantized tensor")
+        storage = self._storage
+        storage.any_plane.check_has_memory("this quantized tensor")
         row, col = self.planes
         if row is not None:
             return row.dequantize(dtype)
@@ -351,9 +361,9 @@ class QuantizedTensor(Tensor):
             return torch.empty(self.shape, dtype=dtype, device=self.device)
         size, stride, offset = self.shape, self.stride(), int(self.storage_offset())
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        rows = store.rows_around(offset, last + 1)
-        offset -= rows.start * store.extent[1]
-        part = store.read(rows, dtype).as_strided(size, stride, offset)
+        rows = storage.rows_around(offset, last + 1)
+        offset -= rows.start * storage.rows_and_row_size[1]
+        part = storage.read(rows, dtype).as_strided(size, stride, offset)
         return part.clone(memory_format=torch.contiguous_format)  # frees the other elements
 
     def quantize_(self, src: Tensor) -> Self:
@@ -366,7 +376,7 @@ class QuantizedTensor(Tensor):
             TypeError, ValueError: ``src`` has another shape or device, or cannot be quantized.
             NotImplementedError: this is a view whose elements are not consecutive.
         """
-        self.write(src, self.spec, self._store.delayed)
+        self.write(src, self.spec, self._storage.delayed)
         return self
 
     def write(
@@ -375,7 +385,7 @@ class QuantizedTensor(Tensor):
         """Quantize ``src`` as ``quantize_`` does, with another spec of the same format.
 
         This is a method because compilers put calls of a tensor's methods into a graph without
-        tracing them. Torch 2.11 cannot trace how `Store.write` reads storages.
+        tracing them. Torch 2.11 cannot trace how `PlaneStorage.write` reads storages.
 
         Args:
             src: values, or another quantized tensor.
@@ -397,28 +407,28 @@ class QuantizedTensor(Tensor):
         if src.dtype not in formats.INPUT_DTYPES:
             raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
         src = src.detach()
-        store, offset = self._store, int(self.storage_offset())
-        if store.write(offset, src, spec, delayed, keep):
+        storage, offset = self._storage, int(self.storage_offset())
+        if storage.write(offset, src, spec, delayed, keep):
             note_write(self)
-        if (observer := store.active_observer) is not None:
+        if (observer := storage.active_observer) is not None:
             observer.observe_write(self, src, exact=not keep)
 
     def check_writable(self) -> None:
-        """Check that writes to this tensor reach its store.
+        """Check that writes to this tensor reach its storage.
 
         Raises:
             NotImplementedError: this is a view of elements that are not consecutive, or of parts of
                 the matrices of a batch.
         """
-        if not self._store_view:
+        if not self._is_storage_view:
             return
-        store = self._store
-        size = store.extent[1] if store.batched and self.numel() else 1
+        storage = self._storage
+        size = storage.rows_and_row_size[1] if storage.batched and self.numel() else 1
         if not self.is_contiguous() or self.storage_offset() % size or self.numel() % size:
-            elements = "whole matrices" if store.batched else "consecutive elements"
+            elements = "whole matrices" if storage.batched else "consecutive elements"
             raise NotImplementedError(
                 f"cannot write through a view of shape {tuple(self.shape)} with strides "
-                f"{self.stride()} of a quantized tensor {store.matrix}: it does not consist of "
+                f"{self.stride()} of a quantized tensor {storage.matrix}: it does not consist of "
                 f"{elements}. Write slices of the first dimension or view(-1), or dequantize() the "
                 "tensor, change the values and copy_() them back"
             )
@@ -439,7 +449,7 @@ class QuantizedTensor(Tensor):
             RuntimeError: this is not a parameter. Codes and scales have different addresses, and
                 code that reads or allocates memory for a state dict must not miss the scales.
         """
-        codes = self._store.any_plane.data
+        codes = self._storage.any_plane.data
         if is_traced(codes):
             return 0
         if not self._is_weight:
@@ -448,13 +458,13 @@ class QuantizedTensor(Tensor):
 
     def share_memory_(self) -> Self:
         """Move codes and scales to shared memory. For a view, the whole tensor moves."""
-        for x in self._store.tensors():
+        for x in self._storage.tensors():
             x.share_memory_()
         return self
 
     def is_shared(self) -> bool:
         """Return whether codes and scales are in shared memory."""
-        return all(x.is_shared() for x in self._store.tensors())
+        return all(x.is_shared() for x in self._storage.tensors())
 
     # --- other tensors like this one --------------------------------------------------------------
 
@@ -469,9 +479,9 @@ class QuantizedTensor(Tensor):
             dtype: the logical dtype. The default is the dtype of this tensor.
         """
         row, col = (plane and plane.map(fn, scale) for plane in self.planes)
-        if self._store.one_scale and row is not None and col is not None:
+        if self._storage.shares_scale and row is not None and col is not None:
             col.scale = row.scale  # one scale stays one
-        return self.over(self._store.over(row, col), self.shape, dtype or self.dtype)
+        return self.over(self._storage.over(row, col), self.shape, dtype or self.dtype)
 
     def _set_data(self, value: Any) -> None:
         if type(value) is not type(self):
@@ -481,7 +491,7 @@ class QuantizedTensor(Tensor):
                 "or quantize_()"
             )
         _plain_data.__set__(self, value)
-        self._store, self._store_view = value._store, value._store_view
+        self._storage, self._is_storage_view = value._storage, value._is_storage_view
 
     #: An alias outside autograd. If a quantized tensor is assigned, this tensor shares its planes.
     data = property(lambda self: _plain_data.__get__(self), _set_data)
@@ -511,7 +521,7 @@ class QuantizedTensor(Tensor):
         A view is pickled as a tensor that is not a view. A view without planes is pickled as a
         plain tensor.
         """
-        own: Any = self.detach().clone() if self._store_view else self
+        own: Any = self.detach().clone() if self._is_storage_view else self
         if not isinstance(own, QuantizedTensor):
             return own.__reduce_ex__(protocol)
         names, (dtype, kinds, spec, _) = own.__tensor_flatten__()
@@ -524,33 +534,33 @@ class QuantizedTensor(Tensor):
 
     # --- compilers --------------------------------------------------------------------------------
 
-    # The traceable wrapper protocol reads the store's tensors as attributes by name.
-    _rowwise_data = property(lambda self: self._store.rowwise.data)
-    _rowwise_scale = property(lambda self: self._store.rowwise.scale)
-    _columnwise_data = property(lambda self: self._store.columnwise.data)
-    _columnwise_scale = property(lambda self: self._store.columnwise.scale)
-    _delayed_scale = property(lambda self: self._store.delayed[0])
-    _delayed_amax = property(lambda self: self._store.delayed[1])
+    # The traceable wrapper protocol reads the storage's tensors as attributes by name.
+    _rowwise_data = property(lambda self: self._storage.rowwise.data)
+    _rowwise_scale = property(lambda self: self._storage.rowwise.scale)
+    _columnwise_data = property(lambda self: self._storage.columnwise.data)
+    _columnwise_scale = property(lambda self: self._storage.columnwise.scale)
+    _delayed_scale = property(lambda self: self._storage.delayed[0])
+    _delayed_amax = property(lambda self: self._storage.delayed[1])
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the names of the inner tensors, and the other values that rebuild the tensor.
 
         These values are constant and compared by value, because compilers guard on them.
         """
-        store = self._store
+        storage = self._storage
         names: list[str] = []
         kinds = []
         for name in PLANES:
-            plane = getattr(store, name)
+            plane = getattr(storage, name)
             if plane is not None:
                 names += f"_{name}_data", f"_{name}_scale"
-                kinds.append((name, plane.format.name, plane.lead))
-        if store.one_scale:  # a scale that is listed twice would be written twice
+                kinds.append((name, plane.format.name, plane.block_offset))
+        if storage.shares_scale:  # a scale that is listed twice would be written twice
             names.remove("_columnwise_scale")
-        if store.delayed is not None:
+        if storage.delayed is not None:
             names += ["_delayed_scale", "_delayed_amax"]
-        offset = self.storage_offset() if self._store_view else None
-        return names, (self.dtype, tuple(kinds), store.spec, offset)
+        offset = self.storage_offset() if self._is_storage_view else None
+        return names, (self.dtype, tuple(kinds), storage.spec, offset)
 
     @classmethod
     def __tensor_unflatten__(
@@ -558,16 +568,18 @@ class QuantizedTensor(Tensor):
     ) -> Self:
         dtype, kinds, spec, offset = context
         planes = {}
-        for name, format, lead in kinds:
+        for name, format, block_offset in kinds:
             own = f"_{name}_scale"
             scale = inner[own if own in inner else "_rowwise_scale"]
-            planes[name] = Plane(inner[f"_{name}_data"], scale, formats.FORMATS[format], lead)
+            planes[name] = Plane(
+                inner[f"_{name}_data"], scale, formats.FORMATS[format], block_offset
+            )
         delayed = None
         if "_delayed_scale" in inner:
             delayed = inner["_delayed_scale"], inner["_delayed_amax"]
         stride = None if offset is None else outer_stride
-        store = Store(planes.get("rowwise"), planes.get("columnwise"), spec, delayed)
-        return cls.over(store, outer_size, dtype, stride=stride, offset=offset)
+        storage = PlaneStorage(planes.get("rowwise"), planes.get("columnwise"), spec, delayed)
+        return cls.over(storage, outer_size, dtype, stride=stride, offset=offset)
 
     # --- torch.distributed.checkpoint -------------------------------------------------------------
 
@@ -604,10 +616,10 @@ class LoadedShard(QuantizedTensor):
             NotImplementedError: these are parts of the matrices of a batch.
         """
         box = self.box
-        if box is None or self._store.batched or self.is_contiguous():
+        if box is None or self._storage.batched or self.is_contiguous():
             super().check_writable()
             return super().write(src, spec, delayed, keep)
-        cols = self._store.extent[1]
+        cols = self._storage.rows_and_row_size[1]
         size, offset = (self.shape[0], cols), box[0].start * cols
         rows = self.view_of((size, (cols, 1), offset))
         values = rows.dequantize(src.dtype)
@@ -635,15 +647,15 @@ TENSOR_TYPES: dict[torch.dtype, type[QuantizedTensor]] = {
 
 
 def wrap(
-    store: Store, shape: Iterable[int], dtype: torch.dtype, requires_grad: bool = False
+    storage: PlaneStorage, shape: Iterable[int], dtype: torch.dtype, requires_grad: bool = False
 ) -> QuantizedTensor:
-    """Return the quantized tensor over a store, of the class for its format.
+    """Return the quantized tensor over a storage, of the class for its format.
 
     See `QuantizedTensor` for the arguments. The planes are not checked.
     """
     _check_dtype(dtype)
-    kind = TENSOR_TYPES[store.format.scale_dtype]
-    return kind.over(store, torch.Size(shape), dtype, requires_grad)
+    kind = TENSOR_TYPES[storage.format.scale_dtype]
+    return kind.over(storage, torch.Size(shape), dtype, requires_grad)
 
 
 def is_fp8(parameter: Any) -> bool:

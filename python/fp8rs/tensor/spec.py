@@ -128,8 +128,8 @@ def quantize_planes(
     amax: Tensor | None = None,
     column_scale: Tensor | None = None,
     after: Tensor | None = None,
-    declared: bool = False,
-    lead: int = 0,
+    declare_mutation: bool = False,
+    block_offset: int = 0,
     block_amaxes: dict[str, Tensor] | None = None,
 ) -> Planes:
     """Quantize ``x`` (fp32, bf16 or fp16; any strides). Planes that are not requested are None.
@@ -149,8 +149,8 @@ def quantize_planes(
             It requires blocks of a whole row.
         after: a tensor that compiled code computes before this. It has no effect with current or
             delayed scaling.
-        declared: declare the write to ``amax`` to autograd and compilers.
-        lead: number of rows by which the first blocks begin before ``x``.
+        declare_mutation: declare the write to ``amax`` to autograd and compilers.
+        block_offset: number of rows by which the first blocks begin before ``x``.
         block_amaxes: fp32 amaxes of whole blocks, if ``x`` has only a part of a block: "amax" (rows
             of blocks, columns of blocks), and "amax_columnwise" for the columnwise plane.
 
@@ -163,19 +163,20 @@ def quantize_planes(
         options = spec.block_options
         if column_scale is not None or after is not None:
             options = {**options, "column_scale": column_scale, "after": after}
-        down = along = (0, 0)
+        rowwise_offset = columnwise_offset = (0, 0)
         if block_amaxes is not None:
             options = {**options, **block_amaxes}
-        if lead:
-            options = {**options, "row_offset": lead}
+        if block_offset:
+            options = {**options, "row_offset": block_offset}
             # The remainder is 0 for blocks of one row (1) or of all rows (-1).
-            down, along = (lead % format.block[0], 0), (0, lead % format.block[1])
+            rowwise_offset = block_offset % format.block[0], 0
+            columnwise_offset = 0, block_offset % format.block[1]
         row, row_scale, col, col_scale = _quantize_blocks(
             x, spec.fp8_dtype, format.block, format.scale_dtype, rowwise, columnwise, **options
         )
         return (
-            Plane(row, row_scale, format, down) if rowwise else None,
-            Plane(col, col_scale, format, along) if columnwise else None,
+            Plane(row, row_scale, format, rowwise_offset) if rowwise else None,
+            Plane(col, col_scale, format, columnwise_offset) if columnwise else None,
         )
     if column_scale is not None:
         raise ValueError("column_scale is given; it must be None with one scale per tensor")
@@ -188,7 +189,7 @@ def quantize_planes(
     elif amax is None:
         row, col = _quantize(x, scale, dtype, rowwise, columnwise, after, batched)
     else:
-        quantize: Any = _quantize_delayed if declared else _quantize_delayed_silently
+        quantize: Any = _quantize_delayed if declare_mutation else _quantize_delayed_silently
         row, col, scale = quantize(x, scale, amax, dtype, rowwise, columnwise, batched)
     assert scale is not None
     return (
@@ -216,14 +217,16 @@ def requantize_plane(
         changed: bool of the same shape, whether the write changes an element.
         noted: with delayed scaling, the amax to raise. A non-finite amax does not change it.
     """
-    format, (above, before), batched = plane.format, plane.lead, plane.batched
+    format, batched = plane.format, plane.batched
+    block_row_offset, block_col_offset = plane.block_offset
 
     def maxima(x: Tensor) -> Any:
         if format.per_tensor:
             return _amax(x, batched)
-        if before:  # The operator takes an offset of rows only, so reduce the transposed matrix.
-            return _block_amax(x.mT, format.block[::-1], before, batched).mT
-        return _block_amax(x, format.block, above, batched)
+        if block_col_offset:
+            # The operator takes an offset of rows only, so reduce the transposed matrix.
+            return _block_amax(x.mT, format.block[::-1], block_col_offset, batched).mT
+        return _block_amax(x, format.block, block_row_offset, batched)
 
     amax, any_changed = maxima(values), maxima(changed.to(torch.bfloat16))
     if format.per_tensor and spec.group is not None:
@@ -234,7 +237,7 @@ def requantize_plane(
     scale = spec.keep_scale(plane.scale.to(torch.float32).view(amax.shape), amax)
     # Devices that flush subnormals would compute the inverse of the least E8M0 scale as infinite.
     inverse, written = (
-        Plane(plane.data, x, format, plane.lead).spread()
+        Plane(plane.data, x, format, plane.block_offset).expand_scale()
         for x in ((1.0 / scale).clamp(max=2.0**127), any_changed)
     )
     scaled = values.to(torch.float32) * inverse
@@ -243,7 +246,7 @@ def requantize_plane(
         _select(written != 0, codes, plane.matrix),
         _select(any_changed != 0, scale.to(format.scale_dtype), plane.scale),
         format,
-        plane.lead,
+        plane.block_offset,
     )
 
 

@@ -24,10 +24,10 @@ from torch.nn import functional
 
 from fp8rs._core import UnsupportedError
 from fp8rs.nn.spec import INPUT, spec_for
+from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import wrap
 from fp8rs.tensor.spec import QuantSpec, quantize_planes, reduce_amax
-from fp8rs.tensor.store import Store
 
 _amax = torch.ops.fp8rs.amax.default
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
@@ -105,7 +105,7 @@ def gathered(x: DTensor, operand: Operand) -> DTensor:
     own, noted = _quantized(local, spec, operand, group)
     row = _gather(own, dim, x.shape, noted is None, mesh)
     planes = row, _columnwise(row, spec, x.dtype) if operand.columnwise else None
-    whole = wrap(Store(*planes, spec, noted), x.shape, x.dtype)
+    whole = wrap(PlaneStorage(*planes, spec, noted), x.shape, x.dtype)
     return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
 
 

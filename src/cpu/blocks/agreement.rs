@@ -218,7 +218,7 @@ fn check_block_amax(input: &Filled, row_offset: usize, block: Block, out_lay: La
     let grid = block.grid_from(row_offset, x.shape.0, x.shape.1);
     let run = |f: &Amax| {
         let mut out = Buffer::new(DType::F32, grid, out_lay);
-        f(x.view(), block, block.rows_before(row_offset), out.view_mut());
+        f(x.view(), block, block.block_offset(row_offset), out.view_mut());
         out.words
     };
     let expected = run(&definition::block_amax);

@@ -15,9 +15,9 @@ use crate::cpu::{pool, rows};
 use crate::format::wide::{INF_BITS, NAN_BITS};
 use crate::layout::{Block, Matrix, View, ViewMut};
 
-/// See [`crate::ops::block_amax`]. The first block has `rows_before` rows before `x`.
-pub(crate) fn block_amax(x: View, block: Block, rows_before: usize, out: ViewMut) {
-    maxima(x.matrix(), None, block, rows_before, &out.matrix());
+/// See [`crate::ops::block_amax`]. The first block has `block_offset` rows before `x`.
+pub(crate) fn block_amax(x: View, block: Block, block_offset: usize, out: ViewMut) {
+    maxima(x.matrix(), None, block, block_offset, &out.matrix());
 }
 
 /// Computes the maxima of the blocks of x, or of x * `column_scale`, into `out` (fp32, any strides).
@@ -25,7 +25,7 @@ pub(super) fn maxima(
     x: Matrix,
     column_scale: Option<&[f32]>,
     block: Block,
-    rows_before: usize,
+    block_offset: usize,
     out: &Matrix,
 ) {
     let _env = DefaultFloatEnv::enter();
@@ -36,9 +36,9 @@ pub(super) fn maxima(
         }
     }
     let parallel = x.rows * x.cols >= PARALLEL;
-    pool::for_each(strips(x.rows, rows_before), parallel, |strip| {
+    pool::for_each(strips(x.rows, block_offset), parallel, |strip| {
         with_element!(x.dtype, T => {
-            dispatch(Maxima::<T> { x, column_scale, block, rows_before, out, strip, element: PhantomData });
+            dispatch(Maxima::<T> { x, column_scale, block, block_offset, out, strip, element: PhantomData });
         });
     });
 }
@@ -47,7 +47,7 @@ struct Maxima<'a, T> {
     x: Matrix,
     column_scale: Option<&'a [f32]>,
     block: Block,
-    rows_before: usize,
+    block_offset: usize,
     out: &'a Matrix,
     strip: usize,
     element: PhantomData<T>,
@@ -61,7 +61,7 @@ impl<T: Element> Kernel for Maxima<'_, T> {
         let mut buffer = Vec::new();
         for start in (0..self.x.cols).step_by(CHUNK) {
             let cols = start..(start + CHUNK).min(self.x.cols);
-            let strip = part(self.strip, STRIP, self.rows_before, self.x.rows);
+            let strip = part(self.strip, STRIP, self.block_offset, self.x.rows);
             if self.block.rows == 1 {
                 for row in strip {
                     // SAFETY: this is a part of a row of the input, and `T` is the type of its dtype.
@@ -77,7 +77,7 @@ impl<T: Element> Kernel for Maxima<'_, T> {
             let size = self.block.rows.min(STRIP);
             for block in self.strip * (STRIP / size)..(self.strip + 1) * (STRIP / size) {
                 let mut columns = [T::Bits::default(); CHUNK];
-                let inside = part(block, size, self.rows_before, self.x.rows);
+                let inside = part(block, size, self.block_offset, self.x.rows);
                 if inside.is_empty() {
                     continue;
                 }

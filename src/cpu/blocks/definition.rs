@@ -150,11 +150,11 @@ pub(super) fn quantize_blocks(call: BlockCall) {
     }
 }
 
-pub(super) fn block_amax(x: View, block: Block, rows_before: usize, out: ViewMut) {
+pub(super) fn block_amax(x: View, block: Block, block_offset: usize, out: ViewMut) {
     let (x, out) = (x.matrix(), out.matrix());
     cells(out.rows, out.cols).for_each(|(r, c)| put(&out, r, c, 0.0_f32));
     for (row, col) in cells(x.rows, x.cols) {
-        let (r, c) = (block_of(row, rows_before, block.rows), block_of(col, 0, block.cols));
+        let (r, c) = (block_of(row, block_offset, block.rows), block_of(col, 0, block.cols));
         put(&out, r, c, wide::amax([load(&x, row, col), get::<f32>(&out, r, c)]));
     }
 }

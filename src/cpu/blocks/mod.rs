@@ -34,14 +34,14 @@ const STRIP: usize = 128;
 /// Columns of a chunk: a multiple of the columns of every block.
 const CHUNK: usize = tile::COLS;
 
-/// Returns the number of strips for `rows` rows. `rows_before` rows of the first strip lie before row 0.
-fn strips(rows: usize, rows_before: usize) -> usize {
-    if rows == 0 { 0 } else { (rows_before + rows).div_ceil(STRIP) }
+/// Returns the number of strips for `rows` rows. `block_offset` rows of the first strip lie before row 0.
+fn strips(rows: usize, block_offset: usize) -> usize {
+    if rows == 0 { 0 } else { (block_offset + rows).div_ceil(STRIP) }
 }
 
-/// Returns the rows of a part of `size` rows (a strip or a row of blocks). `rows_before` rows of the first
+/// Returns the rows of a part of `size` rows (a strip or a row of blocks). `block_offset` rows of the first
 /// part lie before row 0.
-fn part(index: usize, size: usize, rows_before: usize, rows: usize) -> Range<usize> {
-    let start = (index * size).saturating_sub(rows_before).min(rows);
-    start..((index + 1) * size).saturating_sub(rows_before).min(rows)
+fn part(index: usize, size: usize, block_offset: usize, rows: usize) -> Range<usize> {
+    let start = (index * size).saturating_sub(block_offset).min(rows);
+    start..((index + 1) * size).saturating_sub(block_offset).min(rows)
 }

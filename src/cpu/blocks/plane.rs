@@ -14,7 +14,7 @@ pub(super) struct Plane {
     pub(super) x: Matrix,
     pub(super) block: Block,
     /// The rows and columns of the first block that lie before `x`.
-    pub(super) before: (usize, usize),
+    pub(super) block_offset: (usize, usize),
     pub(super) scale: BlockScale,
     pub(super) format: Fp8Format,
     pub(super) amax: Option<Matrix>,
@@ -33,7 +33,7 @@ impl Plane {
         let rowwise = call.rowwise.as_ref().map(|plane| Self {
             x: x.matrix(),
             block,
-            before: (block.rows_before(spec.row_offset), 0),
+            block_offset: (block.block_offset(spec.row_offset), 0),
             scale: spec.scale,
             format: *format,
             amax: given.amax.map(|m| m.matrix()),
@@ -45,7 +45,7 @@ impl Plane {
         let columnwise = call.columnwise.as_ref().map(|plane| Self {
             x: x.matrix().transposed(),
             block,
-            before: (0, block.transposed().rows_before(spec.row_offset)),
+            block_offset: (0, block.transposed().block_offset(spec.row_offset)),
             scale: spec.scale,
             format: *format,
             amax: if block.is_square() {
@@ -66,7 +66,7 @@ impl Plane {
         match self.block.cols {
             Block::ALL => 1,
             _ if self.x.cols == 0 => 0,
-            cols => (self.before.1 + self.x.cols).div_ceil(cols),
+            cols => (self.block_offset.1 + self.x.cols).div_ceil(cols),
         }
     }
 

@@ -30,7 +30,7 @@ pub(crate) fn quantize_blocks(call: BlockCall) {
     let x = job.x;
     let across = x.cols.div_ceil(CHUNK);
     let parallel = x.rows * x.cols >= PARALLEL;
-    pool::for_each(strips(x.rows, job.rows_before) * across, parallel, |i| {
+    pool::for_each(strips(x.rows, job.block_offset) * across, parallel, |i| {
         job.run(i / across, i % across * CHUNK);
     });
 }
@@ -52,7 +52,7 @@ struct Job {
     /// The plane with blocks down the columns of the walked matrix. Codes are written transposed.
     across: Option<Plane>,
     /// Rows of the first block that lie before the walked matrix.
-    rows_before: usize,
+    block_offset: usize,
     /// With one scale per line: the factors of the rows and of the columns of the walked matrix, for `along`
     /// and `across`.
     lines: [Vec<f32>; 2],
@@ -64,7 +64,8 @@ impl Job {
         let (x, format) = (call.x.matrix(), call.format);
         let [rowwise, columnwise] = Plane::of(call);
         let any = rowwise.or(columnwise).expect("validated: at least one output");
-        let rows_before = rowwise.map_or(0, |p| p.before.0).max(columnwise.map_or(0, |p| p.before.1));
+        let block_offset =
+            rowwise.map_or(0, |p| p.block_offset.0).max(columnwise.map_or(0, |p| p.block_offset.1));
         // SAFETY: `ops` checks that the column scale is fp32 with one element for each column of x.
         let read = |column_scale: &Matrix, c| unsafe { column_scale.read(0, c) };
         let column_scale = rowwise
@@ -75,11 +76,11 @@ impl Job {
             format,
             along: rowwise,
             across: columnwise,
-            rows_before,
+            block_offset,
             lines: Default::default(),
             column_scale,
         };
-        if x.prefers_columns() && rows_before == 0 && job.column_scale.is_none() {
+        if x.prefers_columns() && block_offset == 0 && job.column_scale.is_none() {
             (job.x, job.along, job.across) = (x.transposed(), columnwise, rowwise);
         }
         if any.block == Block::ROW {
@@ -169,21 +170,21 @@ impl<T: Element, C: Codes> Kernel for Part<'_, T, C> {
 impl<T: Element, C: Codes> Part<'_, T, C> {
     /// Returns the rows of the strip.
     fn rows(&self) -> Range<usize> {
-        part(self.strip, STRIP, self.job.rows_before, self.job.x.rows)
+        part(self.strip, STRIP, self.job.block_offset, self.job.x.rows)
     }
 
     /// Returns the index of a row in the strip.
     fn in_strip(&self, row: usize) -> usize {
-        row + self.job.rows_before - self.strip * STRIP
+        row + self.job.block_offset - self.strip * STRIP
     }
 
     /// Iterates over the rows of blocks in the strip that are not empty. A block has `size` rows. Yields the
     /// index of the block in the matrix, and its rows.
     fn row_blocks(&self, size: usize) -> impl Iterator<Item = (usize, Range<usize>)> + use<T, C> {
-        let (rows_before, rows) = (self.job.rows_before, self.job.x.rows);
+        let (block_offset, rows) = (self.job.block_offset, self.job.x.rows);
         let per_strip = STRIP / size;
         (self.strip * per_strip..(self.strip + 1) * per_strip)
-            .map(move |block| (block, part(block, size, rows_before, rows)))
+            .map(move |block| (block, part(block, size, block_offset, rows)))
             .filter(|(_, rows)| !rows.is_empty())
     }
 

@@ -147,16 +147,16 @@ fn run_lines(
     launch(device, stream, &LINE_AMAX[input_index(x.dtype)], grid, &args)
 }
 
-/// See [`crate::ops::block_amax`]. The first block has `rows_before` rows before `x`.
+/// See [`crate::ops::block_amax`]. The first block has `block_offset` rows before `x`.
 pub(crate) fn block_amax(
     x: View,
     block: Block,
-    rows_before: usize,
+    block_offset: usize,
     out: ViewMut,
     stream: Stream,
 ) -> Result<(), Error> {
     let (mut x, mut out, mut block) = (x.matrix(), out.matrix(), block);
-    if x.col_stride != 1 && x.row_stride == 1 && rows_before == 0 {
+    if x.col_stride != 1 && x.row_stride == 1 && block_offset == 0 {
         (x, out, block) = (x.transposed(), out.transposed(), block.transposed());
     }
     let device = ordinal(x.device);
@@ -173,7 +173,7 @@ pub(crate) fn block_amax(
         cols: out.cols as i64,
         block_rows: extent(block.rows),
         block_cols: extent(block.cols),
-        rows_before: rows_before as i64,
+        rows_before: block_offset as i64,
         tiles_across: 0,
         flags: u32::from(x.col_stride == 1 && rows_aligned(&x, 16)),
         unused: 0,
@@ -193,11 +193,11 @@ pub(crate) fn block_amax(
         let tiles_across = x.cols.div_ceil(128);
         (args.rows, args.cols, args.tiles_across) = (x.rows as i64, x.cols as i64, tiles_across as i64);
         let threads = if x.dtype == DType::F32 { 256 } else { 128 };
-        let grid = blocks_of((x.rows + rows_before).div_ceil(128) * tiles_across, threads);
+        let grid = blocks_of((x.rows + block_offset).div_ceil(128) * tiles_across, threads);
         return launch(device, stream, &TALL_AMAX[input_index(x.dtype)], grid, &args);
     }
     let tiles_across = x.cols.div_ceil(256);
     (args.rows, args.cols, args.tiles_across) = (x.rows as i64, x.cols as i64, tiles_across as i64);
-    let grid = blocks_of((x.rows + rows_before).div_ceil(32) * tiles_across, 256);
+    let grid = blocks_of((x.rows + block_offset).div_ceil(32) * tiles_across, 256);
     launch(device, stream, &BLOCK_AMAX[input_index(x.dtype)], grid, &args)
 }

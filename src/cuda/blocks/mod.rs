@@ -48,7 +48,7 @@ struct Job {
     square_amax: Option<Matrix>,
     column_scale: Option<Matrix>,
     /// Rows of the first block that lie before `x`.
-    rows_before: usize,
+    block_offset: usize,
 }
 
 impl Job {
@@ -77,7 +77,7 @@ impl Job {
             col,
             square_amax: amax.filter(|_| square),
             column_scale: given.column_scale.map(|m| m.matrix()),
-            rows_before: split.rows_before(spec.row_offset),
+            block_offset: split.block_offset(spec.row_offset),
         };
         for (arg, plane) in [("rowwise_scale", &job.row), ("columnwise_scale", &job.col)] {
             if spec.packed && plane.is_some_and(|plane| !aligned(plane.scales.ptr, 16)) {
@@ -86,7 +86,7 @@ impl Job {
         }
         if job.x.col_stride != 1
             && job.x.row_stride == 1
-            && job.rows_before == 0
+            && job.block_offset == 0
             && job.column_scale.is_none()
         {
             job.x = job.x.transposed();

@@ -107,7 +107,7 @@ pub(super) fn quantize_lines(job: &Job, found: bool) -> Result<(), Error> {
 }
 
 fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
-    let Job { x, spec, rows_before, .. } = job;
+    let Job { x, spec, block_offset, .. } = job;
     let codes = |plane: &Option<Plane>| plane.map(|plane| plane.codes);
     let scales = |plane: &Option<Plane>| plane.map(|plane| plane.scales);
     let amax = |plane: &Option<Plane>| plane.and_then(|p| if found { Some(p.scales) } else { p.amax });
@@ -125,7 +125,7 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
         (ROW_VECTORS, row.is_some_and(|m| m.col_stride == 1 && rows_aligned(&m, 8))),
         (
             COL_VECTORS,
-            col.is_some_and(|m| m.col_stride == 1 && rows_aligned(&m, 16)) && rows_before % 16 == 0,
+            col.is_some_and(|m| m.col_stride == 1 && rows_aligned(&m, 16)) && block_offset % 16 == 0,
         ),
         (PACKED, spec.packed),
         (FLOOR_RULE, floor),
@@ -169,7 +169,7 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
         column_scale_cs,
         rows: x.rows as i64,
         cols: x.cols as i64,
-        rows_before: *rows_before as i64,
+        rows_before: *block_offset as i64,
         tiles_across: tiles_across as i64,
         rule: rule.into(),
         flags,
@@ -177,7 +177,7 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
     debug_assert!(!spec.packed || [row_scale, col_scale].iter().all(|p| p.addr().is_multiple_of(16)));
     debug_assert!(spec.block == Block::ROW || !found);
     let threads = if x.dtype == DType::F32 { 256 } else { 128 };
-    let grid = blocks_of((x.rows + rows_before).div_ceil(TILE) * tiles_across, threads);
+    let grid = blocks_of((x.rows + block_offset).div_ceil(TILE) * tiles_across, threads);
     let kernel = &kernels[input_index(x.dtype)][format_index(job.format)];
     launch(job.device, job.stream, kernel, grid, &args)
 }

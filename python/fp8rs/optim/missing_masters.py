@@ -18,7 +18,7 @@ _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _hook: Any = None
 
 
-def watch() -> None:
+def warn_without_masters() -> None:
     """Warn from now on when an optimizer without masters takes its first step on FP8 weights."""
     global _hook
     if _hook is None:

@@ -27,7 +27,7 @@ Options = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Item:
+class ParamUpdate:
     """A parameter in a step, with local tensors.
 
     Attributes:
@@ -64,7 +64,7 @@ class Item:
         return self.p.weight is not None and self.master is None and no_step
 
 
-class Call:
+class AdamWCall:
     """One call of the operator.
 
     Args:
@@ -88,7 +88,7 @@ class Call:
 
     def add(
         self,
-        item: Item,
+        item: ParamUpdate,
         param: Tensor,
         master: Tensor | None = None,
         offset: int = 0,
@@ -104,7 +104,7 @@ class Call:
             scales: tensors to append to other lists, by the name of the list.
         """
         tensors = [param, item.exp_avg, item.exp_avg_sq, *([] if master is None else [master])]
-        tensors, grad, back = laid_out(tensors, item.grad)
+        tensors, grad, back = make_contiguous(tensors, item.grad)
         self._back += back
         lists = self.lists
         for name, tensor in zip(WRITTEN, tensors, strict=False):
@@ -116,7 +116,7 @@ class Call:
         for name, scale in scales.items():
             lists[name].append(scale)
 
-    def add_codes(self, item: Item, master: Tensor | None, **scales: Tensor) -> None:
+    def add_codes(self, item: ParamUpdate, master: Tensor | None, **scales: Tensor) -> None:
         """Append the codes of an FP8 weight with one plane.
 
         A shard may have some rows of each matrix of a batch. With stochastic rounding, its matrices
@@ -143,7 +143,7 @@ class Call:
             to.copy_(values)
 
 
-def laid_out(
+def make_contiguous(
     tensors: list[Tensor], grad: Tensor
 ) -> tuple[list[Tensor], Tensor, list[tuple[Tensor, Tensor]]]:
     """Return contiguous tensors, and the copies to make after they are written.
@@ -172,15 +172,15 @@ def laid_out(
 class Step:
     """One step of all parameters on one device."""
 
-    def __init__(self, items: Sequence[Item]) -> None:
-        self._calls: dict[Any, Call] = {}
-        self._current: list[Item] = []
-        self._known: list[Item] = []
-        self._separate: list[tuple[Item, Tensor]] = []
+    def __init__(self, items: Sequence[ParamUpdate]) -> None:
+        self._calls: dict[Any, AdamWCall] = {}
+        self._current: list[ParamUpdate] = []
+        self._known: list[ParamUpdate] = []
+        self._separate: list[tuple[ParamUpdate, Tensor]] = []
         for item in items:
             self._add(item)
 
-    def _add(self, item: Item) -> None:
+    def _add(self, item: ParamUpdate) -> None:
         kind, master = item.kind, item.master
         if item.keeps_codes:
             values = item.p.codes.dequantize(torch.float32)
@@ -199,11 +199,15 @@ class Step:
             self._separate.append((item, values))
 
     def _call(
-        self, kind: UpdateKind, item: Item, master: Tensor | None, spec: QuantSpec | None = None
-    ) -> Call:
+        self,
+        kind: UpdateKind,
+        item: ParamUpdate,
+        master: Tensor | None,
+        spec: QuantSpec | None = None,
+    ) -> AdamWCall:
         key = kind, id(item.options), master is None, spec
         if key not in self._calls:
-            self._calls[key] = Call(item.options, spec)
+            self._calls[key] = AdamWCall(item.options, spec)
         return self._calls[key]
 
     def run(self) -> None:
@@ -215,7 +219,7 @@ class Step:
             call.add_codes(item, item.master, new_scales=new, amaxes=amax)
         for call in self._calls.values():
             call.run()
-        weights.pass_on(slots)
+        weights.update_remote_amaxes(slots)
         if self._separate:
             self._write_separate()
         if amaxes is not None:
@@ -270,12 +274,12 @@ class Step:
         if with_masters:
             found_inf = with_masters[0].options["found_inf"]
             params = [item.p for item in with_masters]
-            weights.with_maxima(params, masters, amaxes[: len(masters)], found_inf)
+            weights.cast_with_amaxes(params, masters, amaxes[: len(masters)], found_inf)
         if others:
             specs = [item.p.codes.spec for item in others]
             self._repeat(others, weights.scales_from(amaxes[len(masters) :], specs))
 
-    def _repeat(self, items: Sequence[Item], scales: Tensor) -> None:
+    def _repeat(self, items: Sequence[ParamUpdate], scales: Tensor) -> None:
         """Run the update of weights without masters again, with their new scales.
 
         The first run computed only amaxes.

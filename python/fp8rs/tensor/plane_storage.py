@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import note_write
-from fp8rs.tensor.formats import BlockFormat, split
-from fp8rs.tensor.planes import Box, Plane, swapped
+from fp8rs.tensor.formats import BlockFormat, split_batch
+from fp8rs.tensor.planes import Box, Plane, transpose_dims
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes, requantize_plane
 
 #: Why a quantized tensor cannot be copied as the bytes of one storage, and what to do instead.
@@ -35,7 +35,7 @@ class WriteObserver(Protocol):
 
     init_value: Tensor | None
 
-    def observes(self, store: Store) -> bool:
+    def observes(self, storage: PlaneStorage) -> bool:
         """Return whether planes may belong to the weight, and not to a copy of it."""
 
     def observe_write(self, tensor: Any, values: Tensor | None, exact: bool) -> None:
@@ -46,7 +46,7 @@ class WriteObserver(Protocol):
         Args:
             tensor: the tensor that was written.
             values: the values that were written to it. None if codes and scales were copied.
-            exact: whether each value was rounded by itself: see `Store.write`.
+            exact: whether each value was rounded by itself: see `PlaneStorage.write`.
         """
 
     def forget_init(self) -> None:
@@ -54,15 +54,15 @@ class WriteObserver(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Store:
+class PlaneStorage:
     """The planes that a tensor shares with its aliases and views.
 
     Attributes:
         rowwise, columnwise: the planes, of which at least one is not None.
         spec: how written values are quantized. None means the planes' format with default options.
         delayed: for delayed scaling, the scale to read and the amax to raise.
-        observer: observes writes to a parameter's planes. Stores that are made from this one share
-            it.
+        observer: observes writes to a parameter's planes. Storages that are made from this one
+            share it.
         padded: FSDP2 has allocated the planes of a shard with padding (`fp8rs.tensor.copies`). The
             first copy into them sets the size of the shard.
         gathered: FSDP2 has gathered the planes' bytes, and frees and refills their storage.
@@ -76,9 +76,9 @@ class Store:
     padded: bool = False
     gathered: bool = False
 
-    def over(self, rowwise: Plane | None, columnwise: Plane | None) -> Store:
-        """Return a store of other planes with this spec, delayed scale and observer."""
-        return Store(rowwise, columnwise, self.spec, self.delayed, self.observer)
+    def over(self, rowwise: Plane | None, columnwise: Plane | None) -> PlaneStorage:
+        """Return a storage of other planes with this spec, delayed scale and observer."""
+        return PlaneStorage(rowwise, columnwise, self.spec, self.delayed, self.observer)
 
     @property
     def active_observer(self) -> WriteObserver | None:
@@ -87,10 +87,13 @@ class Store:
         return observer if observer is not None and observer.observes(self) else None
 
     @property
-    def lead(self) -> int:
+    def block_offset(self) -> int:
         """The number of rows by which the first blocks begin before the matrix."""
         row, col = self.rowwise, self.columnwise
-        return max(row.lead[0] if row is not None else 0, col.lead[1] if col is not None else 0)
+        return max(
+            row.block_offset[0] if row is not None else 0,
+            col.block_offset[1] if col is not None else 0,
+        )
 
     @property
     def any_plane(self) -> Plane:
@@ -108,10 +111,10 @@ class Store:
     def matrix(self) -> tuple[int, ...]:
         """The shape (rows, cols) of one matrix, or (E, rows, cols) of a batch."""
         if self.rowwise is not None:
-            batch, matrix = split(self.rowwise.data.shape, self.rowwise.batched)
+            batch, matrix = split_batch(self.rowwise.data.shape, self.rowwise.batched)
             return *batch, *matrix
         assert self.columnwise is not None
-        return swapped(self.columnwise.data.shape)
+        return transpose_dims(self.columnwise.data.shape)
 
     @property
     def batched(self) -> bool:
@@ -119,12 +122,12 @@ class Store:
         return self.any_plane.batched
 
     @property
-    def has(self) -> tuple[bool, bool]:
+    def has_planes(self) -> tuple[bool, bool]:
         """Whether there is a rowwise plane, and whether there is a columnwise plane."""
         return self.rowwise is not None, self.columnwise is not None
 
     @property
-    def one_scale(self) -> bool:
+    def shares_scale(self) -> bool:
         """Whether both planes have one and the same scale tensor."""
         row, col = self.rowwise, self.columnwise
         return row is not None and col is not None and row.scale is col.scale
@@ -135,25 +138,27 @@ class Store:
         return [t for p in planes for t in (p.data, p.scale)]
 
     @property
-    def extent(self) -> tuple[int, int]:
+    def rows_and_row_size(self) -> tuple[int, int]:
         """The number of rows, and of elements per row. For a batch, matrices replace rows."""
         matrix = self.matrix
         return matrix[0], math.prod(matrix[1:])
 
     def rows_around(self, begin: int, end: int) -> slice:
         """Return the rows, or matrices of a batch, of all blocks with one of these elements."""
-        height, size = self.extent
+        height, size = self.rows_and_row_size
         if begin == 0 and end == height * size:
             return slice(0, height)
-        blocks = [block for block, has in zip(self.format.block, self.has, strict=True) if has]
+        blocks = [
+            block for block, has in zip(self.format.block, self.has_planes, strict=True) if has
+        ]
         if not size or (-1 in blocks and not self.batched):
             return slice(0, height)
         start, stop = begin // size, -(-end // size)
         if self.batched:
             return slice(start, stop)
-        block, lead = max(blocks), self.lead
-        start = max((start + lead) // block * block - lead, 0)
-        return slice(start, min(-(-(stop + lead) // block) * block - lead, height))
+        block, offset = max(blocks), self.block_offset
+        start = max((start + offset) // block * block - offset, 0)
+        return slice(start, min(-(-(stop + offset) // block) * block - offset, height))
 
     def box(self, rows: slice) -> Box:
         """Return the box of whole rows, or of whole matrices of a batch."""
@@ -161,7 +166,7 @@ class Store:
 
     def box_of(self, view: Tensor) -> Box | None:
         """Return the part whose elements a view has, in order. None if they do not form a part."""
-        shape, stride, size = view.shape, view.stride(), self.extent[1]
+        shape, stride, size = view.shape, view.stride(), self.rows_and_row_size[1]
         if not size:
             return None
         first, rest = view.storage_offset() // size, view.storage_offset() % size
@@ -192,21 +197,21 @@ class Store:
         starts = box[-2].start, box[-1].start
         row, col = _of_whole_blocks(row, starts), _of_whole_blocks(col, starts[::-1])
         part = [span.stop - span.start for span in box]
-        batch, matrix = split(view.shape, self.batched)
+        batch, matrix = split_batch(view.shape, self.batched)
         if self.batched and not batch and part[0] == 1:  # one matrix of a batch
             row, col = row and row[0], col and col[0]
             part = part[1:]
         if part != [*batch, *matrix]:  # the rows have another length
             return None, None
         if row is not None:
-            return Plane(row.data.view(view.shape), row.scale, row.format, row.lead), col
+            return Plane(row.data.view(view.shape), row.scale, row.format, row.block_offset), col
         # Where the planes differ, the tensor has the values of the rowwise one.
         return None, col if self.rowwise is None else None
 
     def part(self, box: Box) -> Planes:
         """Return a part of the planes, over the same memory."""
         row, col = self.rowwise, self.columnwise
-        return row and row.part(box), col and col.part(swapped(box))
+        return row and row.part(box), col and col.part(transpose_dims(box))
 
     def rows(self, rows: slice) -> Planes:
         """Return whole rows of the planes, or whole matrices of a batch, over the same memory."""
@@ -248,10 +253,10 @@ class Store:
         Raises:
             RuntimeError: the storage was freed by a reshard.
         """
-        self.any_plane.check_live("this quantized tensor")
+        self.any_plane.check_has_memory("this quantized tensor")
         if self.batched and not spec.batched:
             spec = replace(spec, batched=True)
-        count, (height, size) = values.numel(), self.extent
+        count, (height, size) = values.numel(), self.rows_and_row_size
         rows = self.rows_around(offset, offset + count)
         first, end = rows.start * size, rows.stop * size
         whole = count == end - first
@@ -270,13 +275,13 @@ class Store:
             planes = quantize_planes(
                 spec,
                 values.reshape(shape),
-                *self.has,
+                *self.has_planes,
                 scale=scale,
                 amax=amax,
-                declared=True,
-                lead=0 if rows.start else self.lead,
+                declare_mutation=True,
+                block_offset=0 if rows.start else self.block_offset,
             )
-        self.put(self.rows(rows), planes)
+        self.copy_planes_(self.rows(rows), planes)
         return True
 
     def _requantized(
@@ -309,8 +314,8 @@ class Store:
                 col = requantized(col, new.mT, changed.mT)
         return row, col
 
-    def put(self, parts: Planes, planes: Planes, non_blocking: bool = False) -> None:
-        """Copy the codes and scales of planes into parts of this store's planes."""
+    def copy_planes_(self, parts: Planes, planes: Planes, non_blocking: bool = False) -> None:
+        """Copy the codes and scales of planes into parts of this storage's planes."""
         wholes = self.rowwise, self.columnwise
         for whole, own, new in zip(wholes, parts, planes, strict=True):
             if own is None:
@@ -323,12 +328,14 @@ class Store:
             # A compiled graph may have saved the codes. Below autograd, a part has its own version
             # counter, so increment the counter of the whole plane.
             note_write(whole.data)
-            if not (whole is self.columnwise and self.one_scale):
+            if not (whole is self.columnwise and self.shares_scale):
                 own.scale.copy_(new.scale, non_blocking=non_blocking)
 
 
 def _of_whole_blocks(plane: Plane | None, starts: tuple[int, int]) -> Plane | None:
     """Return a part of a plane, or None if it begins within a block of the plane."""
-    if plane is None or any(lead and start for lead, start in zip(plane.lead, starts, strict=True)):
+    if plane is None or any(
+        offset and start for offset, start in zip(plane.block_offset, starts, strict=True)
+    ):
         return None
     return plane
