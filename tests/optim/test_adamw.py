@@ -816,6 +816,27 @@ def test_codes_keep_their_scale_if_no_delayed_scale_is_known():
     assert (layer.weight.dequantize() - before).norm() < 0.05 * before.norm()
 
 
+def test_scales_that_the_host_knows_give_the_bytes_of_those_it_does_not_know():
+    def trained(known):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(32, 32, bias=False)
+        model = convert_to_float8_training(
+            torch.nn.Sequential(layer), recipe="delayed", fp8_weights=True
+        )
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        for i in range(4):
+            optimizer.zero_grad()
+            model(normal((32, 32), i)).square().sum().backward()
+            if not known:
+                model[0].fp8_ready = (False, False, False)
+            ready = model[0].fp8_ready[0]
+            optimizer.step()
+        assert ready is known
+        return everything(optimizer) + bytes_of(*model.buffers())
+
+    assert_same(trained(True), trained(False))
+
+
 def test_a_master_that_its_scale_saturates_is_kept_when_its_code_is_written_again():
     layer = delayed_layer()
     weight = layer.weight

@@ -14,7 +14,7 @@ from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling import steps
 from fp8rs.scaling.delayed import DelayedScalingState, note_compiled
-from internals import state_of
+from internals import handle_of, state_of
 from oracle.elements import E4M3, E5M2, MAX
 from oracle.tensorwise import scale_from_amax
 from saving import reloaded
@@ -529,6 +529,15 @@ def test_known_scales_skip_reading_the_data(device):
     state_of(model.a).begin_forward(model, ())
     with NoAmax():
         model.forward(batch(device)).sum().backward()
+
+
+def test_slots_follow_buffers_that_are_moved_in_place():
+    model, _ = build("cpu", fp8_weights=True)
+    model(batch("cpu"))
+    assert all(slot > 0 for slot in handle_of(model.a).slots)
+    for buffer in model.a.buffers():  # as `fully_shard` does
+        buffer.data = torch.zeros_like(buffer)
+    assert not any(handle_of(model.a).slots)
 
 
 def test_directly_called_submodule_rolls(device):

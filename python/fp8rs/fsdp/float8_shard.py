@@ -20,7 +20,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes, QuantSpec
 
 from .master_weight import post_all_gather, pre_all_gather
-from .param import LocalShard, ParamHandle
+from .param import ParamHandle
 from .shard_spec import ShardSpec, local_part
 
 
@@ -236,11 +236,6 @@ def write_planes(local: QuantizedTensor, planes: Planes) -> None:
         plane = row if row is not None else col
         assert plane is not None
         storage.any_plane.scale.copy_(plane.scale)
-
-
-def scales_of(shard: LocalShard) -> Tensor:
-    """Return the scales (n,) of the n matrices of a shard of a per-tensor format."""
-    return shard.row.scale.view(-1)
 
 
 # --- delayed scaling ------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_spec, own_part
-from fp8rs.scaling.histories import keep_local
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -171,14 +170,14 @@ class ParamHandle:
 
         A batched parameter has none: each of its matrices has a scale of its values.
         """
-        state = self.state_if_any
-        if state is None or state.delayed is None or not self.in_place:
+        state, module = self.state_if_any, cast(Any, self._module())
+        if state is None or state.delayed is None:
             return None
-        if self.parameter_part.dim() > 2:
+        parameter = module._parameters.get(self.name)
+        if parameter is None or own_part(parameter).dim() > 2:
             return None
-        module: Any = self.module
-        keep_local(module._buffers)
-        return module.fp8_scale[0, 0], module.fp8_amax[0, 0]
+        scales, amaxes = module._fp8_slots.get(module._buffers)
+        return scales[0], amaxes[0]
 
     def start_history(self, scale: Tensor, amax: Tensor) -> None:
         """With delayed scaling, set the next scale and the recorded amax, if the amax is finite."""

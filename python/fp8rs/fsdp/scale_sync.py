@@ -42,7 +42,7 @@ from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
-from .float8_shard import Float8ParamHandle, scales_of, update_histories
+from .float8_shard import Float8ParamHandle, update_histories
 from .param import LocalShard
 from .shard_quantizer import BlockwiseShardQuantizer, ShardQuantizer
 
@@ -133,20 +133,23 @@ def _rescale(parts: Sequence[tuple[Tensor, Tensor, Tensor]], width: int | None) 
 
 
 def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
-    stored = torch.cat([scales_of(s).to(s.device) for s in shards])
+    rows = [shard.row for shard in shards]
+    own = [row.scale.view(-1) for row in rows]
+    stored = torch.cat([scale.to(s.device) for scale, s in zip(own, shards, strict=True)])
     contributions = _tensor_contributions(quantizer.quant_spec, shards, stored)
-    # (4, matrices) as four runs of one value per matrix.
-    reduced = quantizer.reduce([*shards] * 4, contributions.view(-1))
-    *maxima, amaxes = reduced.view(4, -1).unbind()
+    counts = [shard.matrices for shard in shards]
+    reduced = quantizer.reduce(shards, contributions.view(-1), [4 * n for n in counts])
+    *maxima, amaxes = reduced.view(-1, 4).unbind(1)
     common = _common(*maxima)
     if is_traced(common):
         return
-    counts = [shard.matrices for shard in shards]
     scales, before = common.split(counts), stored.split(counts)
     update_histories(list(map(handle_of, shards)), scales, before)
     parts = []
-    for shard, scale, old, amax in zip(shards, scales, before, amaxes.split(counts), strict=True):
-        handle, row = handle_of(shard), shard.row
+    for shard, row, scale, old, amax in zip(
+        shards, rows, scales, before, amaxes.split(counts), strict=True
+    ):
+        handle = handle_of(shard)
         values = handle.pending
         # A write to an empty shard has no values to keep. The other shards may have new ones.
         if values is not None or (handle.unsynced and not shard.data.numel()):
@@ -158,13 +161,13 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
         else:
             parts.append((row.matrix, old, scale))
     _rescale(parts, None)
-    torch._foreach_copy_(list(map(scales_of, shards)), list(scales))
+    torch._foreach_copy_(own, list(scales))
 
 
 def _tensor_contributions(
     quant_spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor
 ) -> Tensor:
-    """Return contributions to the common scales and amaxes of the values, (4, matrices).
+    """Return contributions to the common scales and amaxes of the values, (matrices, 4).
 
     Args:
         quant_spec: how the weights are quantized.
@@ -193,7 +196,7 @@ def _tensor_contributions(
     found = torch.cat([_contribution(stored, wanted), amaxes.view(1, -1)])
     if empty:  # the scales of empty shards do not count
         found[:, index_tensor(tuple(empty), found.device)] = 0
-    return found
+    return found.t().contiguous()
 
 
 # --- blocks that shard boundaries split -----------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fp8rs._torch import hooks_of, is_distributed, own_part, set_hooks, set_local_tensor
-from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, new_buffers
+from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, SlotCache, new_buffers
 from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor, is_fp8
 from fp8rs.tensor.spec import quantize_planes
 
@@ -33,6 +33,7 @@ class Float8Params(nn.Module):
         _fp8_state: the state of the converted model.
         _fp8_index: the module's index among the converted modules.
         _fp8_params: the handle of each FP8 parameter, by the parameter's name.
+        _fp8_slots: with delayed scaling, views of single elements of the buffers.
         fp8_ready: with delayed scaling, whether weight, input and gradient have scales, as of the
             last roll but one. The buffers themselves are not read.
     """
@@ -40,6 +41,7 @@ class Float8Params(nn.Module):
     _fp8_state: ModelState
     _fp8_index: int
     _fp8_params: dict[str, Any]
+    _fp8_slots: SlotCache
     fp8_ready: tuple[bool, bool, bool] = NOTHING_READY
 
     def _join(self, state: ModelState, fqn: str, names: Sequence[str]) -> None:
@@ -49,6 +51,7 @@ class Float8Params(nn.Module):
         self._fp8_state = state
         self._fp8_index = state.add_linear(self, fqn)
         self._fp8_params = {name: handle_for(self, name) for name in names}
+        self._fp8_slots = SlotCache()
         self.fp8_ready = NOTHING_READY
         if state.delayed is not None:
             device = getattr(self, names[0]).device

@@ -35,10 +35,6 @@ _amax = torch.ops.fp8rs.amax.default
 _note_amax = torch.ops.fp8rs._note_amax.default
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
-#: The slots of one layer with delayed scaling: scales for `ROLES` (0 before the first one), amaxes
-#: for `ROLES`, and an amax that is never read.
-Slots = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
-
 
 def linear(
     x: Tensor,

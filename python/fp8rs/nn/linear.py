@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from fp8rs._torch import constant_when_traced, is_distributed
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe
 from fp8rs.scaling.delayed import DelayedScalingState, keep_buffers_local, note_compiled
-from fp8rs.scaling.histories import keep_local
+from fp8rs.scaling.histories import Slots, slots
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .backward import check_has_memory
 from .debug import Debug, debugged_linear
 from .fp8_params import CLASSES, Float8Params, add_fp8_params, quantize_like, reset_scales
-from .function import Slots, linear
+from .function import linear
 from .init import is_sharded, reset_linear
 from .model_state import ModelState
 
@@ -39,32 +39,6 @@ def warn_on_export() -> bool:
             stacklevel=1,
         )
     return True
-
-
-class SlotCache:
-    """Caches a layer's slots, because creating their views takes longer than using them.
-
-    A copy starts empty, because it has other buffers.
-    """
-
-    def __init__(self) -> None:
-        self._known: tuple[Tensor, Tensor, Slots] | None = None
-
-    def get(self, buffers: dict[str, Any]) -> Slots:
-        """Return the slots in these buffers."""
-        scale, amax = buffers["fp8_scale"], buffers["fp8_amax"]
-        known = self._known
-        if known is None or known[0] is not scale or known[1] is not amax:
-            known = self._known = scale, amax, slots(scale, amax)
-        return known[2]
-
-    def __reduce__(self) -> Any:
-        return SlotCache, ()
-
-
-def slots(scale: Tensor, amax: Tensor) -> Slots:
-    """Return the slots in a layer's buffers."""
-    return scale[:, 0].unbind(), amax[:, 0].unbind()
 
 
 class Float8Linear(Float8Params, nn.Linear):
@@ -91,7 +65,6 @@ class Float8Linear(Float8Params, nn.Linear):
 
     fp8_scale: Tensor
     fp8_amax: Tensor
-    _fp8_slots: SlotCache
     #: Reduces the partial sums of a layer whose weight is sharded along its input features.
     _fp8_reduce: Callable[[Float8Linear, Any], Any] | None = None
     #: Changes to the layer's computation while a run is debugged.
@@ -131,7 +104,6 @@ class Float8Linear(Float8Params, nn.Linear):
 
     def _join(self, state: ModelState, fqn: str, names: Sequence[str] = ("weight",)) -> None:
         super()._join(state, fqn, names)
-        self._fp8_slots = SlotCache()
         self._fp8_debug = None
 
     @property
@@ -213,9 +185,6 @@ class Float8Linear(Float8Params, nn.Linear):
             if training:
                 note_compiled(delayed.mark, "layer")
             return slots(self.fp8_scale, self.fp8_amax)
-        amax = self._buffers["fp8_amax"]
-        if type(amax) is not Tensor or amax.dtype != torch.float32:
-            keep_local(self._buffers)
         delayed.layer_begins(training)
         return self._fp8_slots.get(self._buffers)
 

@@ -122,7 +122,7 @@ class MasterWeightOptimizer(Optimizer):
             self._seen[p.param] = p.last_write
         delayed = [p for p in codes if p.delayed is not None]
         if delayed:
-            scales = [p.plane.scale.view(()) for p in delayed]
+            scales = [p.plane.scale for p in delayed]
             torch._foreach_copy_([self.state[p.param]["scale"] for p in delayed], scales)
 
     # --- state dicts -----------------------------------------------------------------------------

@@ -157,6 +157,11 @@ class Param:
             return None
         return weight._storage.delayed or (None if self.handle is None else self.handle.slots)
 
+    @property
+    def has_next_scale(self) -> bool:
+        """With delayed scaling, whether the host knows that the next scale is not 0."""
+        return bool(self.codes._store.delayed is None and self.handle.module.fp8_ready[0])
+
     def like(self, part: Tensor) -> Tensor:
         """Return a tensor with this local part that is distributed like the parameter."""
         return dtensor_like(self.param, part) if is_distributed(self.param) else part

@@ -65,12 +65,15 @@ def known_scales(params: Sequence[Param]) -> list[KnownScale]:
     assert len(slots) == len(params)
     if not slots:
         return []
+    here = slots[0][1].device == params[0].plane.scale.device
+    if here and all(p.has_next_scale for p in params):
+        return [(scale, amax, None) for scale, amax in slots]
     # A next scale of 0 means that none was computed yet. Keep the scale of the codes.
-    first = torch.stack([p.plane.scale.view(()) for p in params])
+    first = torch.stack([p.plane.scale for p in params])
     scales = torch.stack([scale.view(()) for scale, _ in slots]).to(first.device)
     scales = torch.where(scales > 0, scales, first)
     each = zip(scales.unbind(), slots, strict=True)
-    if slots[0][1].device == first.device:
+    if here:
         return [(scale, amax, None) for scale, (_, amax) in each]
     return [(scale, torch.zeros_like(scale), amax) for scale, (_, amax) in each]
 

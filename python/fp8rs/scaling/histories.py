@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import is_distributed, local_tensor
+from fp8rs._torch import is_alias, is_distributed, local_tensor
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.formats import FP8_MAX
@@ -30,6 +30,10 @@ from fp8rs.tensor.spec import QuantSpec
 #: The names of a layer's buffers, each with the dimension along which a `Pack` stacks layers.
 BUFFERS = {"fp8_scale": 0, "fp8_amax": 0, "fp8_amax_history": 1}
 NOTHING_READY = (False, False, False)
+
+#: The slots of one layer, each fp32 of one element: the scales of weight, input and gradient (0
+#: before the first one), their amaxes, and an amax that is never read.
+Slots = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 _scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
 
@@ -54,6 +58,40 @@ def keep_local(buffers: dict[str, Any]) -> None:
             buffers[name] = local_tensor(buffers[name])
         if buffers[name].dtype != torch.float32:
             buffers[name] = buffers[name].float()
+
+
+class SlotCache:
+    """Caches a layer's slots, because creating their views takes longer than using them.
+
+    A copy starts empty, because it has other buffers.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[Tensor, Tensor, Slots] | None = None
+
+    def get(self, buffers: dict[str, Any]) -> Slots:
+        """Return the slots in these buffers, which become local float32 tensors."""
+        amax = buffers["fp8_amax"]
+        if type(amax) is not Tensor or amax.dtype != torch.float32:
+            keep_local(buffers)
+        scale, amax = buffers["fp8_scale"], buffers["fp8_amax"]
+        known = self._known
+        if (
+            known is None
+            or known[0] is not scale
+            or known[1] is not amax
+            or not is_alias(known[2][1][0], amax)  # `fully_shard` moves buffers in place
+        ):
+            known = self._known = scale, amax, slots(scale, amax)
+        return known[2]
+
+    def __reduce__(self) -> Any:
+        return SlotCache, ()
+
+
+def slots(scale: Tensor, amax: Tensor) -> Slots:
+    """Return the slots in a layer's buffers."""
+    return scale[:, 0].unbind(), amax[:, 0].unbind()
 
 
 @dataclass(eq=False, slots=True)
