@@ -8,7 +8,7 @@
 //! quantize/cpu` runs a part, and `-- cuda` one device. Throughput counts bytes read and written, each operand once.
 //! After each row, its throughput is printed as a fraction of the copy's.
 //!
-//! If there is no CUDA device, its rows are skipped with a message.
+//! Without a CUDA device, its rows are skipped with a message.
 
 mod blocks;
 mod cpu;
