@@ -42,8 +42,8 @@ def launch(
 ) -> list[Any]:
     """Call ``function(*arguments, report)`` on all ranks of a process group.
 
-    Each rank is a process. All of them have ended when this function returns or raises, or when
-    this process is killed.
+    Each rank is a process, with the environment variables of the first call. All of them have ended
+    when this function returns or raises, or when this process is killed.
 
     Args:
         function: a function of a module that the ranks can import. Its result is pickled.
