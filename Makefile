@@ -31,6 +31,10 @@ SMOKE := tests/nn/test_compile.py tests/fsdp/test_gather.py tests/fsdp/test_trai
 SMOKE_TIER ?= --strength 1 -k "not 4ranks and not rowwise and not (mxfp8 and not 1x32)"
 
 BIN := $(VENV)/bin
+# uv takes a quarter of pip's processor time for torch, and environments share the files of its cache.
+# pip installs the wheel, as users do, and the clients, because it finds packages through a path file.
+UV := $(VENV)/bin/uv pip install --quiet --python
+PIP := $(VENV)/bin/python -m pip --python
 OLDEST_BIN := $(OLDEST)/bin
 CLIENTS_BIN := $(CLIENTS)/bin
 # What the wheel is built from.
@@ -74,8 +78,8 @@ lint: lint-rust lint-python lint-ptx
 lint-rust:
 	$(PYTHON) tools/check_arrows.py
 	cargo fmt --check
-	cargo clippy --all-targets --features python -- -D warnings
-	cargo clippy --all-targets --no-default-features -- -D warnings
+	cargo clippy --all-targets --features python,bench -- -D warnings
+	cargo clippy --all-targets --no-default-features --features bench -- -D warnings
 	rustup target add $(AARCH64)
 	cargo clippy --target $(AARCH64) --features python -- -D warnings
 
@@ -110,10 +114,10 @@ test-oldest: $(OLDEST)/.built elsewhere
 smoke-oldest: $(OLDEST)/.built elsewhere
 	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m pytest $(SMOKE) $(PYTEST) $(SMOKE_TIER)
 
-# What a user does first.
+# What a user does first. The smoke tests train for several steps.
 wheel-test: $(OLDEST)/.built elsewhere
 	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/fp8rs doctor
-	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m fp8rs demo --steps 3
+	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m fp8rs demo --steps 1
 
 # The tests and the files that they read, without the package.
 .PHONY: elsewhere
@@ -141,7 +145,7 @@ matrix: $(VENV)/.built
 	$(BIN)/python tools/matrix_table.py $(MATRIX)
 
 bench:
-	cargo bench
+	cargo bench --features bench
 
 wheel: dist/.built
 
@@ -160,7 +164,7 @@ release: dist/.built
 	@cat dist/SHA256SUMS
 
 test-sdist: release $(OLDEST)/.installed
-	$(OLDEST_BIN)/python -m pip install --no-deps --upgrade --target target/sdist dist/fp8rs-*.tar.gz
+	$(PIP) $(OLDEST) install --no-deps --upgrade --target target/sdist dist/fp8rs-*.tar.gz
 	cd target/sdist && PYTHONPATH=. $(CURDIR)/$(OLDEST_BIN)/python -m fp8rs doctor
 
 clean:
@@ -176,46 +180,42 @@ $(VENV)/.built: $(VENV)/.installed dist/.built
 	touch $@
 
 $(OLDEST)/.built: $(OLDEST)/.installed dist/.built
-	$(OLDEST_BIN)/python -m pip install --quiet --no-deps --force-reinstall dist/fp8rs-*_$$(uname -m).whl
+	$(PIP) $(OLDEST) install --quiet --no-deps --force-reinstall dist/fp8rs-*_$$(uname -m).whl
 	touch $@
 
-# What tools/build_wheel.py needs, 500 MB with its compiler.
-BUILDERS := maturin|ziglang|pyelftools
+# uv, and what tools/build_wheel.py needs, 500 MB with its compiler. Debian's python3 has no ensurepip
+# unless python3-venv is installed. Its own pip then installs pip.
+BUILDERS := uv|maturin|ziglang|pyelftools
 $(VENV)/.builder: requirements-dev.txt
-	$(call environment,$(VENV))
+	$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
+		$(PYTHON) -m venv --clear --without-pip $(VENV) && \
+		$(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 	grep -E '^($(BUILDERS))\b' requirements-dev.txt | \
 		$(BIN)/python -m pip install --quiet --upgrade -r /dev/stdin
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.builder
-	$(BIN)/python -m pip install --quiet --upgrade torch -r requirements-dev.txt
+	$(UV) $(VENV) --upgrade torch -r requirements-dev.txt
 	touch $@
 
-$(OLDEST)/.installed: requirements-dev.txt
-	$(call environment,$(OLDEST))
+$(OLDEST)/.installed: $(VENV)/.builder
+	$(PYTHON) -m venv --without-pip $(OLDEST)
 	grep -vE '^($(BUILDERS)|ruff|mypy|import-linter)\b' requirements-dev.txt | \
-		$(OLDEST_BIN)/python -m pip install --quiet torch==$(OLDEST_TORCH) -r /dev/stdin
+		$(UV) $(OLDEST) torch==$(OLDEST_TORCH) -r /dev/stdin
 	touch $@
 
-$(DOCS)/.installed: requirements-docs.txt
-	$(call environment,$(DOCS))
-	$(DOCS)/bin/python -m pip install --quiet -r requirements-docs.txt
+$(DOCS)/.installed: requirements-docs.txt $(VENV)/.builder
+	$(PYTHON) -m venv --without-pip $(DOCS)
+	$(UV) $(DOCS) -r requirements-docs.txt
 	touch $@
 
 # A path file refers to the development environment. Clients are installed without dependencies, so
 # that none installs another torch. Their dependencies that do not require torch are installed first,
 # because pip would list each pin that is not met.
 $(CLIENTS)/.installed: requirements-clients.txt requirements-clients-deps.txt $(VENV)/.installed
-	$(call environment,$(CLIENTS))
+	$(PYTHON) -m venv --without-pip $(CLIENTS)
 	$(BIN)/python -c 'import sysconfig; print("$(CURDIR)/python", sysconfig.get_path("purelib"), sep="\n")' > \
 		"$$($(CLIENTS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
-	$(CLIENTS_BIN)/python -m pip install --quiet -r requirements-clients-deps.txt
-	$(CLIENTS_BIN)/python -m pip install --quiet --no-deps -r requirements-clients.txt
+	$(PIP) $(CLIENTS) install --quiet -r requirements-clients-deps.txt
+	$(PIP) $(CLIENTS) install --quiet --no-deps -r requirements-clients.txt
 	touch $@
-
-# Debian's python3 has no ensurepip unless python3-venv is installed. Its own pip then installs pip.
-define environment
-	$(PYTHON) -m venv $(1) >/dev/null 2>&1 || { \
-		$(PYTHON) -m venv --clear --without-pip $(1) && \
-		$(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
-endef

@@ -42,8 +42,8 @@ def launch(
 ) -> list[Any]:
     """Call ``function(*arguments, report)`` on all ranks of a process group.
 
-    Each rank is a process. All of them have ended when this function returns or raises, or when
-    this process is killed.
+    Each rank is a process, with the environment variables of the first call. All of them have ended
+    when this function returns or raises, or when this process is killed.
 
     Args:
         function: a function of a module that the ranks can import. Its result is pickled.
@@ -65,7 +65,10 @@ def launch(
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
-    context = multiprocessing.get_context("spawn")
+    # A server imports torch once and forks the ranks. It does not initialize CUDA, which would not
+    # survive a fork.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fp8rs.demo.train"])
     messages: Any = context.SimpleQueue()
     results: dict[int, Any] = {}
     errors: list[tuple[int, str]] = []
