@@ -160,7 +160,7 @@ class Param:
     @property
     def has_next_scale(self) -> bool:
         """With delayed scaling, whether the host knows that the next scale is not 0."""
-        return bool(self.codes._store.delayed is None and self.handle.module.fp8_ready[0])
+        return bool(self.codes._storage.delayed is None and self.handle.module.fp8_ready[0])
 
     def like(self, part: Tensor) -> Tensor:
         """Return a tensor with this local part that is distributed like the parameter."""
