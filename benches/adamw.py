@@ -201,6 +201,7 @@ class Rows:
 
 
 def main() -> None:
+    """Time the optimizers, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json")
     parser.add_argument("--rehearse", action="store_true")

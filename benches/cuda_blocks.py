@@ -101,6 +101,7 @@ def peers(xs: list[Tensor]) -> Rows:
 
 
 def main() -> None:
+    """Time the kernels of each size, and print the times."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json")
     parser.add_argument("--sizes", default="4096x4096,8192x8192,16384x14336")

@@ -93,6 +93,7 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
 
 
 def wait(device: str) -> None:
+    """Wait for the device to finish its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -117,6 +118,7 @@ def one_first_use(name: str, force_ptx: bool, device: str) -> float:
 
 
 def first_use(device: str) -> dict[str, Any]:
+    """Measure the first use of each operation, in seconds, with machine code and with PTX."""
     # Fork, so that torch is imported once. CUDA is not initialized yet.
     result: dict[str, Any] = {}
     for name in formats(64, 64, BF16, "cpu"):
@@ -148,6 +150,7 @@ def first_use(device: str) -> dict[str, Any]:
 
 
 def times(device: str) -> dict[str, Any]:
+    """Time the kernels named in `TIMED`, in microseconds. On the CPU, measure nothing."""
     if device != "cuda":
         return {}
     import cuda_blocks
@@ -172,6 +175,7 @@ def times(device: str) -> dict[str, Any]:
 
 
 def same_bytes(a: Any, b: Any) -> bool:
+    """Return whether tensors, or sequences of them, have equal layouts and bytes."""
     if not isinstance(a, torch.Tensor):
         return len(a) == len(b) and all(map(same_bytes, a, b))
     if a.shape != b.shape or a.dtype != b.dtype or a.stride() != b.stride():
@@ -183,6 +187,7 @@ def same_bytes(a: Any, b: Any) -> bool:
 
 
 def bytes_agree(device: str) -> dict[str, Any]:
+    """Compare the bytes of operations and the optimizer on the CPU and the device."""
     compared: dict[str, bool] = {}
     shapes = ((2048, 3072), (4096, 14336), (8192, 8192)) if device == "cuda" else ((200, 300),)
     for rows, cols in shapes:
@@ -312,6 +317,7 @@ def optimize(device: str) -> None:
 
 
 def run(command: list[str], seconds: float, **environment: str) -> tuple[int, str]:
+    """Run a command for at most ``seconds``. Return its exit status and its output."""
     try:
         done = subprocess.run(
             command,
@@ -330,6 +336,7 @@ def run(command: list[str], seconds: float, **environment: str) -> tuple[int, st
 
 
 def tests(device: str) -> dict[str, Any]:
+    """Run the tests of CUDA kernels, and return each exit status and last line of output."""
     # pytest on a GPU machine may lack plugins that the project's settings require.
     base = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "filterwarnings=default"]
     base += ["-p", "no:cacheprovider", "--tb=short"]
@@ -349,6 +356,7 @@ def tests(device: str) -> dict[str, Any]:
 
 
 def sanitizer(device: str) -> dict[str, Any]:
+    """Run `drive` under the tools of compute-sanitizer, and return their summaries."""
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(tool).exists():
         print("compute-sanitizer is not installed")
@@ -386,6 +394,7 @@ PARTS: dict[str, Callable[[str], Any]] = {
 
 
 def main() -> None:
+    """Run the chosen parts, each in a process of its own, and write their results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="", help="comma-separated parts")

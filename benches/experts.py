@@ -113,6 +113,7 @@ NO_TORCHAO = "torchao cannot be imported: install it, or add its folder to PYTHO
 
 
 def has_torchao() -> bool:
+    """Return whether torchao is installed."""
     return importlib.util.find_spec("torchao") is not None
 
 

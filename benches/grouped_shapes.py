@@ -166,6 +166,7 @@ class Case(NamedTuple):
 
 
 def case_of(model: str, size: Size, rows: int, routing: str, device: str) -> Case:
+    """Divide rows among the experts of a model by a routing."""
     counts = rows_per_expert(rows, size.experts, routing)
     offs = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
     ends, padded_ends = ops.group_bounds(offs, torch.empty(rows, device=device))
@@ -173,6 +174,7 @@ def case_of(model: str, size: Size, rows: int, routing: str, device: str) -> Cas
 
 
 def random(*shape: int, device: str) -> Tensor:
+    """Return normally distributed bf16 values."""
     return torch.randn(*shape, dtype=BF16, device=device)
 
 
@@ -185,6 +187,7 @@ def codes(*shape: int, device: str) -> Tensor:
 
 
 def measure_gemms(case: Case, timer: Timer, report: dict[str, Any]) -> None:
+    """Time the GEMMs of a case in bf16 and FP8, and add the times to the report."""
     size, device = case.size, timer.device
     for weight, n, k in (
         ("gate_up", 2 * size.width, size.hidden),
@@ -265,6 +268,7 @@ def _quantization(case: Case, cols: int, timer: Timer) -> dict[str, float]:
 
 
 def measure_mlp(case: Case, timer: Timer, report: dict[str, Any]) -> None:
+    """Time the expert MLP of a case in bf16 and FP8, and add the times to the report."""
     size, device = case.size, timer.device
     gate_up = random(size.experts, 2 * size.width, size.hidden, device=device) * 0.02
     down = random(size.experts, size.hidden, size.width, device=device) * 0.02
@@ -363,6 +367,7 @@ def _add_mlp(case: Case, kind: str, found: dict[str, float], report: dict[str, A
 
 
 def measure_kernels(case: Case, timer: Timer, report: dict[str, Any]) -> None:
+    """Time the kernels around the GEMMs of a case, and add the times to the report."""
     size, device, rows = case.size, timer.device, case.rows
     tokens = rows // size.top_k
     hidden, width = size.hidden, size.width

@@ -94,6 +94,7 @@ class Least(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> Any:
+        """Multiply quantized operands."""
         row, col, scale = ops.quantize_current.default(x, E4M3, True, True)
         codes, _, w_scale = ops.quantize_current.default(weight, E4M3)
         ctx.save_for_backward(col, scale, weight, w_scale)
@@ -101,6 +102,7 @@ class Least(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        """Return both gradients, as products of quantized operands."""
         x, x_scale, weight, w_scale = ctx.saved_tensors
         row, col, scale = ops.quantize_current.default(dy, E4M3, True, True)
         _, codes = ops.quantize.default(weight, w_scale, E4M3, False, True)
@@ -112,11 +114,13 @@ class Nothing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> Any:
+        """Return an output that is not initialized."""
         ctx.save_for_backward(x, weight)
         return torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        """Return the input and the weight in place of their gradients."""
         x, weight = ctx.saved_tensors
         return x.detach(), weight.detach()
 
@@ -135,6 +139,7 @@ class Bare(nn.Module):
         self.function, self.weight = function, nn.Parameter(weight)
 
     def forward(self, x: torch.Tensor) -> Any:
+        """Apply the function."""
         return self.function.apply(x, self.weight)
 
 
@@ -216,6 +221,7 @@ def linears(device: str, rows: int, features: int) -> Iterator[tuple[str, Callab
 
 
 def main() -> None:
+    """Time the calls in rounds, and print the times."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("device", nargs="?", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", help="write the times to this file")

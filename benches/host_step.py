@@ -65,6 +65,7 @@ def step_ms(model: Llama, optimizer: torch.optim.Optimizer, batch: torch.Tensor)
 
 
 def main() -> None:
+    """Time the steps of each variant, and print the times."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("device", nargs="?", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--variants", default=VARIANTS, metavar="NAME,...")

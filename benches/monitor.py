@@ -107,6 +107,7 @@ class Bench:
 
 
 def main() -> None:
+    """Time steps with and without a monitor, and print the times as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=list(SIZES), default="cpu")
     parser.add_argument("--recipes", default="current,delayed,rowwise,mxfp8")

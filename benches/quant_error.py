@@ -24,6 +24,8 @@ Round = Callable[[Tensor], Tensor]
 
 
 def per_tensor(dtype: torch.dtype) -> Round:
+    """Return a function that quantizes with one scale and dequantizes."""
+
     def call(x: Tensor) -> Tensor:
         codes, _, scale = ops.quantize_current(x, dtype)
         return ops.dequantize(codes, scale, [-1, -1], F32)
@@ -32,6 +34,7 @@ def per_tensor(dtype: torch.dtype) -> Round:
 
 
 def blocks(block: tuple[int, int], dtype: torch.dtype = E4M3, **options: object) -> Round:
+    """Return a function that quantizes with a scale for each block and dequantizes."""
     scale_dtype = E8M0 if block[1] == 32 else F32
 
     def call(x: Tensor) -> Tensor:
@@ -42,6 +45,8 @@ def blocks(block: tuple[int, int], dtype: torch.dtype = E4M3, **options: object)
 
 
 def rebased(block: tuple[int, int], axis: int) -> Round:
+    """Return a function that quantizes to MXFP8, rebases to one scale per line, and dequantizes."""
+
     def call(x: Tensor) -> Tensor:
         codes, scale, _, _ = ops.quantize_blocks(x, E4M3, block, E8M0)
         out, line = ops.rebase(codes, scale, block, axis)
@@ -69,10 +74,12 @@ FORMATS: dict[str, Round] = {
 
 
 def decibels(signal: Tensor, noise: Tensor) -> Tensor:
+    """Return the ratio of two powers in dB."""
     return 10 * torch.log10(signal / noise)
 
 
 def sqnr(x: Tensor, y: Tensor) -> float:
+    """Return the signal-to-quantization-noise ratio of ``y`` in dB."""
     x, y = x.double(), y.double()
     return decibels(x.square().sum(), (x - y).square().sum()).item()
 
@@ -85,6 +92,7 @@ def first_percentile(x: Tensor, y: Tensor) -> float:
 
 
 def data(size: int, device: str) -> dict[str, Tensor]:
+    """Return the matrices (size, size) to quantize, by name."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -102,6 +110,7 @@ def data(size: int, device: str) -> dict[str, Tensor]:
 
 
 def main() -> None:
+    """Print a table of errors for each matrix."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,4 +1,7 @@
-"""Train with accelerate and FSDP2: torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py"""
+"""Train with accelerate and FSDP2.
+
+torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py
+"""
 
 import argparse
 

@@ -1,4 +1,7 @@
-"""Train with Lightning and FSDP2: torchrun --nproc-per-node 2 examples/lightning_fsdp2.py"""
+"""Train with Lightning and FSDP2.
+
+torchrun --nproc-per-node 2 examples/lightning_fsdp2.py
+"""
 
 import argparse
 import os

@@ -1,4 +1,7 @@
-"""Train LoRA or DoRA on FP8 layers: torchrun --nproc-per-node 2 examples/peft_lora.py"""
+"""Train LoRA or DoRA on FP8 layers.
+
+torchrun --nproc-per-node 2 examples/peft_lora.py
+"""
 
 import argparse
 import inspect

@@ -1,4 +1,7 @@
-"""Train with transformers' Trainer: torchrun --nproc-per-node 2 examples/transformers_trainer.py"""
+"""Train with transformers' Trainer.
+
+torchrun --nproc-per-node 2 examples/transformers_trainer.py
+"""
 
 import argparse
 import inspect

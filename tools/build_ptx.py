@@ -203,6 +203,7 @@ def keep(path: Path, code: bytes, check: bool) -> list[str]:
 
 
 def main() -> None:
+    """Build or check the modules that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--verbose", action="store_true", help="show each kernel's registers")

@@ -69,6 +69,7 @@ def build(machine: str) -> Path:
 
 
 def main() -> None:
+    """Build the wheel for the machine that the command line names, and check it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "machine", nargs="?", default=platform.machine(), choices=["x86_64", "aarch64"]

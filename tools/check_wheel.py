@@ -90,6 +90,7 @@ def loading(extension: ELFFile) -> list[str]:
 
 
 def main() -> None:
+    """Check the wheels that the command line names. Exit with the problems of the first bad one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheels", nargs="+", type=Path)
     for wheel in parser.parse_args().wheels:

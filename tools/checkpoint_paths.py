@@ -56,6 +56,7 @@ def words(text: str) -> list[list[str]]:
 
 
 def main() -> int:
+    """Run the ways to save, and write or check the table. Return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
     chosen = parser.parse_args()

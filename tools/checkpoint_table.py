@@ -28,10 +28,12 @@ class Results(matrix_table.Results):
     row = ("saved", "loaded")
 
     def name_of(self, row: tuple[str, ...]) -> str:
+        """Return the title of a row."""
         return " to ".join(row)
 
 
 def main() -> int:
+    """Run the test, and write or check the table. Return the exit status."""
     results = Results()
     chosen = matrix_table.run(__doc__, TEST, results)
     table = results.table("cpu")

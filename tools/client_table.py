@@ -196,6 +196,7 @@ class Results:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+        """Store the result of a test."""
         report = yield
         if report.when == "call" or not report.passed:
             file = Path(item.path).relative_to(ROOT / "tests").with_suffix("").as_posix()
@@ -205,7 +206,7 @@ class Results:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        # Keep only tests of rows, on the CPU.
+        """Keep only tests of rows, on the CPU."""
         wanted = [
             item
             for item in items
@@ -251,6 +252,7 @@ def lines(results: Results, old: dict[tuple[str, ...], str]) -> list[str]:
 
 
 def main() -> int:
+    """Run the tests of the chosen rows, and write or check the table. Return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
     clients = sorted({client for client, _, _ in ROWS})

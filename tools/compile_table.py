@@ -108,6 +108,7 @@ class Results:
     failed: dict[str, None] = field(default_factory=dict)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        """Store the result of a case, or a failure outside of cells."""
         case = dict(report.user_properties).get("case")
         if case is not None:
             self._note(report, json.loads(case))
@@ -171,6 +172,7 @@ def cells(table: str) -> list[list[str]]:
 
 
 def main() -> int:
+    """Run the tests, and write or check the tables. Return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="run only this device")

@@ -60,6 +60,7 @@ class Results:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+        """Count a case that ran or was skipped, and store its failure."""
         report = yield
         key = self.key_of(item)
         if report.skipped:
@@ -134,6 +135,7 @@ def run(description: str | None, test: str | Path, results: Results) -> argparse
 
 
 def main() -> int:
+    """Run the test, and write or check the tables. Return the exit status."""
     results = Results()
     chosen = run(__doc__, TEST, results)
     tables = {}

@@ -22,11 +22,11 @@ from fp8rs._torch import plain_name
 
 
 class Part(NamedTuple):
-    """The part of a parameter that one tensor of the files contains.
+    r"""The part of a parameter that one tensor of the files contains.
 
     Attributes:
         name: the tensor's name.
-        matrix: the index of a matrix in a batched parameter (E, \\*, K). None for the whole
+        matrix: the index of a matrix in a batched parameter (E, \*, K). None for the whole
             parameter.
         rows: rows of that matrix.
     """

@@ -259,7 +259,7 @@ def read_parts(
 
 
 def _matrices(part: Sequence[Span], shape: tuple[int, ...]) -> Sequence[Span]:
-    """Return the rows and columns of a part, after the matrices if it is of a batch (E, \\*, K).
+    r"""Return the rows and columns of a part, after the matrices if it is of a batch (E, \*, K).
 
     If rows have several dimensions, the part has consecutive rows.
     """

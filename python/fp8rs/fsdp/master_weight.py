@@ -139,6 +139,7 @@ class MasterWeight(Tensor):
     def __new__(
         cls, data: Tensor, handle: ParamHandle, *, requires_grad: bool = False
     ) -> MasterWeight:
+        """Wrap a plain tensor, or another parameter's `MasterWeight`, over its memory."""
         if isinstance(data, MasterWeight):
             data = data.high_precision
         self: MasterWeight
@@ -161,6 +162,7 @@ class MasterWeight(Tensor):
     # `p.data = tensor` replaces a tensor's contents without the dispatcher.
     @property
     def data(self) -> Tensor:
+        """The tensor without its autograd history. Assigning replaces its contents."""
         return self.detach()
 
     @data.setter

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fp8rs._torch import in_backward
 from fp8rs.scaling.delayed import DelayedScalingState
@@ -150,18 +151,23 @@ class TensorwiseShardQuantizer(ShardQuantizer):
     matrices, so that their amaxes are not reduced.
     """
 
+    @override
     def groups(self, shard: LocalShard) -> tuple[Any, ...]:
         return shard.shard_spec.matrix_groups
 
+    @override
     def shares_scales(self, shard_spec: ShardSpec) -> bool:
         return bool(shard_spec.matrix_groups)
 
+    @override
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
         set_scales(shards, self.quant_spec.scale_from_amax(self._amaxes(shards)))
 
+    @override
     def copy_scales(self, shards: Sequence[LocalShard]) -> None:
         set_scales(shards, torch.cat([s.row.scale.view(-1).to(s.device) for s in shards]))
 
+    @override
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
         buffers, codes = self.layout.allocate(
             [s.shard_spec for s in shards], [s.data.shape for s in shards], shards[0].device
@@ -181,6 +187,7 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         scales = torch.hstack([scale_of(s) for s in shards])
         _multi_quantize([s.data for s in shards], scales, codes, True)
 
+    @override
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
         amaxes = self._amaxes(shards)
         scales = self.quant_spec.scale_from_amax(amaxes)
@@ -214,6 +221,7 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
         super().__init__(quant_spec)
         self._histories = histories
 
+    @override
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
         if batched := [s for s in shards if s.shard_spec.batched]:
             super().update_scales(batched)
@@ -298,6 +306,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
             [self.height, 1] if self.layout.columnwise else list(quant_spec.format.block)
         )
 
+    @override
     def check(self, handle: ParamHandle, shard_spec: ShardSpec) -> None:
         dim, format = shard_spec.shard_dim, self.layout.format
         if dim > int(shard_spec.batched and not self.layout.columnwise):
@@ -306,9 +315,11 @@ class BlockwiseShardQuantizer(ShardQuantizer):
                 f"{format.name!r} are gathered by rows: use Shard(0)"
             )
 
+    @override
     def groups(self, shard: LocalShard) -> tuple[Any, ...]:
         return shard.shard_spec.shard_groups
 
+    @override
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
         amaxes = self._amaxes(shards, self.reduced_rows)
         for shard in shards:
@@ -316,6 +327,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
             if reduced is not None and self.layout.gathers_codes_alone(shard.shard_spec):
                 shard.handle.scale = self._scales_of(reduced)
 
+    @override
     def copy_scales(self, shards: Sequence[LocalShard]) -> None:
         shards = [s for s in shards if self.layout.gathers_codes_alone(s.shard_spec)]
         grids = [s.row.scale.to(torch.float32) for s in shards]
@@ -323,10 +335,12 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         for shard, scales in zip(shards, reduced, strict=True):
             shard.handle.scale = scales.to(self.layout.format.scale_dtype)
 
+    @override
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
         planes = [self._quantize(s, s.handle.amaxes) for s in shards]
         return [self.layout.pack(p, s.shard_spec) for p, s in zip(planes, shards, strict=True)]
 
+    @override
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
         amaxes = self._amaxes(shards, self.split_rows)
         return [self._quantize(s, amaxes.get(s, (None,))[0]) for s in shards]

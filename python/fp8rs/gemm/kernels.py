@@ -90,8 +90,10 @@ def _run(
     """Compute a @ b.T + bias on padded codes. Padded rows of ``a`` stay in the result.
 
     Args:
-        a, b: operands, whose codes are read.
-        scale_a, scale_b: scales in the layout of the mode.
+        a: operand (M, K), whose codes are read.
+        b: operand (N, K), whose codes are read.
+        scale_a: scales of ``a``, in the layout of the mode.
+        scale_b: scales of ``b``, in the layout of the mode.
         bias: added by the GEMM if the mode supports it, else afterwards.
         out_dtype: dtype of the result.
         use_fast_accum: accumulate with reduced precision.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_choice
 
@@ -171,6 +172,7 @@ class MultiheadAttention(nn.Module):
         out: Tensor = self.o_proj(y.transpose(-3, -2).flatten(-2))
         return out
 
+    @override
     def extra_repr(self) -> str:
         return (
             f"kv_channels={self.kv_channels}, attention_dropout={self.attention_dropout}, "

@@ -177,6 +177,7 @@ class _Gather(torch.autograd.Function):
         """Gather rows of ``x``.
 
         Args:
+            ctx: context of the autograd function.
             x: (T, H).
             index: (T * k,), which has each row of ``x`` k times.
             places: (T, k), where each row of ``x`` is in ``index``.
@@ -200,6 +201,7 @@ class _Combine(torch.autograd.Function):
         """Sum rows of ``y``.
 
         Args:
+            ctx: context of the autograd function.
             y: (T * k, H).
             places: (T, k), the rows of each token, a permutation of all rows.
             weights: (T, k), float32 or with the dtype of ``y``.

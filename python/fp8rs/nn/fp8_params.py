@@ -153,7 +153,7 @@ def add_fp8_params(
     fqn: str,
     mixin: type[Float8Params] = Float8Params,
 ) -> None:
-    """Make FSDP2 gather parameters of a module in FP8.
+    r"""Make FSDP2 gather parameters of a module in FP8.
 
     Call it before ``fully_shard``. A parameter in high precision is quantized for each all-gather.
     An FP8 weight is gathered as it is stored. A parameter of three or more dimensions is a batch of
@@ -161,7 +161,7 @@ def add_fp8_params(
 
     Args:
         module: a module that is not converted. Its class is changed to a subclass.
-        names: names of its parameters (N, K), (E, N, K) or (E, \\*, N, K).
+        names: names of its parameters (N, K), (E, N, K) or (E, \*, N, K).
         state: the state of the converted model, whose root contains the module.
         fqn: the module's fully qualified name, for messages.
         mixin: the class that the subclass also inherits from.

@@ -27,7 +27,7 @@ def grouped_linear(
     bias: Tensor | None = None,
     recipe: Recipe | RecipeName | None = None,
 ) -> Tensor:
-    """Multiply each group of rows by the transpose of its own matrix, and add its own bias.
+    r"""Multiply each group of rows by the transpose of its own matrix, and add its own bias.
 
     ``y[i] = x[i] @ weight[g].T + bias[g]`` for each row i of group g. Rows of one group are
     consecutive. Groups may have any length, also 0.
@@ -44,7 +44,7 @@ def grouped_linear(
 
     Args:
         x: (rows, in), float32, bfloat16 or float16. Under autocast, it is cast to autocast's dtype.
-        weight: (E, out, in) or (E, \\*, in), with the dtype of ``x``, or a quantized tensor, for
+        weight: (E, out, in) or (E, \*, in), with the dtype of ``x``, or a quantized tensor, for
             example the gathered weight of a converted module or ``to_local()`` of its DTensor.
             ``in`` and ``out`` are multiples of 16, and E is less than 1,024. A transposed view of a
             weight that is stored as (E, in, out) is quantized as it is stored.

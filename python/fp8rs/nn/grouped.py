@@ -58,11 +58,11 @@ def grouped(
     gemms: Gemms = "fp8",
     zero_tail: bool = True,
 ) -> Tensor:
-    """Compute the grouped linear layer. Differentiable once.
+    r"""Compute the grouped linear layer. Differentiable once.
 
     Args:
         x: (rows, in), float32, bfloat16 or float16.
-        weight: (E, out, in) or (E, \\*, in), in high precision or a QuantizedTensor, as it is
+        weight: (E, out, in) or (E, \*, in), in high precision or a QuantizedTensor, as it is
             stored. If ``transposed``, (E, in, out).
         offs: int32 (E,), the row after the last one of each group.
         bias: (E, out) or None.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe, resolve_recipe
@@ -98,6 +99,7 @@ class GroupedLinear(nn.Module):
         values = cast_input(input)
         return grouped(values, weight, offs, bias, self._key, gemms=self._gemms)
 
+    @override
     def extra_repr(self) -> str:
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, "

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fp8rs._torch import constant_when_traced, is_distributed
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe
@@ -229,6 +230,7 @@ class Float8Linear(Float8Params, nn.Linear):
         super().__setstate__(state)
         self._fp8_debug = None
 
+    @override
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={describe(self.recipe)}"
 

@@ -182,7 +182,7 @@ class ModelState:
             self.linears[index] = weakref.ref(layer)
 
     def begin_forward(self, module: nn.Module, args: Any) -> None:
-        """The root's forward pre-hook."""
+        """Begin a forward of the model, as the root's forward pre-hook."""
         if torch.compiler.is_compiling():
             if self.delayed is not None:
                 note_compiled(self.delayed.mark, "model")
@@ -202,7 +202,7 @@ class ModelState:
             self.sharded_model.forward_begins(module)
 
     def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The root's forward hook; it runs after an exception too."""
+        """End a forward, as the root's forward hook. It runs after an exception too."""
         if not torch.compiler.is_compiling():
             self.tracker.end_forward()
 
@@ -292,6 +292,7 @@ class RootHook:
         self._root = state._root = weakref.ref(root)
 
     def __call__(self, *args: Any) -> None:
+        """Call the method with the arguments of the hook."""
         self._call(*args)
 
     def __reduce__(self) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_choice
 
@@ -105,6 +106,7 @@ class MLP(nn.Module):
         y: Tensor = self.down_proj(h)
         return y
 
+    @override
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
 

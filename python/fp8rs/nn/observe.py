@@ -157,7 +157,7 @@ observe = torch.ops.fp8rs._observe.default
 
 
 def add_batch(kept: Tensor, values: Tensor | None, plane: Plane) -> None:
-    """Add the quantization error of a batched weight (E, \\*, K), or of a shard of it.
+    r"""Add the quantization error of a batched weight (E, \*, K), or of a shard of it.
 
     Args:
         kept: (`KEPT`,), fp64, to which it is added.

@@ -58,7 +58,8 @@ def adamw_(
 
     Args:
         grads: float32, bfloat16 or float16.
-        exp_avgs, exp_avg_sqs: float32, or both bfloat16 (rounded to nearest).
+        exp_avgs: the first moments; float32, or bfloat16 (rounded to nearest).
+        exp_avg_sqs: the second moments, with the dtype of ``exp_avgs``.
         params: all float32, bfloat16 or float16, rounded to nearest; or all FP8 codes.
         masters: float32, or empty. If present, the step starts from the masters.
         steps: the number of this step, counted from 1; float32, one element each.
@@ -70,17 +71,24 @@ def adamw_(
         amaxes: float32, one element each, or empty. They become the maxima of the updated values.
             With ``new_scales``, they are raised to these maxima. If a maximum is not finite, its
             amax stays and the parameter's scale becomes NaN.
-        offsets, streams: the index of each parameter's first element in the whole parameter, and
-            the number of the whole parameter. They select the numbers of stochastic rounding,
-            together with ``seed`` and the step.
+        offsets: the index of each parameter's first element in the whole parameter. Offset, stream,
+            seed and step select the numbers of stochastic rounding.
+        streams: the number of each whole parameter.
         lr_tensor: replaces ``lr``; float32, one element.
         grad_scale: the factor that gradients were multiplied by; float32, one element.
         found_inf: if it is not zero, nothing is written; float32, one element.
+        lr: the learning rate.
+        beta1: decay factor of the first moments.
+        beta2: decay factor of the second moments.
+        eps: added to the denominator.
+        weight_decay: decay of parameters, multiplied by the learning rate.
+        maximize: whether the objective is maximized.
         seed: round codes stochastically with this seed. None rounds to nearest.
         block: (rows, columns) of the blocks that have scales, -1 for the whole extent. The scales
             are computed in the same pass. Empty if parameters have one scale each or none.
-        rounding, power_2_scale, amax_epsilon: how block scales are computed, as in
-            ``quantize_blocks``.
+        rounding: "ceil" or "floor" for E8M0 scales, as in ``quantize_blocks``.
+        power_2_scale: round float32 scales of blocks up to powers of two.
+        amax_epsilon: lower bound of the maxima that float32 scales of blocks are computed from.
         batched: parameters of three or more dimensions are batches of matrices along the first
             one, with scales and maxima for each matrix.
     """
@@ -107,7 +115,8 @@ def random_uniform_(
         x: float32, bfloat16 or float16. Any strides that form a strided matrix.
         seed: 64 bits.
         offset: the counter of the first element.
-        low, high: finite, ``low`` at most ``high``.
+        low: lower bound, finite and at most ``high``.
+        high: upper bound, finite.
         stream: selects an independent sequence; 32 bits. ``adamw_`` uses a parameter's number.
         step: selects an independent sequence; float32, one element, an integer. With equal seed,
             stream, step and counter, ``adamw_`` rounds with the number in [0, 1).

@@ -82,17 +82,20 @@ def quantize_blocks(
         fp8_dtype: dtype of the codes.
         block: (1, -1), (1, 128) or (128, 128) with float32 scales, (1, 32) or (32, 32) with E8M0.
         scale_dtype: float32 or float8_e8m0fnu.
-        rowwise, columnwise: the directions to quantize in.
+        rowwise: whether to make rowwise codes and scales.
+        columnwise: whether to make columnwise codes and scales.
         rounding: "ceil" or "floor" for E8M0 scales. "floor" is the rule of the OCP specification.
         power_2_scale: round float32 scales up to powers of two.
         amax_epsilon: lower bound of the maxima that float32 scales are computed from.
         packed: write E8M0 scales in the 128x4 layout.
         row_offset: the row of the whole matrix that row 0 of ``x`` corresponds to. Block boundaries
             refer to the whole matrix.
-        amax, amax_columnwise: replace the maxima of ``x``, so that a shard that splits a block gets
-            the bytes of the whole matrix. float32, in the shape of the scales. With square blocks,
-            ``amax`` applies to both directions. They must not be negative, which is not checked,
+        amax: replaces the maxima of ``x``, so that a shard that splits a block gets the bytes of
+            the whole matrix. float32, in the shape of the rowwise scales. With square blocks,
+            ``amax`` applies to both directions. It must not be negative, which is not checked,
             because it would synchronize with the device.
+        amax_columnwise: replaces the maxima of columnwise blocks; float32, in the shape of the
+            columnwise scales, not negative.
         column_scale: float32, one factor for each column of ``x``, multiplied into the rowwise
             output only. Requires blocks of a whole row.
         after: see :mod:`fp8rs.ops.tensorwise`.

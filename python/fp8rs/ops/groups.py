@@ -122,9 +122,16 @@ def quantize_gated(
 
     Args:
         h: (rows, 2 * cols): the gate, then ``up``. float32, bfloat16 or float16.
+        ends: the first result of :func:`group_bounds`.
+        padded_ends: its second result.
         activation: "silu" or "gelu_tanh".
+        fp8_dtype: the dtype of the codes.
+        rowwise: whether rows are quantized.
+        columnwise: whether columns are quantized.
         dy: the gradient (rows, cols) of the result, with the dtype of ``h``. The values are then
             the gradient (rows, 2 * cols) of ``h``.
+        power_2_scale: whether scales are rounded up to powers of two.
+        amax_epsilon: lower bound for absolute maxima.
     """
     rows, width = h.shape
     shape = (rows, width // 2 if dy is None else width)

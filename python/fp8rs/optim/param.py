@@ -260,7 +260,10 @@ class Param:
 
         Args:
             values: the written values of the local part, fp32.
-            seed, stream, step: select the random numbers, with the index in the whole weight.
+            seed: selects the random numbers, together with ``stream``, ``step`` and each element's
+                index in the whole weight; 64 bits.
+            stream: the number of the whole weight; 32 bits.
+            step: the number of the optimizer's step; float32, one element, an integer.
         """
         weight = self.codes
         if not weight.numel():

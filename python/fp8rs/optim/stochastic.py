@@ -27,7 +27,9 @@ def rounding_uniforms(values: Tensor, seed: int, stream: int, step: Tensor, offs
 
     Args:
         values: a local part, in row-major order. Only its shape and device are read.
-        seed, stream, step: see ``random_uniform_``.
+        seed: seed of the optimizer; 64 bits.
+        stream: the number of the whole weight; 32 bits.
+        step: the number of the optimizer's step; float32, one element, an integer.
         offset: the index of the first element in the whole weight.
     """
     numbers = torch.empty(values.shape, dtype=torch.float32, device=values.device)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import BlockFormat
@@ -183,6 +184,7 @@ class Float8RowwiseScaling(Recipe):
 
     name: ClassVar[str] = "rowwise"
 
+    @override
     def block_format(self, role: Role) -> BlockFormat:
         return formats.ROW
 
@@ -207,10 +209,12 @@ class Float8BlockScaling(Recipe):
         super().__post_init__()
         _check_block(self, "wgrad_input_block", (1, 128), (128, 128))
 
+    @override
     def block_format(self, role: Role) -> BlockFormat:
         return formats.BLOCK_128X128 if role == "weight" else formats.BLOCK_1X128
 
     @property
+    @override
     def wgrad_input_format(self) -> BlockFormat:
         return formats.format_of(self.wgrad_input_block, torch.float32)
 
@@ -243,6 +247,7 @@ class MXFP8BlockScaling(Recipe):
         if self.amax_epsilon:
             raise ValueError("amax_epsilon must be 0 for MXFP8, whose scales have no lower bound")
 
+    @override
     def block_format(self, role: Role) -> BlockFormat:
         block = self.weight_block if role == "weight" else (1, 32)
         return formats.format_of(block, torch.float8_e8m0fnu)

@@ -56,7 +56,8 @@ def run_dequantized(
 
     Args:
         func: the operator.
-        args, kwargs: its arguments.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
         written: the arguments that it writes.
         keep: elements that the operator does not change keep their codes.
 

@@ -68,6 +68,7 @@ class BlockFormat:
         microscaled: bool = field(init=False, repr=False)
 
     def __new__(cls, name: str, block: tuple[int, int], scale_dtype: torch.dtype) -> Self:
+        """Return the registered format of this name, or make it if there is none."""
         # Look up the name only, because the numbers may be symbolic in a trace.
         known: Any = FORMATS.get(name)
         self: Self = super().__new__(cls) if known is None else known

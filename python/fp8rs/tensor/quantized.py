@@ -94,6 +94,7 @@ class QuantizedTensor(Tensor):
         """Make a tensor over planes, which are not copied.
 
         Args:
+            cls: the class of the tensor.
             rowwise: plane with data of the logical shape, or None.
             columnwise: plane with data of the transposed 2-D view, (last dim, product of the
                 leading dims), or None; for a batch (E, N, K), (E, K, N). At least one plane is
@@ -141,8 +142,9 @@ class QuantizedTensor(Tensor):
             shape: the logical shape.
             dtype: the logical dtype.
             requires_grad: as in torch.
-            stride, offset: for a view, the geometry over contiguous values of the storage. The
+            stride: for a view, the strides in elements over contiguous values of the storage. The
                 default is all of the storage, in its own shape.
+            offset: for a view, the index of its first element in these values.
         """
         self: Self = make_wrapper_subclass(
             cls,

@@ -140,7 +140,8 @@ def quantize_planes(
     Args:
         spec: how ``x`` is quantized.
         x: the values. Gradients do not reach it.
-        rowwise, columnwise: which planes to make.
+        rowwise: whether to make the rowwise plane.
+        columnwise: whether to make the columnwise plane.
         scale: the fp32 scale if it is known already, for one scale per tensor: one element, or
             (E,) for a batch.
         amax: with ``scale``: fp32 of that shape, raised to the finite amax of ``x``. If ``x`` has
