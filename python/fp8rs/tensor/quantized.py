@@ -80,7 +80,6 @@ class QuantizedTensor(Tensor):
     # Operators go to __torch_dispatch__ directly.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
-    @staticmethod
     def __new__(
         cls,
         rowwise: Plane | None = None,
@@ -94,7 +93,6 @@ class QuantizedTensor(Tensor):
         """Make a tensor over planes, which are not copied.
 
         Args:
-            cls: the class of the tensor.
             rowwise: plane with data of the logical shape, or None.
             columnwise: plane with data of the transposed 2-D view, (last dim, product of the
                 leading dims), or None; for a batch (E, N, K), (E, K, N). At least one plane is
