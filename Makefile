@@ -78,8 +78,8 @@ lint: lint-rust lint-python lint-ptx
 lint-rust:
 	$(PYTHON) tools/check_arrows.py
 	cargo fmt --check
-	cargo clippy --all-targets --features python,bench -- -D warnings
-	cargo clippy --all-targets --no-default-features --features bench -- -D warnings
+	cargo clippy --all-targets --features python -- -D warnings
+	cargo clippy --all-targets --no-default-features -- -D warnings
 	rustup target add $(AARCH64)
 	cargo clippy --target $(AARCH64) --features python -- -D warnings
 
@@ -145,7 +145,7 @@ matrix: $(VENV)/.built
 	$(BIN)/python tools/matrix_table.py $(MATRIX)
 
 bench:
-	cargo bench --features bench
+	cargo bench
 
 wheel: dist/.built
 

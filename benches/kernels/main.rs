@@ -4,8 +4,8 @@
 //! - `tensorwise`, `blocks`: the table. A row declares its operands and calls an operation on views of them.
 //! - `row`: the row type. `machine`: the interface of a device. `cpu`, `cuda`: the devices.
 //!
-//! A group is an operation, and a benchmark is `operation/device/what`. `cargo bench --features bench --
-//! quantize/cpu` runs a part, and `-- cuda` one device. Throughput counts bytes read and written, each operand once.
+//! A group is an operation, and a benchmark is `operation/device/what`. `cargo bench -- quantize/cpu` runs a
+//! part, and `cargo bench -- cuda` one device. Throughput counts bytes read and written, each operand once.
 //! After each row, its throughput is printed as a fraction of the copy's.
 //!
 //! Without a CUDA device, its rows are skipped with a message.

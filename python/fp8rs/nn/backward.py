@@ -1,4 +1,4 @@
-"""What the backwards of layers have in common: they read weights again, and run once.
+"""Shared by the backwards of layers: they read weights again, and run once.
 
 Autograd saves plain weights. It does not save a quantized weight, because FSDP2 frees and refills
 the planes of a gathered weight.
