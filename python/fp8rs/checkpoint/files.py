@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fp8rs._torch import fsspec_file_system, is_distributed, own_part
+from fp8rs._torch import fsspec_file_system, own_part
 from fp8rs.storage import locate
 
 from .parts import distribute_like
@@ -63,8 +63,7 @@ def map_local(value: Any, function: Any, key: Any = lambda k: k, other: Any = la
         return tuple(map_local(item, function, other=other) for item in value)
     if not isinstance(value, Tensor):
         return other(value)
-    own = function(own_part(value).detach())
-    return distribute_like(value, own) if is_distributed(value) else own
+    return distribute_like(value, function(own_part(value).detach()))
 
 
 def copy_if_possible(value: Any) -> Any:
