@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from fp8rs import _core as core
-from fp8rs._torch import dtensor_like, fsdp_param_groups, own_store
+from fp8rs._torch import dtensor_like, fsdp_param_groups, own_store, reshard
 from fp8rs.fsdp.param import ParamHandle
 from fp8rs.nn.debug import Debug
 from fp8rs.nn.function import _quantize as quantize_operand
@@ -29,6 +29,7 @@ __all__ = [
     "own_store",
     "quantize_operand",
     "refuse",
+    "reshard",
     "run_in_fp8",
     "run_in_high_precision",
     "state_of",

@@ -16,7 +16,7 @@ from checkpoint.layouts import (
     state_of,
 )
 from distributed import ranks
-from distributed.batched import BATCHES
+from distributed.batched import SAVED_BATCHES
 from distributed.folders import shared_folder
 from distributed.models import HIDDEN, RECIPES, linears, same_bytes, shardings, train
 from fp8rs import checkpoint
@@ -33,7 +33,7 @@ MOVES = [
 ]
 
 
-#: The same for batched weights, without tensor parallelism.
+#: Moves of batched weights, which tensor parallelism does not shard.
 BATCHED_MOVES = [move for move in MOVES if " x TP" not in move[0]]
 
 hows = pytest.mark.parametrize("how", ["save", "async_save"])
@@ -56,11 +56,11 @@ def test_a_checkpoint_restores_every_bit_in_another_layout(
 @each_recipe("current", "block", "mxfp8 of 1x32", of=RECIPES)
 @pytest.mark.parametrize("kept", list(KEPT))
 @hows
-@pytest.mark.parametrize("batch", list(BATCHES))
+@pytest.mark.parametrize("batch", list(SAVED_BATCHES))
 def test_a_checkpoint_of_batched_weights_restores_every_bit_in_another_layout(
     rig, saved, loaded, recipe, kept, how, batch
 ):
-    check_move(rig, saved, loaded, recipe, kept, how, BATCHES[batch])
+    check_move(rig, saved, loaded, recipe, kept, how, SAVED_BATCHES[batch])
 
 
 def check_move(rig, saved, loaded, recipe, kept, how, hidden):

@@ -110,6 +110,19 @@ def test_a_save_refuses_stages_whose_param_groups_differ(rig):
 
 
 @ranks(2)
+def test_learning_rates_in_tensors_are_compared_by_value(rig):
+    """Their texts have their devices, which differ between ranks, and four digits."""
+    folder = shared_folder(rig)
+    model, optimizer = stage(rig, [(0,), (1,)][rig.rank], None, False, 0, None)
+    (group,) = optimizer.param_groups
+    group["lr"] = torch.tensor(1e-2, device=rig.device)
+    checkpoint.save(state_of(model, optimizer), f"{folder}/saved")
+    group["lr"] += rig.rank * 1e-7
+    with pytest.raises(CheckpointError, match=r"param_groups\.0\.lr: 0\.0[^ ]* on rank 0, 0\.0"):
+        checkpoint.save(state_of(model, optimizer), f"{folder}/other")
+
+
+@ranks(2)
 def test_a_name_that_no_rank_has_is_refused(rig):
     folder = shared_folder(rig)
     saved = stage(rig, [(0, 1), (2, 3)][rig.rank], None, False, 0, None)

@@ -1,10 +1,12 @@
 """Values that are not tensors. A save refuses what a load would refuse."""
 
 import collections
+import copy
 import dataclasses
 import datetime
 import pathlib
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from distributed import ranks
 from distributed.folders import shared_folder
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError
+from fp8rs.checkpoint.plans import SavePlanner
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -94,6 +97,30 @@ def test_a_value_is_loaded_as_it_was_saved(name, how, tmp_path):
     checkpoint.load(again, tmp_path / "saved")
     assert equal(again["extra"]["value"], saved), again["extra"]["value"]
     assert again["model"] is weights and torch.equal(weights, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "value", [np.zeros(3), ([np.zeros(3)],), {1}], ids=["array", "tuple", "set"]
+)
+def test_an_asynchronous_save_copies_values_that_training_changes(value, monkeypatch, tmp_path):
+    changed, flatten = threading.Event(), SavePlanner.set_up_planner
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        changed.wait()
+        flatten(self, state_dict, storage_meta, is_coordinator)
+
+    monkeypatch.setattr(SavePlanner, "set_up_planner", set_up_planner)
+    before = copy.deepcopy(value)
+    saving = checkpoint.async_save({"value": value}, tmp_path / "saved", process_group=None)
+    if isinstance(value, set):
+        value.add(2)
+    else:
+        (value if isinstance(value, np.ndarray) else value[0][0])[:] = 7
+    changed.set()
+    saving.result()
+    again = {"value": None}
+    checkpoint.load(again, tmp_path / "saved")
+    assert equal(again["value"], before), again
 
 
 def test_tensors_in_lists_and_under_int_keys_are_written_in_place(tmp_path):

@@ -39,6 +39,9 @@ class Batch(NamedTuple):
 BATCHES = {"8 experts": Batch(8, 0), "3 experts": Batch(3, 0), "rows of 3 experts": Batch(3, 1)}
 """Batched weights whose shards are even, uneven and empty, and parts of each matrix."""
 
+SAVED_BATCHES = {**BATCHES, "1 expert": Batch(1, 0), "rows of 1 expert": Batch(1, 1)}
+"""Batched weights of checkpoints: also one matrix, on one rank or in parts."""
+
 
 class Experts(nn.Module):
     """An MLP for each expert. Every token visits all experts.

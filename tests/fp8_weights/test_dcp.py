@@ -35,7 +35,7 @@ from checkpoint.layouts import (
     state_dicts_of,
 )
 from distributed import ranks
-from distributed.batched import BATCHES
+from distributed.batched import SAVED_BATCHES
 from distributed.folders import shared_folder
 from distributed.models import (
     EMPTY,
@@ -68,12 +68,12 @@ def saved_state(model, optimizer):
 @pytest.mark.parametrize(("saved", "loaded"), RESHARDS)
 @each_recipe("current", "block", "mxfp8 of 1x32", of=RECIPES)
 @pytest.mark.parametrize("kept", list(KEPT))
-@pytest.mark.parametrize("hidden", [*HIDDEN, *BATCHES])
+@pytest.mark.parametrize("hidden", [*HIDDEN, *SAVED_BATCHES])
 def test_reshards_are_exact(rig, saved, loaded, recipe, kept, hidden):
     """Weights and optimizer states of any number of ranks load into any other, to the bit."""
     warnings.filterwarnings("ignore", message=".*FP8 weights, and keeps no masters")
     folder, expected = shared_folder(rig), None
-    hidden = (HIDDEN | BATCHES)[hidden]
+    hidden = (HIDDEN | SAVED_BATCHES)[hidden]
     if (made := model_on(rig, saved, recipe, kept, hidden, seed=0)) is not None:
         model, optimizer, group = made
         train(model, optimizer, [batch(rig, n) for n in range(3)])

@@ -29,7 +29,7 @@ from distributed.models import (
 from fp8rs import precompute_float8_dynamic_scale_for_fsdp
 from fp8rs.nn.init import reset_linear
 from fp8rs.optim import AdamW
-from internals import handle_of_tensor, local_of, storage_of
+from internals import handle_of_tensor, local_of, reshard, storage_of
 
 #: Hidden sizes of which one of two ranks has nothing.
 ONE_ROW = (1, 1)
@@ -58,6 +58,36 @@ def scale_of(weight):
 def gathers(seen):
     """The all-gathers that were seen."""
     return [c for c in seen.seen if c.kind == "gather"]
+
+
+@ranks(2)
+@each_recipe("current", "block", of=RECIPES)
+def test_a_write_to_a_copy_of_a_shard_while_the_weight_is_gathered_is_not_a_write_to_it(
+    rig, recipe
+):
+    """A moving average of the shards is such a copy. Its values overwrote the weights."""
+    model = make(UNEVEN, recipe=recipe, device=rig.device, fp8_weights=True)
+    shard(model, rig, reshard_after_forward=False)
+    model(batch(rig))
+    reshard(model)
+    weights = [layer.weight for layer in linears(model).values()]
+    before = [local_of(weight).dequantize() for weight in weights]
+    copies = [local_of(weight).clone() for weight in weights]
+    with torch.no_grad():
+        model(batch(rig))
+        for copied in copies:
+            copied.mul_(3.7).copy_(torch.full(copied.shape, 7.0 + rig.rank, device=rig.device))
+        reshard(model)
+        model(batch(rig))
+    reshard(model)
+    after = [local_of(layer.weight).dequantize() for layer in linears(model).values()]
+    assert all(map(same_bytes, before, after))
+    with torch.no_grad():
+        model(batch(rig))
+        local_of(weights[0]).copy_(torch.ones_like(before[0]))  # a write to the shard counts
+        reshard(model)
+        model(batch(rig))
+    assert (linears(model)["blocks.0.up"].weight.dequantize() == 1).all()
 
 
 def gathered(model, rig):

@@ -611,6 +611,27 @@ def test_a_step_skipped_by_a_grad_scaler_changes_no_byte(masters):
     assert_same(everything(optimizer), everything(reference))
 
 
+def test_a_step_on_the_cpu_waits_for_the_scalars_of_another_device():
+    """`Tensor.to` copies asynchronously into pinned memory, but the step reads the values."""
+    waited = []
+
+    class OnAnotherDevice(torch.Tensor):
+        device = torch.device("cuda")
+
+        def to(self, device, non_blocking=False, **kwargs):
+            waited.append(not non_blocking)
+            return self.as_subclass(torch.Tensor).to(device)
+
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = AdamW([weight], lr=torch.tensor(0.5).as_subclass(OnAnotherDevice))
+    optimizer.grad_scale = torch.tensor(1.0).as_subclass(OnAnotherDevice)
+    optimizer.found_inf = torch.zeros(1).as_subclass(OnAnotherDevice)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    assert waited == [True] * 3
+    assert optimizer.state[weight]["step"] == 1 and weight.max() < 0.6
+
+
 @each_quantizer
 def test_a_skipped_step_keeps_codes_whose_scales_do_not_come_from_their_maxima(name, device):
     """Such codes come from a checkpoint or from writes to parts of a weight."""

@@ -470,8 +470,27 @@ def test_state_of_a_module_with_quantized_parameters_round_trips(make):
 def test_access_to_freed_storage_is_an_error(make):
     t = make("rowwise", 6, 8)
     t.rowwise.data.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="reshard"):
-        t.dequantize()
+    other = make("rowwise", 6, 8)
+    for access in (t.dequantize, t.clone, lambda: t.copy_(other), lambda: other.copy_(t)):
+        with pytest.raises(RuntimeError, match="reshard"):
+            access()
+
+
+def test_a_write_waits_for_values_that_are_copied_to_the_cpu(make):
+    """`Tensor.to` copies asynchronously into pinned memory, but the write reads the values."""
+
+    class OnAnotherDevice(torch.Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+        device = torch.device("cuda")
+
+        def to(self, device, non_blocking):
+            assert not (non_blocking and torch.device(device).type == "cpu")
+            return self.as_subclass(torch.Tensor).to(device)
+
+    t = make("rowwise", 6, 8)
+    if t.device.type == "cpu":
+        t.copy_(torch.ones(6, 8).as_subclass(OnAnotherDevice), non_blocking=True)
+        torch.testing.assert_close(t.dequantize(), torch.ones(6, 8), rtol=0.07, atol=0)
 
 
 @pytest.mark.parametrize(

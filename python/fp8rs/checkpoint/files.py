@@ -10,6 +10,7 @@ import pickletools
 import shutil
 import zipfile
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fp8rs._torch import fsspec_file_system, is_distributed, own_part
+from fp8rs._torch import fsspec_file_system, own_part
 from fp8rs.storage import locate
 
 from .parts import distribute_like
@@ -45,24 +46,32 @@ class DamagedError(ValueError):
     """A file of a checkpoint is missing, truncated or damaged."""
 
 
-def map_local(value: Any, function: Any, key: Any = lambda k: k) -> Any:
+def map_local(value: Any, function: Any, key: Any = lambda k: k, other: Any = lambda v: v) -> Any:
     """Apply a function to this rank's part of each tensor in a state.
 
     Args:
         value: the state, or a value in it.
         function: called with local tensors.
         key: called with the keys of dictionaries that DCP flattens. DCP does not flatten tuples.
+        other: called with values that are not tensors.
     """
     if isinstance(value, dict):
-        return {key(name): map_local(item, function, key) for name, item in value.items()}
+        return {key(name): map_local(item, function, key, other) for name, item in value.items()}
     if type(value) is list:
-        return [map_local(item, function, key) for item in value]
+        return [map_local(item, function, key, other) for item in value]
     if type(value) is tuple:
-        return tuple(map_local(item, function) for item in value)
+        return tuple(map_local(item, function, other=other) for item in value)
     if not isinstance(value, Tensor):
+        return other(value)
+    return distribute_like(value, function(own_part(value).detach()))
+
+
+def copy_if_possible(value: Any) -> Any:
+    """Return a deep copy, or the value itself if it has none. The planner refuses such a value."""
+    try:
+        return deepcopy(value)
+    except Exception:  # any type can raise any error
         return value
-    own = function(own_part(value).detach())
-    return distribute_like(value, own) if is_distributed(value) else own
 
 
 class Writer(FileSystemWriter):
@@ -94,7 +103,7 @@ class Writer(FileSystemWriter):
     def stage(self, state_dict: Any) -> Any:
         """Copy the state of an asynchronous save to the CPU."""
         self.per_thread_copy_ahead = 0
-        return map_local(state_dict, lambda t: t.to("cpu", copy=True))
+        return map_local(state_dict, lambda t: t.to("cpu", copy=True), other=copy_if_possible)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check that the directory is new.

@@ -85,7 +85,12 @@ class SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Plan this rank's writes, with the options of its param groups for the comparison."""
         plan = super().create_local_plan()
-        options = {n: repr(v) for n, v in self.state_dict.items() if GROUP_OPTION.search(n)}
+        options = {
+            # The text of a tensor has its device, which differs between ranks, and few digits.
+            name: repr(value.tolist() if isinstance(value, Tensor) else value)
+            for name, value in self.state_dict.items()
+            if GROUP_OPTION.search(name)
+        }
         return replace(plan, planner_data=(plan.planner_data, options))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import is_distributed, is_traced, own_part, reshard
+from fp8rs._torch import is_distributed, is_traced, own_part, reshard, sharded_parameters
 from fp8rs.scaling.histories import set_next_scales
 from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -115,14 +115,19 @@ class Float8ParamHandle(ParamHandle):
     # --- writes ----------------------------------------------------------------------------------
 
     def observes(self, storage: PlaneStorage) -> bool:
-        """Return whether planes belong to the weight, and not to a copy of it.
-
-        While FSDP2 has the weight gathered, the shard is not known, so this returns True.
-        """
+        """Return whether planes belong to the weight, and not to a copy of it."""
         if not self.in_place:
             return False
         known = getattr(self.parameter_part, "_storage", None)
-        return known is None or known.observer is not self or known is storage
+        if known is not None and known.observer is self:
+            return known is storage
+        # FSDP2 has the weight gathered. It may also have wrapped a module above the root.
+        state = self.state_if_any
+        root = None if state is None else state.root
+        parts = [] if root is None else map(own_part, sharded_parameters(root))
+        shards = [part._storage for part in parts if isinstance(part, QuantizedTensor)]
+        own = [shard for shard in shards if shard.observer is self]
+        return not own or storage in own
 
     def observe_write(self, tensor: QuantizedTensor, values: Tensor | None, exact: bool) -> None:
         """Note that an operator wrote to the weight. Runs no collective.

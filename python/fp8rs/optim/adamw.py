@@ -142,14 +142,13 @@ class AdamW(MasterWeightOptimizer):
                 options[key] = self._options(group, device)
             item = ParamUpdate(p, grad, *self._state(group, p), index, options[key])
             items.setdefault(device, []).append(item)
-        found_inf = getattr(self, "found_inf", None)
-        for device, here in items.items():
+        for here in items.values():
             counters = [item.step for item in here]
             torch._foreach_add_(counters, 1)
             Step(here).run()
+            found_inf = here[0].options["found_inf"]
             if found_inf is not None:  # a skipped step is not counted
-                skipped = found_inf.to(device, non_blocking=True).view(())
-                torch._foreach_sub_(counters, [skipped] * len(counters))
+                torch._foreach_sub_(counters, [found_inf.view(())] * len(counters))
         self._wrote([i.p for here in items.values() for i in here if not i.keeps_codes])
 
     def _options(self, group: dict[str, Any], device: torch.device) -> Options:
@@ -159,13 +158,13 @@ class AdamW(MasterWeightOptimizer):
             if lr.device.type == "cpu" and not group["capturable"]:
                 lr = float(lr)
             else:
-                tensor = lr.to(device=device, dtype=torch.float32, non_blocking=True)
+                tensor = copy_to(device, lr).float()
                 lr = 0.0
         options = {name: group[name] for name in ("eps", "weight_decay", "maximize")}
         options["beta1"], options["beta2"] = group["betas"]
         for name in ("grad_scale", "found_inf"):
             value = getattr(self, name, None)
-            options[name] = None if value is None else value.to(device, non_blocking=True)
+            options[name] = None if value is None else copy_to(device, value)
         seed = group["seed"] if self._rounds_stochastically(group) else None
         if seed is not None and seed >= 2**63:
             seed -= 2**64
@@ -195,6 +194,11 @@ class AdamW(MasterWeightOptimizer):
     def _loaded_step(self, step: Any, device: torch.device) -> Tensor:
         # Some optimizers store the step as an int.
         return torch.as_tensor(step, dtype=torch.float32, device=device)
+
+
+def copy_to(device: torch.device, value: Tensor) -> Tensor:
+    """Return a tensor on a device. A copy to the CPU has finished, because the step reads it."""
+    return value.to(device, non_blocking=device.type != "cpu")
 
 
 def name_of(dtype: torch.dtype | str) -> str:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fp8rs._torch import check_graph_capture, own_part
 from fp8rs.optim import weights
-from fp8rs.optim.param import LastWrite, Param, Snapshot
+from fp8rs.optim.param import LastWrite, Param
 
 #: The keys of a parameter's state that belong to its master, not to the update rule.
 MASTER_STATE_KEYS = ("master", "scale")
@@ -104,7 +104,7 @@ class MasterWeightOptimizer(Optimizer):
         """Update a master (a local tensor) by what other code has written to its parameter."""
         seen = self._seen.get(p.param)
         if p.weight is None:
-            p.read_plain(master, seen if isinstance(seen, Snapshot) else None)
+            p.read_plain(master, seen)
         elif seen != p.last_write:
             p.read_codes(master, stochastic, self.state[p.param].get("scale"))
 

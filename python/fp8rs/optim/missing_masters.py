@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from typing import Any
@@ -15,14 +16,12 @@ from fp8rs.optim.param import Param
 
 #: The optimizers that have taken their first step.
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_hook: Any = None
 
 
+@functools.cache
 def warn_without_masters() -> None:
     """Warn from now on when an optimizer without masters takes its first step on FP8 weights."""
-    global _hook
-    if _hook is None:
-        _hook = register_optimizer_step_pre_hook(not_traced(_before_step))
+    register_optimizer_step_pre_hook(not_traced(_before_step))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

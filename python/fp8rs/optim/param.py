@@ -20,6 +20,8 @@ from fp8rs.tensor.plane_storage import Delayed
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 
+_random_uniform = torch.ops.fp8rs.random_uniform_.default
+
 #: Formats whose scales ``adamw_`` computes in the pass that writes the codes.
 BLOCK_SCALE_FORMATS = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
 
@@ -34,28 +36,9 @@ class UpdateKind(Enum):
     SEPARATE = auto()  #: quantized after the step
 
 
-class Snapshot:
-    """A copy of the current values of a plain parameter.
-
-    Args:
-        part: the local part of the parameter.
-        version: the version counter of the parameter.
-    """
-
-    def __init__(self, part: Tensor, version: int) -> None:
-        self._bits, self._version = bits_of(part).clone(), version
-
-    def is_in(self, part: Tensor, version: int) -> Tensor:
-        """Return whether the parameter was not written since the copy, as a bool on its device.
-
-        The version counter misses some writes, and a comparison of bits misses writes of equal
-        values. Therefore both are compared.
-        """
-        return (bits_of(part) == self._bits).all() & (version == self._version)
-
-
-#: Identifies the last write to a parameter: counters for an FP8 weight, a copy of a plain one.
-LastWrite = tuple[int, ...] | Snapshot
+#: Identifies the last write to a parameter. For an FP8 weight, it has counters. For a plain
+#: parameter, it has a copy of its bits and its version counter.
+LastWrite = tuple[Any, ...]
 
 
 class Param:
@@ -189,7 +172,7 @@ class Param:
         planes.
         """
         if self.weight is None:
-            return Snapshot(self.plain, self.param._version)
+            return bits_of(self.plain).clone(), self.param._version
         count = 0 if self.handle is None else self.handle.writes
         if is_distributed(self.param):
             return (count,)
@@ -199,15 +182,15 @@ class Param:
         """Return whether a plain parameter equals its rounded master. Synchronizes with a GPU."""
         return torch.equal(master.to(self.plain.dtype), self.plain)
 
-    def read_plain(self, master: Tensor, unread: Snapshot | None) -> None:
+    def read_plain(self, master: Tensor, unread: LastWrite | None) -> None:
         """Update a master by what other code has written to its plain parameter.
 
         An element that equals its rounded master was not written and keeps its master.
 
         Args:
             master: the master of the local part, fp32.
-            unread: the parameter's content when a master that differs from it was loaded, or None.
-                While the parameter still has this content, the master does not change.
+            unread: the parameter's last write when a master that differs from it was loaded, or
+                None. While the parameter was not written since, the master does not change.
         """
         part = self.plain
         # On the CPU, comparing is several times faster than selecting, and does not synchronize.
@@ -215,7 +198,9 @@ class Param:
             return
         kept = master.to(part.dtype) == part
         if unread is not None:
-            kept |= unread.is_in(part, self.param._version)
+            bits, version = unread
+            # The version counter misses some writes, and bits miss writes of equal values.
+            kept |= (bits_of(part) == bits).all() & (version == self.param._version)
         values = part.float() if part.dtype == torch.float64 else part  # others are promoted
         torch.where(kept, master, values, out=master)
 
@@ -269,13 +254,11 @@ class Param:
         if not weight.numel():
             return
         values, offsets = values.view(self.matrix), self.element_offsets
-        parts = values if len(offsets) > 1 else values.unsqueeze(0)
-        numbers = torch.stack(
-            [
-                stochastic.rounding_uniforms(part, seed, stream, step, offset)
-                for part, offset in zip(parts, offsets, strict=True)
-            ]
-        ).view(self.matrix)
+        # The numbers that `adamw_` rounds these elements with.
+        numbers = torch.empty(self.matrix, dtype=torch.float32, device=values.device)
+        parts = numbers if len(offsets) > 1 else numbers.unsqueeze(0)
+        for part, offset in zip(parts, offsets, strict=True):
+            _random_uniform(part, seed, offset, 0.0, 1.0, stream, step)
         row, col = weight.planes
         if row is not None:
             row.matrix.copy_(stochastic.stochastic_round(row, values, numbers))

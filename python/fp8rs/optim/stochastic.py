@@ -14,27 +14,10 @@ from torch import Tensor
 from fp8rs.tensor.formats import E4M3, E5M2, FP8_BOUND, FP8_MAX
 from fp8rs.tensor.planes import Plane
 
-_random_uniform = torch.ops.fp8rs.random_uniform_.default
-
 #: Mantissa bits, and the exponent of the smallest normal number.
 _SIZES = {E4M3: (3, -6), E5M2: (2, -14)}
 
 _EXPONENT = 0x7F800000
-
-
-def rounding_uniforms(values: Tensor, seed: int, stream: int, step: Tensor, offset: int) -> Tensor:
-    """Return the random numbers in [0, 1) that ``adamw_`` rounds these elements with.
-
-    Args:
-        values: a local part, in row-major order. Only its shape and device are read.
-        seed: seed of the optimizer; 64 bits.
-        stream: the number of the whole weight; 32 bits.
-        step: the number of the optimizer's step; float32, one element, an integer.
-        offset: the index of the first element in the whole weight.
-    """
-    numbers = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-    _random_uniform(numbers, seed, offset, 0.0, 1.0, stream, step)
-    return numbers
 
 
 def stochastic_round(plane: Plane, values: Tensor, numbers: Tensor | float) -> Tensor:

@@ -115,7 +115,8 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
     if isinstance(src, QuantizedTensor):
         src = src.dequantize()
     if src.device != dst.device:
-        src = src.to(dst.device, non_blocking=non_blocking)
+        # `quantize_` reads the values at once, so a copy to the CPU must have finished.
+        src = src.to(dst.device, non_blocking=non_blocking and not dst.is_cpu)
     if src.dtype not in INPUT_DTYPES:
         src = src.to(torch.float32)
     return dst.quantize_(src.expand(dst.shape) if src.shape != dst.shape else src)

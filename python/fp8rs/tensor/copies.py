@@ -44,6 +44,8 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
     size = storage.rows_and_row_size[1]
     if not piece and storage.box(storage.rows_around(to[0].start * size, to[0].stop * size)) != to:
         return False
+    for each in (storage, source):
+        each.any_plane.check_has_memory("this quantized tensor")
     parts, given = storage.part(to), source.part(part)
     planes: list[Plane | None] = []
     for name, own, new, other in zip(PLANES, parts, given, given[::-1], strict=True):

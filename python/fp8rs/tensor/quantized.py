@@ -477,7 +477,11 @@ class QuantizedTensor(Tensor):
             fn: applied to all codes.
             scale: applied to all scales. The default is ``fn``.
             dtype: the logical dtype. The default is the dtype of this tensor.
+
+        Raises:
+            RuntimeError: the storage was freed by a reshard.
         """
+        self._storage.any_plane.check_has_memory("this quantized tensor")
         row, col = (plane and plane.map(fn, scale) for plane in self.planes)
         if self._storage.shares_scale and row is not None and col is not None:
             col.scale = row.scale  # one scale stays one
