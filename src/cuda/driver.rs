@@ -28,7 +28,6 @@ use crate::spec::Stream;
 pub(super) struct DeviceState {
     ordinal: i32,
     context: usize,
-    capability: (u32, u32),
     /// The target whose machine code is loaded; `None` if the driver compiles PTX.
     target: Option<image::Target>,
     /// Loaded machine code modules. `None` if a module has no machine code for the target, or if the driver
@@ -79,15 +78,11 @@ pub(super) fn device(ordinal: i32) -> Result<&'static DeviceState, Error> {
         return Ok(state);
     }
     let _guard = STARTING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    if slot.get().is_none() {
-        let state = start(ordinal)?;
-        // The lock is held, so no other thread sets the slot.
-        let _ = slot.set(state);
+    if let Some(state) = slot.get() {
+        return Ok(state);
     }
-    slot.get().ok_or_else(|| Error::Cuda {
-        call: "device".into(),
-        message: format!("cuda:{ordinal} could not be initialized"),
-    })
+    let state = start(ordinal)?;
+    Ok(slot.get_or_init(|| state))
 }
 
 fn start(ordinal: i32) -> Result<DeviceState, Error> {
@@ -131,7 +126,6 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
     Ok(DeviceState {
         ordinal,
         context: context as usize,
-        capability: (major, minor),
         target: image::Target::of(major, minor).filter(|_| !image::ptx_is_forced()),
         modules: [const { OnceLock::new() }; MODULES.len()],
         loading: Mutex::new(()),
@@ -208,7 +202,6 @@ fn load(image: &[u8]) -> Result<usize, Error> {
 fn function(state: &DeviceState, kernel: &'static Kernel) -> Result<sys::CUfunction, Error> {
     let _relaxed = Relaxed::enter()?;
     let module = &MODULES[kernel.module as usize];
-    module.needs.check(module.name, state.ordinal, state.capability)?;
     // A driver that is older than the assembler may reject the machine code. The PTX is loaded then.
     let machine = || state.target.and_then(|target| load(&module.machine_code(target)?).ok());
     let loaded = match state.modules[kernel.module as usize].get_or_init(machine) {
