@@ -1,7 +1,7 @@
 //! Rows that are divided into groups, one for each expert: their bounds, and their quantization.
 
-use super::tensorwise::check_rule;
-use super::validate::{Call, Kind, contiguous, one_matrix, shape};
+use super::tensorwise::check_rule_without_margin;
+use super::validate::{Call, Kind, contiguous, no_plane, one_matrix, shape};
 use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::format::groups::padded_columns;
@@ -175,17 +175,6 @@ fn outputs(
         shape(names[1], plane.scales.shape(), scales, "one element for each line")?;
         contiguous(names[1], plane.scales.is_contiguous())?;
     }
-    check_rule(rule)?;
-    if rule.margin != 0 {
-        return Err(Error::Value {
-            arg: "margin".into(),
-            got: rule.margin.to_string(),
-            expected: "0 for groups".into(),
-        });
-    }
-    format.ok_or(Error::Value {
-        arg: "rowwise".into(),
-        got: "absent, and so is columnwise".into(),
-        expected: "given, unless columnwise is".into(),
-    })
+    check_rule_without_margin(rule, "0 for groups")?;
+    format.ok_or_else(no_plane)
 }
