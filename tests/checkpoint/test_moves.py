@@ -33,7 +33,7 @@ MOVES = [
 ]
 
 
-#: The same for batched weights, without tensor parallelism.
+#: Moves of batched weights, without tensor parallelism.
 BATCHED_MOVES = [move for move in MOVES if " x TP" not in move[0]]
 
 hows = pytest.mark.parametrize("how", ["save", "async_save"])
