@@ -71,7 +71,7 @@ demo: $(VENV)/.built
 
 test: lint rust-test python-test docs
 
-# Takes about an hour on two cores. `pytest --full` also runs every combination of parameters.
+# Takes more than an hour on two cores. `pytest --full` also runs every combination of parameters.
 test-all: TIER :=
 test-all: LONG := --long
 test-all: test test-oldest test-clients matrix
