@@ -22,6 +22,8 @@ PYTEST ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
 TIER ?= --strength 1 -k "not 4ranks"
 # With the oldest torch: without kernels' bytes and messages, which do not depend on torch's release.
 OLDEST_TIER ?= -m "not newest_torch"
+# Set for the second tier: --long runs tests with the marks long and long_on_cpu too.
+LONG ?=
 # What differs most between torch's releases: FSDP2, DCP, optimizers and compiled code.
 # The longest file is first, so that no process waits for it in the end.
 SMOKE := tests/nn/test_compile.py tests/fsdp/test_gather.py tests/fsdp/test_training.py \
@@ -51,7 +53,7 @@ AARCH64 := aarch64-unknown-linux-gnu
 help:
 	@echo "make demo         train a small Llama in bf16 and in FP8 on this machine (DEMO='--ranks 4 ...')"
 	@echo "make test         first tier: lint, Rust tests, Python tests with the newest torch, docs"
-	@echo "make test-all     second tier: pairs of parameters, 4 ranks, torch $(OLDEST_TORCH), clients, matrix"
+	@echo "make test-all     second tier: long tests, pairs of parameters, 4 ranks, torch $(OLDEST_TORCH), clients, matrix"
 	@echo "make test-oldest  Python tests of the installed wheel with torch $(OLDEST_TORCH)"
 	@echo "make smoke-oldest the files of them that differ most between torch's releases"
 	@echo "make test-clients tests with the libraries that people train with (accelerate, PEFT, ...)"
@@ -69,8 +71,9 @@ demo: $(VENV)/.built
 
 test: lint rust-test python-test docs
 
-# Takes about an hour on two cores. `pytest --full` also runs every combination of parameters.
+# Takes more than an hour on two cores. `pytest --full` also runs every combination of parameters.
 test-all: TIER :=
+test-all: LONG := --long
 test-all: test test-oldest test-clients matrix
 
 lint: lint-rust lint-python lint-ptx
@@ -105,11 +108,11 @@ rust-test:
 	fi
 
 python-test: $(VENV)/.built
-	$(BIN)/python -m pytest tests $(PYTEST) $(TIER)
+	$(BIN)/python -m pytest tests $(PYTEST) $(TIER) $(LONG)
 
 # Tests of the installed wheel, from a directory without the sources.
 test-oldest: $(OLDEST)/.built elsewhere
-	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m pytest tests $(PYTEST) $(OLDEST_TIER) $(TIER)
+	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m pytest tests $(PYTEST) $(OLDEST_TIER) $(TIER) $(LONG)
 
 smoke-oldest: $(OLDEST)/.built elsewhere
 	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m pytest $(SMOKE) $(PYTEST) $(SMOKE_TIER)
@@ -139,7 +142,7 @@ docs: $(DOCS)/.installed
 
 # Two ranks per test, some minutes.
 test-clients: $(CLIENTS)/.installed $(VENV)/.built
-	$(CLIENTS_BIN)/python -m pytest tests/clients --durations 15
+	$(CLIENTS_BIN)/python -m pytest tests/clients --durations 15 $(LONG)
 
 matrix: $(VENV)/.built
 	$(BIN)/python tools/matrix_table.py $(MATRIX)

@@ -15,7 +15,7 @@ use std::ffi::{c_int, c_void};
 use std::slice;
 
 use crate::error::{Arg, Error};
-use crate::layout::{DType, Device, View, ViewMut, collapse};
+use crate::layout::{DType, Device, Matrices, View, ViewMut, matrices};
 
 /// The `DLPACK_MAJOR_VERSION` of these structs.
 pub const MAJOR_VERSION: u32 = 1;
@@ -161,9 +161,8 @@ impl DLDataType {
     }
 }
 
-/// The parts of a [`View`]: data pointer, element type, device, shape and strides of a matrix, then the
-/// number of matrices and their stride.
-type Parts = (*mut u8, DType, Device, (usize, usize), (isize, isize), (usize, isize));
+/// The parts of a [`View`]: data pointer, element type, device, and layout.
+type Parts = (*mut u8, DType, Device, Matrices);
 
 impl DLTensor {
     /// Returns a tensor without memory, for an exporter to fill in.
@@ -185,9 +184,10 @@ impl DLTensor {
     ///
     /// # Safety
     /// The tensor must have been filled in by an exporter, and its memory must stay readable for `'a`.
-    pub unsafe fn view<'a>(&self, arg: impl FnOnce() -> Arg, batch: bool) -> Result<View<'a>, Error> {
+    pub unsafe fn view<'a>(&self, arg: impl Into<Arg>, batch: bool) -> Result<View<'a>, Error> {
         // SAFETY: the caller guarantees that an exporter filled in the tensor.
-        let (ptr, dtype, device, shape, strides, (count, stride)) = unsafe { self.parts(arg, batch) }?;
+        let (ptr, dtype, device, (shape, strides, (count, stride))) =
+            unsafe { self.parts(arg.into(), batch) }?;
         // SAFETY: the exporter's shape and strides stay within its memory, which the caller keeps readable
         // for 'a.
         Ok(unsafe { View::from_raw(ptr, dtype, device, shape, strides).batched(count, stride) })
@@ -197,9 +197,10 @@ impl DLTensor {
     ///
     /// # Safety
     /// The tensor must have been filled in by an exporter, and its memory must stay writable for `'a`.
-    pub unsafe fn view_mut<'a>(&self, arg: impl FnOnce() -> Arg, batch: bool) -> Result<ViewMut<'a>, Error> {
+    pub unsafe fn view_mut<'a>(&self, arg: impl Into<Arg>, batch: bool) -> Result<ViewMut<'a>, Error> {
         // SAFETY: the caller guarantees that an exporter filled in the tensor.
-        let (ptr, dtype, device, shape, strides, (count, stride)) = unsafe { self.parts(arg, batch) }?;
+        let (ptr, dtype, device, (shape, strides, (count, stride))) =
+            unsafe { self.parts(arg.into(), batch) }?;
         // SAFETY: the exporter's shape and strides stay within its memory, which the caller keeps writable
         // for 'a.
         Ok(unsafe { ViewMut::from_raw(ptr, dtype, device, shape, strides).batched(count, stride) })
@@ -217,13 +218,13 @@ impl DLTensor {
 
     /// # Safety
     /// `shape` and `strides` must have been filled in by an exporter.
-    unsafe fn parts(&self, arg: impl FnOnce() -> Arg, batch: bool) -> Result<Parts, Error> {
+    unsafe fn parts(&self, arg: Arg, batch: bool) -> Result<Parts, Error> {
         let Some(dtype) = self.dtype.known() else {
-            return Err(Error::ForeignDType { arg: arg(), got: self.dtype.name() });
+            return Err(Error::ForeignDType { arg, got: self.dtype.name() });
         };
         let Some(device) = self.device() else {
             return Err(Error::Value {
-                arg: arg(),
+                arg,
                 got: format!("on a device of DLPack type {}", self.device.device_type),
                 expected: "on cpu or cuda".into(),
             });
@@ -233,24 +234,18 @@ impl DLTensor {
         let (shape, strides) = unsafe { (list(self.shape, ndim), list(self.strides, ndim)) };
         let of_shape = contiguous(shape);
         let strides = if strides.len() == shape.len() { strides } else { &of_shape };
-        let first = usize::from(batch && ndim > 0);
-        let matrices = if first == 1 { (shape[0] as usize, strides[0] as isize) } else { (1, 0) };
-        let Some((rows, cols, row_stride, col_stride)) = collapse(&shape[first..], &strides[first..]) else {
-            return Err(Error::Value {
-                arg: arg(),
-                got: format!("of shape {shape:?} with strides {strides:?}, which cannot be viewed as 2-d"),
-                expected: "contiguous".into(),
-            });
-        };
+        let layout = matrices(arg, shape, strides, batch)?;
         let offset = usize::try_from(self.byte_offset).unwrap_or(0);
         let ptr = self.data.cast::<u8>().wrapping_add(offset);
-        Ok((ptr, dtype, device, (rows, cols), (row_stride, col_stride), matrices))
+        Ok((ptr, dtype, device, layout))
     }
 }
 
+/// Returns the numbers at a pointer, or no numbers if it is null.
+///
 /// # Safety
 /// `start` must be null or point to `len` numbers that live for `'a`.
-unsafe fn list<'a>(start: *const i64, len: usize) -> &'a [i64] {
+pub(crate) unsafe fn list<'a>(start: *const i64, len: usize) -> &'a [i64] {
     if start.is_null() {
         return &[];
     }
@@ -295,7 +290,7 @@ mod tests {
     fn null_strides_mean_contiguous_and_byte_offset_is_added() {
         let (mut shape, start) = ([2, 3, 4], std::ptr::dangling::<u64>() as usize);
         // SAFETY: `shape` outlives the view, and no element is read.
-        let view = unsafe { tensor(&mut shape, None, F32).view(|| "x".into(), false) }.unwrap();
+        let view = unsafe { tensor(&mut shape, None, F32).view("x", false) }.unwrap();
         assert_eq!((view.shape(), view.row_stride(), view.col_stride()), ((6, 4), 4, 1));
         assert_eq!(view.ptr() as usize, start + 4);
     }
@@ -307,8 +302,8 @@ mod tests {
         // SAFETY: `shape` and `strides` outlive the calls, and no element is read.
         let (layout, dtype) = unsafe {
             (
-                tensor(&mut shape, Some(&mut strides), F32).view(|| "x".into(), false).unwrap_err(),
-                tensor(&mut shape, None, int16).view(|| "outs[3]".into(), false).unwrap_err(),
+                tensor(&mut shape, Some(&mut strides), F32).view("x", false).unwrap_err(),
+                tensor(&mut shape, None, int16).view(Arg::Item("outs", 3), false).unwrap_err(),
             )
         };
         assert!(layout.to_string().starts_with("x is of shape [2, 3, 4] with strides [4, 8, 1]"));

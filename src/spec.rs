@@ -326,7 +326,7 @@ impl AdamWTensor<'_> {
             scale: self.scale.as_ref().map(|scale| scale.at(i)),
             new_scale: self.new_scale.map(|scale| scale.at(i)),
             amax: self.amax.as_ref().map(|amax| amax.at(i)),
-            offset: self.offset + (i * self.param.rows() * self.param.cols()) as u64,
+            offset: self.offset.wrapping_add((i * self.param.rows() * self.param.cols()) as u64),
             stream: self.stream,
         }
     }

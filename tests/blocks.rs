@@ -254,7 +254,7 @@ fn shards_with_reduced_maxima_match_the_whole_tensor() {
             let touched = block.grid_from(start, end - start, cols);
             let first = start / block.rows;
             let known = &amax[first * grid.1..(first + touched.0) * grid.1];
-            // The maxima of the shard alone are at most those of the whole tensor.
+            // The maxima of the shard alone are at most the maxima of the whole tensor.
             let mut own = vec![0_f32; touched.0 * touched.1];
             let out = ViewMut::from_slice(&mut own, touched.0, touched.1).unwrap();
             ops::block_amax(part, block, start, out, Stream::default()).unwrap();

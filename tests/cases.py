@@ -22,7 +22,7 @@ RECIPES = {
 
 
 def each_recipe(*short, of=RECIPES):
-    """Parametrize over a table of recipes. On CPU, only ``short`` run unless `--full` is given.
+    """Parametrize over a table of recipes. On CPU, the others run with `--long` only.
 
     Use it for slow tests whose result hardly depends on the recipe.
     """

@@ -26,6 +26,11 @@ STRENGTHS = {1: "each value", 2: "each pair"}
 
 def pytest_addoption(parser):
     parser.addoption(
+        "--long",
+        action="store_true",
+        help="run long tests too",
+    )
+    parser.addoption(
         "--full",
         action="store_true",
         help="run long tests too, and all combinations of stacked parameters instead of a cover",
@@ -49,7 +54,10 @@ THROUGH_OPERATORS = ("tensor", "fp8_weights", "checkpoint", "export", "convert",
 # the cover from what remains.
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    on_cpu = {_function(item) for item in items if not _is_gpu(item) and not _is_long(item)}
+    long = config.getoption("long") or config.getoption("full")
+    on_cpu = {
+        _function(item) for item in items if not _is_gpu(item) and (long or not _is_long(item))
+    }
     yield
     if not config.getoption("full"):
         collected = len(items)
@@ -57,7 +65,7 @@ def pytest_collection_modifyitems(config, items):
         short = [
             item
             for item in items
-            if not _is_long(item) and not (strength == 1 and _is_second_tier(item))
+            if (long or not _is_long(item)) and not (strength == 1 and _is_second_tier(item))
         ]
         kept = set(map(id, _cover(short, strength, on_cpu)))
         left_out = [item for item in items if id(item) not in kept]

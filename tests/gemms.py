@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rs.nn import function
-from internals import quantize_operand
+from internals import quantize_operand, replace_quantize_operand
 
 zero_bubble_works = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch 2.11 cannot begin a backward at an autograd.Function"
@@ -45,7 +45,7 @@ def counted_gemms():
 
     with pytest.MonkeyPatch.context() as patch, Count() as count:
         patch.setattr(function, "scaled_mm", counting_scaled_mm)
-        patch.setattr(function, "_quantize", counting_quantize)
+        replace_quantize_operand(patch, counting_quantize)
         yield count
 
 

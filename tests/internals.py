@@ -1,12 +1,15 @@
 """The private names of fp8rs that tests use. Other test modules import them from here."""
 
+import importlib
+
 from torch import Tensor, nn
 
 from fp8rs import _core as core
+from fp8rs import doctor
 from fp8rs._torch import dtensor_like, fsdp_param_groups, own_store, reshard
 from fp8rs.fsdp.param import ParamHandle
+from fp8rs.nn import function
 from fp8rs.nn.debug import Debug
-from fp8rs.nn.function import _quantize as quantize_operand
 from fp8rs.nn.input_cache import QuantizedInputCache
 from fp8rs.nn.model_state import ModelState
 from fp8rs.tensor import aten
@@ -29,6 +32,9 @@ __all__ = [
     "own_store",
     "quantize_operand",
     "refuse",
+    "replace_convert_logger",
+    "replace_devices",
+    "replace_quantize_operand",
     "reshard",
     "run_in_fp8",
     "run_in_high_precision",
@@ -36,6 +42,7 @@ __all__ = [
     "storage_of",
 ]
 
+quantize_operand = function._quantize
 refuse = aten._refuse
 
 #: The handlers of `aten` operators that return views.
@@ -112,3 +119,19 @@ def gathered_bytes(module: nn.Module, name: str = "weight") -> tuple[Tensor, ...
 def notify_freed(cache: QuantizedInputCache, tensor: object) -> None:
     """Call the callback that runs when a cached input is freed."""
     cache._freed(tensor)
+
+
+def replace_quantize_operand(monkeypatch, quantize) -> None:
+    """Replace the function that quantizes an operand of the linear function."""
+    monkeypatch.setattr(function, "_quantize", quantize)
+
+
+def replace_convert_logger(monkeypatch, logger) -> None:
+    """Replace the logger of conversions."""
+    # The attribute `convert` of the package is the function.
+    monkeypatch.setattr(importlib.import_module("fp8rs.convert.convert"), "_log", logger)
+
+
+def replace_devices(monkeypatch, devices: list[doctor.Device]) -> None:
+    """Replace the GPUs that `fp8rs doctor` finds."""
+    monkeypatch.setattr(doctor, "_devices", lambda: devices)

@@ -16,6 +16,13 @@ fn f32s(rows: usize, cols: usize) -> Owned {
     matrix(DType::F32, rows, cols)
 }
 
+/// Returns a vector of zeros.
+fn i32s(count: usize) -> Owned {
+    let mut zeros = Owned::dense(DType::I32, (1, count));
+    (0..count).for_each(|i| zeros.set(0, i, 0_i32));
+    zeros
+}
+
 fn codes(rows: usize, cols: usize) -> Owned {
     matrix(DType::E4m3, rows, cols)
 }
@@ -529,4 +536,16 @@ fn bounds_of_numbers() {
     let wide = (f32::MIN, f32::MAX);
     let error = ops::random_uniform(out.view_mut(), numbers, wide, Stream::default()).unwrap_err();
     assert!(error.to_string().ends_with("and high - low must be finite"), "{error}");
+}
+
+#[test]
+fn group_bounds_that_exceed_int32() {
+    let (offs, mut ends, mut padded) = (i32s(2), i32s(2), i32s(2));
+    let rows = i32::MAX as usize - 30;
+    ops::group_bounds(offs.view(), rows, ends.view_mut(), padded.view_mut(), Stream::default()).unwrap();
+    refused(
+        ops::group_bounds(offs.view(), rows + 16, ends.view_mut(), padded.view_mut(), Stream::default()),
+        "rows is 2147483633; it must be below 2^31 even if each group is padded to a multiple of 16 rows; split \
+         the rows",
+    );
 }

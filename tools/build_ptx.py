@@ -5,8 +5,7 @@
 
 The compiler (NVRTC 12.4, whose PTX 8.4 requires driver 550) and the assemblers are wheels from
 PyPI, pinned below and stored in target/ptx-tools. No CUDA toolkit is required. The output depends
-only on the sources and the pinned versions, so a second build produces the same bytes. Modules in
-TARGETS require newer devices, or one device. Their rows in src/cuda/modules.rs say so too.
+only on the sources and the pinned versions, so a second build produces the same bytes.
 
 With machine code, the driver does not compile at first use. PTX covers other devices and drivers.
 Machine code comes from the oldest assembler that supports all targets, because drivers of CUDA 12
@@ -23,9 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,17 +33,12 @@ CUBIN = ROOT / "src" / "cuda" / "cubin"
 TOOLS = ROOT / "target" / "ptx-tools"
 
 COMPILER = ["nvidia-cuda-nvrtc-cu12==12.4.127"]
-#: For targets that COMPILER does not support. Its PTX 8.7 requires driver 570.
-NEWER_COMPILER = ["nvidia-cuda-nvrtc-cu12==12.8.93"]
 #: Creates the machine code.
 ASSEMBLER = ["nvidia-cuda-nvcc-cu12==12.8.93"]
 #: Also runs in the check, like the compiler of a new driver.
 NEWEST_ASSEMBLER = ["nvidia-cuda-nvcc==13.0.88"]
 
 TARGET = "compute_89"
-#: Modules that use newer instructions: compute_90, or compute_90a or compute_100a for instructions
-#: that no newer generation has.
-TARGETS: dict[str, str] = {}
 #: Devices with machine code (`Target` in src/cuda/image.rs).
 MACHINE_CODE_FOR = ("sm_89", "sm_90", "sm_100")
 #: Devices for which the newest ptxas must assemble without spills.
@@ -64,24 +56,6 @@ def fetch(name: str, packages: list[str]) -> Path:
         subprocess.run([*pip, "--target", str(folder), *packages], check=True)
         stamp.write_text(wanted)
     return folder
-
-
-def number(target: str) -> int:
-    """Return the number in sm_90a or compute_90."""
-    return int(target.rstrip("a").split("_")[1])
-
-
-def target_of(module: str) -> str:
-    """Return the target of a module's PTX."""
-    return TARGETS.get(module, TARGET)
-
-
-def assembled_for(module: str, targets: Sequence[str]) -> list[str]:
-    """Return the targets that a module supports, as arguments of the assembler."""
-    wanted = target_of(module)
-    if wanted.endswith("a"):
-        return [f"{t}a" for t in targets if number(t) == number(wanted)]
-    return [t for t in targets if number(t) >= number(wanted)]
 
 
 def find(folder: Path, pattern: str) -> Path:
@@ -117,7 +91,7 @@ class Compiler:
             )
         )
         options = [
-            f"--gpu-architecture={target_of(source.stem)}".encode(),
+            f"--gpu-architecture={TARGET}".encode(),
             b"--std=c++17",
             b"-default-device",
             # Required for equal bytes: IEEE division, subnormals, no contraction.
@@ -210,11 +184,7 @@ def main() -> None:
     parser.add_argument("modules", nargs="*", help="names of sources; all by default")
     arguments = parser.parse_args()
 
-    @cache
-    def compiler(newer: bool) -> Compiler:
-        name, packages = ("nvrtc-12.8", NEWER_COMPILER) if newer else ("nvrtc", COMPILER)
-        return Compiler(fetch(name, packages))
-
+    compiler = Compiler(fetch("nvrtc", COMPILER))
     ptxas, newest = (
         find(fetch(name, packages), "ptxas")
         for name, packages in (("nvcc-12", ASSEMBLER), ("nvcc", NEWEST_ASSEMBLER))
@@ -235,14 +205,14 @@ def main() -> None:
     jobs = []
     for source in sources:
         module = source.stem
-        ptx = compiler(number(target_of(module)) > 90).compile(source)
+        ptx = compiler.compile(source)
         path = PTX_TEXT / f"{module}.ptx"
         path.write_bytes(ptx)
         if changed := keep(PTX / f"{module}.lzma", ptx, arguments.check):
             wrong += changed
             continue
-        jobs += [(ptxas, path, target) for target in assembled_for(module, MACHINE_CODE_FOR)]
-        jobs += [(newest, path, target) for target in assembled_for(module, ASSEMBLE_FOR)]
+        jobs += [(ptxas, path, target) for target in MACHINE_CODE_FOR]
+        jobs += [(newest, path, target) for target in ASSEMBLE_FOR]
     with ThreadPoolExecutor(2) as pool:
         for job, (code, found) in zip(
             jobs, pool.map(lambda j: assemble(*j, arguments.verbose), jobs), strict=True
@@ -250,14 +220,12 @@ def main() -> None:
             program, path, target = job
             wrong += found
             if program is ptxas and not found:
-                wrong += keep(
-                    CUBIN / target.rstrip("a") / f"{path.stem}.lzma", code, arguments.check
-                )
+                wrong += keep(CUBIN / target / f"{path.stem}.lzma", code, arguments.check)
     if wrong:
         raise SystemExit("\n".join(wrong))
     verb = "compared" if arguments.check else "built"
-    targets = sorted({target for _, _, target in jobs}, key=number)
-    print(f"{verb} {len(sources)} modules; assembled for {', '.join(targets)} without spills")
+    targets = ", ".join(dict.fromkeys([*MACHINE_CODE_FOR, *ASSEMBLE_FOR]))
+    print(f"{verb} {len(sources)} modules; assembled for {targets} without spills")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 //! A row of the table declares the operands of an operation once, and calls the operation on views of them.
-//! The same row runs on any machine.
+//! A row runs on any machine.
 
 use fp8rs::{DType, Error, Stream, View, ViewMut};
 
@@ -20,7 +20,7 @@ pub(crate) struct Row {
 
 impl Row {
     /// Creates a row that copies, reading and writing `bytes` in total, to compare other rows with. Sizes are
-    /// multiples of 16 bytes, as those of the large operands are.
+    /// multiples of 16 bytes, like the sizes of the large operands.
     pub(crate) fn copy(bytes: usize) -> Self {
         let mut o = Operands::default();
         let half = (1, (bytes / 32).max(1) * 16);

@@ -53,6 +53,9 @@ impl Matrix {
         buffer: &'a mut Vec<T>,
     ) -> &'a [T] {
         debug_assert!(row < self.rows && cols.end <= self.cols && size_of::<T>() == self.dtype.size());
+        if cols.is_empty() {
+            return &[]; // a matrix without elements may have a null pointer, which is not a valid slice
+        }
         if self.col_stride == 1 || cols.len() == 1 {
             // SAFETY: these elements are contiguous, and the caller guarantees that they are readable.
             return unsafe { std::slice::from_raw_parts(self.at(row, cols.start).cast(), cols.len()) };
@@ -82,6 +85,9 @@ impl Matrix {
     #[inline(always)]
     pub(super) unsafe fn row_mut<'a, T>(&self, row: usize, cols: Range<usize>) -> &'a mut [T] {
         debug_assert!(row < self.rows && cols.end <= self.cols && (self.col_stride == 1 || cols.len() <= 1));
+        if cols.is_empty() {
+            return &mut []; // a matrix without elements may have a null pointer, which is not a valid slice
+        }
         // SAFETY: the caller guarantees that these elements are contiguous and writable.
         unsafe { std::slice::from_raw_parts_mut(self.at(row, cols.start).cast(), cols.len()) }
     }

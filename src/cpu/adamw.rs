@@ -17,9 +17,9 @@ use super::{pool, rows};
 use crate::format::adamw::{Factors, Hyper};
 use crate::format::random::Words;
 use crate::format::scale::reciprocal;
-use crate::format::wide::{INF_BITS, NAN_BITS};
+use crate::format::wide::{NAN_BITS, canonical};
 use crate::format::{DType, Fp8Format, e8m0};
-use crate::layout::{Block, Matrix, View};
+use crate::layout::{Block, Matrix};
 use crate::spec::{AdamWCall, AdamWTensor, BlockScale, Target};
 
 /// Number of elements that are updated together. It is a multiple of the columns of every square block.
@@ -46,19 +46,10 @@ struct Task {
     found: AtomicU32,
 }
 
-/// Reads the only element of a view.
-///
-/// # Safety
-/// The view must be fp32 and have one element.
-unsafe fn one(view: &View) -> f32 {
-    // SAFETY: the caller guarantees one fp32 element.
-    unsafe { view.matrix().read(0, 0) }
-}
-
 impl Task {
     fn new(call: &AdamWCall, hyper: &Hyper, grad_scale: Option<f32>, tensor: &AdamWTensor) -> Self {
         // SAFETY: `ops` checks that `step` is one fp32 element.
-        let step = unsafe { one(&tensor.step) };
+        let step: f32 = unsafe { tensor.step.matrix().read(0, 0) };
         let words = |seed| Words { seed, stream: tensor.stream, step: step as u32 };
         Self {
             grad: tensor.grad.matrix().flat(),
@@ -67,7 +58,7 @@ impl Task {
             master: tensor.master.as_ref().map(|master| master.matrix().flat()),
             scale: tensor.scale.as_ref().map(|scale| scale.matrix().flat()),
             // SAFETY: `ops` checks that `new_scale` is one fp32 element.
-            new_scale: tensor.new_scale.as_ref().map_or(1.0, |scale| unsafe { one(scale) }),
+            new_scale: tensor.new_scale.as_ref().map_or(1.0, |scale| unsafe { scale.matrix().read(0, 0) }),
             shape: tensor.param.shape(),
             factors: hyper.factors(step, grad_scale),
             words: call.shared.stochastic.map(words),
@@ -79,8 +70,7 @@ impl Task {
 
     /// Returns the absolute maximum. A NaN is returned in canonical form.
     fn found(&self) -> f32 {
-        let bits = self.found.load(Ordering::Relaxed);
-        f32::from_bits(if bits > INF_BITS { NAN_BITS } else { bits })
+        f32::from_bits(canonical(self.found.load(Ordering::Relaxed)))
     }
 
     /// Splits the work into pieces for threads: ranges of elements, or rows of blocks.
@@ -369,8 +359,8 @@ pub(crate) fn adamw(call: AdamWCall) {
     let _env = DefaultFloatEnv::enter();
     let shared = &call.shared;
     // SAFETY: `ops` checks that each is one fp32 element.
-    let [lr, grad_scale, found_inf] =
-        [shared.lr, shared.grad_scale, shared.found_inf].map(|view| view.map(|view| unsafe { one(&view) }));
+    let [lr, grad_scale, found_inf] = [shared.lr, shared.grad_scale, shared.found_inf]
+        .map(|view| view.map(|view| unsafe { view.matrix().read::<f32>(0, 0) }));
     if found_inf.is_some_and(|found| found != 0.0) {
         return;
     }

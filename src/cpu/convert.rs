@@ -145,7 +145,7 @@ pub(crate) trait Element: Wide {
     /// The unsigned integer of the same size.
     type Bits: Copy + Ord + Default;
 
-    /// Returns the bits of |self|. Their order is that of the magnitudes, with NaNs above infinity.
+    /// Returns the bits of |self|. They are ordered as the magnitudes are, with NaNs above infinity.
     fn magnitude(self) -> Self::Bits;
 
     /// Returns the fp32 bits of a magnitude.

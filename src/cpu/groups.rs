@@ -15,7 +15,7 @@ use crate::format::Fp8Format;
 use crate::format::activation::Activation;
 use crate::format::groups::bounds;
 use crate::format::scale::reciprocal;
-use crate::format::wide::{INF_BITS, NAN_BITS};
+use crate::format::wide::canonical;
 use crate::layout::{Matrix, View, ViewMut};
 use crate::spec::{Gated, GroupCall, Groups, ScaleRule};
 
@@ -149,7 +149,7 @@ impl<T: Element> Reader<T> {
 
 /// Returns the scale for fp32 bits of an absolute maximum, as [`rows::amax`] returns them.
 fn scale_of(amax: u32, rule: ScaleRule, format: Fp8Format) -> f32 {
-    rule.scale(f32::from_bits(if amax > INF_BITS { NAN_BITS } else { amax }), format)
+    rule.scale(f32::from_bits(canonical(amax)), format)
 }
 
 /// Quantizes rows with one scale per row.

@@ -10,7 +10,7 @@ use super::walk::{Cast, Piece, Walk};
 use super::{pool, rows};
 use crate::format::Fp8Format;
 use crate::format::scale::reciprocal;
-use crate::format::wide::{INF_BITS, NAN_BITS};
+use crate::format::wide::{NAN_BITS, canonical};
 use crate::layout::{Matrix, View, ViewMut};
 use crate::spec::{ScaleRule, Scaling, TensorCall};
 
@@ -25,7 +25,7 @@ pub(super) const PARALLEL: usize = 128 * 1024;
 /// The work on one tensor of a call.
 struct Task {
     walk: Walk,
-    /// The format of the outputs. It is not used if there are no outputs.
+    /// The format of the outputs. It is only used if there are outputs.
     format: Fp8Format,
     /// The factor that elements are multiplied by.
     q: f32,
@@ -49,8 +49,7 @@ impl Task {
 
     /// Returns the absolute maximum. A NaN is returned in canonical form.
     fn found(&self) -> f32 {
-        let bits = self.found.load(Ordering::Relaxed);
-        f32::from_bits(if bits > INF_BITS { NAN_BITS } else { bits })
+        f32::from_bits(canonical(self.found.load(Ordering::Relaxed)))
     }
 
     fn run_piece(&self, piece: Piece, amax: bool) {
@@ -137,15 +136,6 @@ unsafe fn update_amax(task: &Task, scale: &Matrix, amax: &Matrix, scale_used: &M
     }
 }
 
-/// Reads an element of an fp32 list.
-///
-/// # Safety
-/// The list must be fp32 with an element at this index.
-unsafe fn item(list: &Matrix, index: usize) -> f32 {
-    // SAFETY: the caller guarantees that the element exists and is fp32.
-    unsafe { list.read(0, index) }
-}
-
 pub(crate) fn amax(x: View, out: ViewMut) {
     multi_amax(&[x], out);
 }
@@ -178,11 +168,11 @@ pub(crate) fn quantize(call: TensorCall) {
     let task = |scale| [Task::new(&x, scale, rowwise.as_ref(), columnwise.as_ref())];
     match scaling {
         // SAFETY: `ops` checks that the scale is one fp32 element.
-        Scaling::Known(scale) => run(&task(unsafe { item(&scale.matrix(), 0) }), false),
+        Scaling::Known(scale) => run(&task(unsafe { scale.matrix().read(0, 0) }), false),
         Scaling::Delayed { scale, amax, scale_used } => {
             let scale = scale.matrix();
             // SAFETY: `ops` checks that the scale is one fp32 element.
-            let task = task(unsafe { item(&scale, 0) });
+            let task = task(unsafe { scale.read(0, 0) });
             run(&task, true);
             // SAFETY: `ops` checks that each is one fp32 element and that outputs do not share memory with
             // other arguments.
@@ -224,5 +214,5 @@ pub(crate) fn multi_quantize_delayed(
 fn tasks(xs: &[View], scales: &Matrix, outs: &[ViewMut]) -> Vec<Task> {
     let lists = xs.iter().zip(outs).enumerate();
     // SAFETY: `ops` checks that `scales` has one fp32 element per tensor.
-    lists.map(|(i, (x, out))| Task::new(x, unsafe { item(scales, i) }, Some(out), None)).collect()
+    lists.map(|(i, (x, out))| Task::new(x, unsafe { scales.read(0, i) }, Some(out), None)).collect()
 }

@@ -190,6 +190,15 @@ pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
         Target::Blocks(_, BlockScale::E8m0(rounding)) => (ScaleRule::default(), rounding == Rounding::Floor),
         _ => (ScaleRule::default(), false),
     };
+    let mut entries: Vec<(Shape, AdamWEntry)> = Vec::with_capacity(tensors.len());
+    for tensor in &tensors {
+        let vectors = four_at_once(tensor, &shared.target);
+        let shape = shape(tensor, &shared.target, vectors)?;
+        if shape.2 > 0 {
+            entries.push((shape, entry(tensor, vectors)));
+        }
+    }
+    let Some((_, unused)) = entries.first() else { return Ok(()) };
     let flag = |is, flag| if is { flag } else { 0 };
     let one = |view: Option<View>| view.map_or(std::ptr::null(), |view| view.ptr());
     let hyper = shared.hyper;
@@ -210,33 +219,9 @@ pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
             | flag(floor, FLOOR),
         count: 0,
         blocks: 0,
-        entries: [AdamWEntry {
-            grad: std::ptr::null(),
-            exp_avg: std::ptr::null_mut(),
-            exp_avg_sq: std::ptr::null_mut(),
-            param: std::ptr::null_mut(),
-            master: std::ptr::null_mut(),
-            step: std::ptr::null(),
-            scale: std::ptr::null_mut(),
-            new_scale: std::ptr::null(),
-            amax: std::ptr::null_mut(),
-            rows: 0,
-            cols: 0,
-            offset: 0,
-            first_block: 0,
-            stream: 0,
-            flags: 0,
-            unused: 0,
-        }; ENTRIES],
+        // Kernels read the first `count` entries.
+        entries: [*unused; ENTRIES],
     };
-    let mut entries: Vec<(Shape, AdamWEntry)> = Vec::with_capacity(tensors.len());
-    for tensor in &tensors {
-        let vectors = four_at_once(tensor, &shared.target);
-        let shape = shape(tensor, &shared.target, vectors)?;
-        if shape.2 > 0 {
-            entries.push((shape, entry(tensor, vectors)));
-        }
-    }
     // Sort by kernel. The sort is stable, so it keeps the order of the list.
     entries.sort_by_key(|((kernel, ..), _)| std::ptr::from_ref(*kernel).addr());
     for own in entries.chunk_by(|(a, _), (b, _)| std::ptr::eq(a.0, b.0)) {

@@ -28,7 +28,6 @@ use crate::spec::Stream;
 pub(super) struct DeviceState {
     ordinal: i32,
     context: usize,
-    capability: (u32, u32),
     /// The target whose machine code is loaded; `None` if the driver compiles PTX.
     target: Option<image::Target>,
     /// Loaded machine code modules. `None` if a module has no machine code for the target, or if the driver
@@ -79,15 +78,11 @@ pub(super) fn device(ordinal: i32) -> Result<&'static DeviceState, Error> {
         return Ok(state);
     }
     let _guard = STARTING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    if slot.get().is_none() {
-        let state = start(ordinal)?;
-        // The lock is held, so no other thread sets the slot.
-        let _ = slot.set(state);
+    if let Some(state) = slot.get() {
+        return Ok(state);
     }
-    slot.get().ok_or_else(|| Error::Cuda {
-        call: "device".into(),
-        message: format!("cuda:{ordinal} could not be initialized"),
-    })
+    let state = start(ordinal)?;
+    Ok(slot.get_or_init(|| state))
 }
 
 fn start(ordinal: i32) -> Result<DeviceState, Error> {
@@ -131,7 +126,6 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
     Ok(DeviceState {
         ordinal,
         context: context as usize,
-        capability: (major, minor),
         target: image::Target::of(major, minor).filter(|_| !image::ptx_is_forced()),
         modules: [const { OnceLock::new() }; MODULES.len()],
         loading: Mutex::new(()),
@@ -204,16 +198,29 @@ fn load(image: &[u8]) -> Result<usize, Error> {
     Ok(module as usize)
 }
 
+/// Returns None if the driver rejected machine code, as a driver that is older than the assembler may do. The
+/// PTX is loaded then, from that time on. A lack of memory passes, so it remains an error.
+fn accepted(loaded: Result<usize, Error>) -> Result<Option<usize>, Error> {
+    match loaded {
+        Err(error) if error.is_out_of_memory() => Err(error),
+        loaded => Ok(loaded.ok()),
+    }
+}
+
 /// Loads and returns the kernel's function. The device's context must be current.
 fn function(state: &DeviceState, kernel: &'static Kernel) -> Result<sys::CUfunction, Error> {
     let _relaxed = Relaxed::enter()?;
     let module = &MODULES[kernel.module as usize];
-    module.needs.check(module.name, state.ordinal, state.capability)?;
-    // A driver that is older than the assembler may reject the machine code. The PTX is loaded then.
-    let machine = || state.target.and_then(|target| load(&module.machine_code(target)?).ok());
-    let loaded = match state.modules[kernel.module as usize].get_or_init(machine) {
-        Some(loaded) => *loaded,
-        None => load(&image::one_entry(&module.ptx().unwrap_or_default(), kernel.entry)?)?,
+    let slot = &state.modules[kernel.module as usize];
+    if slot.get().is_none() {
+        let code = state.target.and_then(|target| module.machine_code(target));
+        let loaded = code.map_or(Ok(None), |code| accepted(load(&code)))?;
+        // The device's lock is held, so no other thread sets the slot.
+        let _ = slot.set(loaded);
+    }
+    let loaded = match slot.get() {
+        Some(Some(loaded)) => *loaded,
+        _ => load(&image::one_entry(&module.ptx().unwrap_or_default(), kernel.entry)?)?,
     };
     let mut function: sys::CUfunction = std::ptr::null_mut();
     let mut registers = 0;
@@ -447,15 +454,25 @@ pub(super) fn when_destroyed(
 mod tests {
     use super::*;
 
+    const OUT_OF_MEMORY: u32 = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
+
+    fn refused<T>(code: u32) -> Result<T, Error> {
+        let words = String::new;
+        Err(Error::Driver { call: "cuMemAlloc".into(), message: words(), code, name: words() })
+    }
+
+    #[test]
+    fn only_rejected_machine_code_is_replaced_by_ptx() {
+        let no_binary = sys::CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU as u32;
+        assert_eq!((accepted(Ok(7)), accepted(refused(no_binary))), (Ok(Some(7)), Ok(None)));
+        assert!(accepted(refused(OUT_OF_MEMORY)).is_err());
+    }
+
     #[test]
     fn allocation_is_retried_once_after_releasing_memory() {
-        let refused = |code| {
-            let words = String::new;
-            Err(Error::Driver { call: "cuMemAlloc".into(), message: words(), code, name: words() })
-        };
-        let (out_of_memory, other) = (sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32, 700);
+        let other = 700;
         for (code, release, expected) in
-            [(out_of_memory, Some((|| ()) as fn()), 2), (out_of_memory, None, 1), (other, Some(|| ()), 1)]
+            [(OUT_OF_MEMORY, Some((|| ()) as fn()), 2), (OUT_OF_MEMORY, None, 1), (other, Some(|| ()), 1)]
         {
             let mut attempts = 0;
             let result = retry_after_release(

@@ -1,9 +1,7 @@
 //! The table of modules and kernels: the embedded code, and the argument struct of each entry.
 //!
 //! A module is a row of [`MODULES`]. `tools/build_ptx.py` builds its PTX from `kernels/NAME.cu` and its
-//! machine code from the PTX; both are checked in. A row without a target supports every device that has FP8
-//! conversions. A row with `for sm_100a` uses instructions of that target only, and its kernels return an
-//! error on other devices.
+//! machine code from the PTX; both are checked in. All modules support every device that has FP8 conversions.
 //!
 //! A kernel is a static that is defined with [`kernel!`] or [`by_types!`] next to the code that launches it.
 //! It takes one struct by value. A test compares the size of every entry's parameter with the size of that
@@ -23,85 +21,37 @@ use crate::layout::DType;
 /// Embedded PTX and machine code.
 pub(super) struct Module {
     /// The name of the source, `kernels/NAME.cu`.
+    #[cfg(test)]
     pub(super) name: &'static str,
-    /// The devices that the module supports.
-    pub(super) needs: Needs,
     /// The PTX, compressed (LZMA). Launches read it through `ptx()`.
     pub(super) packed_ptx: &'static [u8],
-    /// Machine code for each [`Target`](super::image::Target) that the module supports, compressed (LZMA).
-    pub(super) machine_code: [Option<&'static [u8]>; 3],
-}
-
-/// The devices that a module supports, by compute capability.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Needs {
-    /// This compute capability and newer ones.
-    AtLeast(u32, u32),
-    /// Exactly this compute capability. Instructions of targets with a letter (`sm_100a`) do not exist in
-    /// newer generations.
-    #[cfg_attr(not(test), expect(dead_code, reason = "no module needs one exact target yet"))]
-    Exactly(u32, u32),
-}
-
-impl Needs {
-    /// Returns an error if the module does not support the device.
-    pub(super) fn check(self, module: &str, ordinal: i32, capability: (u32, u32)) -> Result<(), Error> {
-        let ((major, minor), fits, more) = match self {
-            Self::AtLeast(major, minor) => ((major, minor), capability >= (major, minor), " or newer"),
-            Self::Exactly(major, minor) => ((major, minor), capability == (major, minor), " exactly"),
-        };
-        if fits {
-            return Ok(());
-        }
-        let (its_major, its_minor) = capability;
-        Err(Error::Unsupported {
-            what: format!("{module} on CUDA").into(),
-            reason: format!(
-                "cuda:{ordinal} has compute capability {its_major}.{its_minor}, and {major}.{minor}{more} is required"
-            )
-            .into(),
-            instead: "use CPU tensors, or such a GPU".into(),
-        })
-    }
+    /// Machine code for each [`Target`](super::image::Target), compressed (LZMA).
+    pub(super) machine_code: [&'static [u8]; 3],
 }
 
 macro_rules! machine_code {
     ($target:literal, $name:literal) => {
-        Some(include_bytes!(concat!("cubin/", $target, "/", $name, ".lzma")) as &[u8])
-    };
-}
-
-/// Expands the target of a module's row to the supported devices and the machine code.
-macro_rules! made_for {
-    ($name:literal) => {
-        (
-            Needs::AtLeast(8, 9),
-            [machine_code!("sm_89", $name), machine_code!("sm_90", $name), machine_code!("sm_100", $name)],
-        )
-    };
-    ($name:literal sm_90) => {
-        (Needs::AtLeast(9, 0), [None, machine_code!("sm_90", $name), machine_code!("sm_100", $name)])
-    };
-    ($name:literal sm_90a) => {
-        (Needs::Exactly(9, 0), [None, machine_code!("sm_90", $name), None])
-    };
-    ($name:literal sm_100a) => {
-        (Needs::Exactly(10, 0), [None, None, machine_code!("sm_100", $name)])
+        include_bytes!(concat!("cubin/", $target, "/", $name, ".lzma"))
     };
 }
 
 macro_rules! modules {
-    ($($id:ident = $name:literal $(for $target:ident)?;)*) => {
+    ($($id:ident = $name:literal;)*) => {
         /// A row of [`MODULES`].
         #[derive(Debug, Clone, Copy)]
         pub(super) enum ModuleId { $($id),* }
 
         /// All modules.
         pub(super) static MODULES: [Module; [$(ModuleId::$id),*].len()] = [
-            $({
-                let (needs, machine_code) = made_for!($name $($target)?);
-                let packed_ptx = include_bytes!(concat!("ptx/", $name, ".lzma"));
-                Module { name: $name, needs, packed_ptx, machine_code }
+            $(Module {
+                #[cfg(test)]
+                name: $name,
+                packed_ptx: include_bytes!(concat!("ptx/", $name, ".lzma")),
+                machine_code: [
+                    machine_code!("sm_89", $name),
+                    machine_code!("sm_90", $name),
+                    machine_code!("sm_100", $name),
+                ],
             }),*
         ];
     };
@@ -261,22 +211,6 @@ mod tests {
             threads.into_iter().map(|t| t.join().expect("no panic").expect("it loads")).collect::<Vec<_>>()
         });
         assert_eq!((found, loads.into_inner()), (vec![1; 8], 1));
-    }
-
-    #[test]
-    fn unsupported_devices_are_named_in_the_error() {
-        let check = |needs: Needs, capability| needs.check("nvfp4", 1, capability);
-        for capability in [(9, 0), (10, 0), (10, 3), (12, 0)] {
-            assert!(check(Needs::AtLeast(9, 0), capability).is_ok());
-            assert_eq!(check(Needs::Exactly(10, 0), capability).is_ok(), capability == (10, 0));
-        }
-        let refused = |needs, capability| check(needs, capability).unwrap_err().to_string();
-        assert_eq!(
-            refused(Needs::Exactly(10, 0), (9, 0)),
-            "nvfp4 on CUDA is not supported: cuda:1 has compute capability 9.0, and 10.0 exactly is required; use CPU tensors, \
-             or such a GPU"
-        );
-        assert!(refused(Needs::AtLeast(9, 0), (8, 9)).contains("9.0 or newer"));
     }
 
     /// Returns `(entry, size of its parameter in bytes)` for each entry of a module's PTX.

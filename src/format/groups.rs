@@ -17,6 +17,7 @@ pub struct Bounds {
 
 /// Returns the bounds for untrusted offsets into `rows` rows. An invalid offset is replaced by the nearest
 /// valid one, so that no kernel reads outside of the rows. Rows after the last group belong to no group.
+/// [`padded_columns`] must fit int32.
 #[must_use]
 pub fn bounds(offsets: impl IntoIterator<Item = i32>, rows: usize) -> Bounds {
     let rows = i32::try_from(rows).unwrap_or(i32::MAX);

@@ -10,6 +10,12 @@ pub const NAN_BITS: u32 = 0x7FC0_0000;
 /// The bits of infinity. Larger bit patterns (without the sign) are NaN.
 pub const INF_BITS: u32 = 0x7F80_0000;
 
+/// Returns the fp32 bits of a magnitude, with [`NAN_BITS`] for any NaN.
+#[inline(always)]
+pub(crate) const fn canonical(magnitude: u32) -> u32 {
+    if magnitude > INF_BITS { NAN_BITS } else { magnitude }
+}
+
 /// Converts `value` to fp32, rounding to nearest even. The result does not depend on whether the calling
 /// thread flushes subnormals (`torch.set_flush_denormal`).
 #[must_use]
@@ -83,7 +89,7 @@ impl Wide for f16 {
 #[must_use]
 pub fn amax<T: Wide>(xs: impl IntoIterator<Item = T>) -> f32 {
     let bits = xs.into_iter().map(|x| x.to_f32().to_bits() & 0x7FFF_FFFF).max().unwrap_or(0);
-    f32::from_bits(if bits > INF_BITS { NAN_BITS } else { bits })
+    f32::from_bits(canonical(bits))
 }
 
 #[cfg(test)]

@@ -98,10 +98,10 @@ pub mod packed {
     /// which no allocation reaches.
     #[must_use]
     pub const fn bytes(rows: usize, cols: usize) -> usize {
-        const MOST: usize = isize::MAX.cast_unsigned();
+        const MAX: usize = isize::MAX.cast_unsigned();
         let (rows, cols) = padded(rows, cols);
         let bytes = rows.saturating_mul(cols);
-        if bytes < MOST { bytes } else { MOST }
+        if bytes < MAX { bytes } else { MAX }
     }
 
     /// Returns the index of the scale of data row `row`, block `col`, where each row has `cols` blocks.
@@ -129,13 +129,13 @@ mod tests {
 
     #[test]
     fn packed_sizes_saturate() {
-        const MOST: usize = isize::MAX.cast_unsigned();
+        const MAX: usize = isize::MAX.cast_unsigned();
         assert_eq!(packed::bytes(129, 5), 2048);
         assert_eq!(packed::bytes(1 << 62, 0), 0);
         for (rows, cols) in
-            [(1 << 61, 8), (1 << 62, 4), (MOST, 1), (1, MOST), (usize::MAX, 1), (1 << 57, 1 << 57)]
+            [(1 << 61, 8), (1 << 62, 4), (MAX, 1), (1, MAX), (usize::MAX, 1), (1 << 57, 1 << 57)]
         {
-            assert_eq!(packed::bytes(rows, cols), MOST, "{rows} x {cols}");
+            assert_eq!(packed::bytes(rows, cols), MAX, "{rows} x {cols}");
         }
     }
 }

@@ -5,5 +5,5 @@ mod view;
 
 pub use crate::format::{DType, Device};
 pub use block::{Block, packed};
-pub(crate) use view::Matrix;
+pub(crate) use view::{Matrices, Matrix, matrices};
 pub use view::{View, ViewMut, collapse};

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 
 use super::{DType, Device};
-use crate::error::Error;
+use crate::error::{Arg, Error};
 use crate::format::wide::Wide;
 
 /// Describes where the elements of one matrix lie in memory. Backends work on this type.
@@ -347,6 +347,23 @@ pub fn collapse(shape: &[i64], strides: &[i64]) -> Option<(usize, usize, isize, 
         span = Some(n * stride);
     }
     Some((rows as usize, cols as usize, row_stride as isize, col_stride as isize))
+}
+
+/// Shape and strides of a matrix, then the number of matrices and their stride.
+pub(crate) type Matrices = ((usize, usize), (isize, isize), (usize, isize));
+
+/// Collapses a tensor's shape and strides (in elements) into one matrix or, if `batch` is set, into a matrix for
+/// each index of the first dimension. If that is not possible, the error calls the tensor `arg`.
+pub(crate) fn matrices(arg: Arg, shape: &[i64], strides: &[i64], batch: bool) -> Result<Matrices, Error> {
+    let first = usize::from(batch && !shape.is_empty());
+    let (rows, cols, row_stride, col_stride) =
+        collapse(&shape[first..], &strides[first..]).ok_or_else(|| Error::Value {
+            arg,
+            got: format!("of shape {shape:?} with strides {strides:?}, which cannot be viewed as 2-d"),
+            expected: "contiguous".into(),
+        })?;
+    let matrices = if first == 1 { (shape[0] as usize, strides[0] as isize) } else { (1, 0) };
+    Ok(((rows, cols), (row_stride, col_stride), matrices))
 }
 
 #[cfg(test)]

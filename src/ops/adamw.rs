@@ -1,7 +1,7 @@
 //! The `AdamW` step over a list of tensors.
 
 use super::tensorwise::check_rule;
-use super::validate::{Call, Kind, contiguous, same_batch, shape};
+use super::validate::{Call, Kind, check_number, contiguous, same_batch, shape};
 use crate::error::{Arg, Error};
 use crate::layout::{Block, DType, View, ViewMut};
 use crate::spec::{AdamW, AdamWCall, AdamWTensor, BlockScale, Stream, Target};
@@ -53,9 +53,7 @@ fn check_numbers(shared: &AdamW) -> Result<(), Error> {
             "finite and at least 0",
         ),
     ] {
-        if !works {
-            return Err(Error::Value { arg: arg.into(), got: value.to_string(), expected: expected.into() });
-        }
+        check_number(arg, value, works, expected)?;
     }
     if let Target::Blocks(block, scale) = shared.target {
         let (works, expected): (&[(usize, usize)], _) = match scale {
@@ -100,7 +98,7 @@ fn check_tensor(call: &mut Call, target: &Target, i: usize, tensor: &AdamWTensor
     if let Some(master) = &tensor.master {
         output("masters", master, Kind::F32)?;
     }
-    one(call, "steps", i, &tensor.step)?;
+    call.one_input(Arg::Item("steps", i), &tensor.step)?;
 
     given("scales", i, tensor.scale.is_some(), !plain, "present if and only if the parameter is FP8 codes")?;
     given(
@@ -124,29 +122,18 @@ fn check_tensor(call: &mut Call, target: &Target, i: usize, tensor: &AdamWTensor
                 shape(arg, scale.shape(), block.grid(of.0, of.1), "one element for each block")?;
                 contiguous(arg, scale.is_contiguous())?;
             }
-            _ => one_output(call, arg, scale)?,
+            _ => call.one_output(arg, scale)?,
         }
     }
     if let Some(scale) = &tensor.new_scale {
         batch("new_scales", scale.batch())?;
-        one(call, "new_scales", i, scale)?;
+        call.one_input(Arg::Item("new_scales", i), scale)?;
     }
     if let Some(amax) = &tensor.amax {
         batch("amaxes", amax.batch())?;
-        one_output(call, Arg::Item("amaxes", i), amax)?;
+        call.one_output(Arg::Item("amaxes", i), amax)?;
     }
     Ok(())
-}
-
-fn one(call: &mut Call, name: &'static str, i: usize, view: &View) -> Result<(), Error> {
-    let arg = Arg::Item(name, i);
-    call.input(arg, view, Kind::F32)?;
-    shape(arg, view.shape(), (1, 1), "one element")
-}
-
-fn one_output(call: &mut Call, arg: Arg, view: &ViewMut) -> Result<(), Error> {
-    call.output(arg, view, Kind::F32)?;
-    shape(arg, view.shape(), (1, 1), "one element")
 }
 
 fn given(list: &'static str, i: usize, has: bool, expected: bool, words: &'static str) -> Result<(), Error> {

@@ -6,8 +6,8 @@
 //! square block has one scale for both directions, so the columnwise scales are the transposed rowwise
 //! scales.
 
-use super::tensorwise::check_rule;
-use super::validate::{Call, Kind, one_matrix, shape};
+use super::tensorwise::check_rule_without_margin;
+use super::validate::{Call, Kind, check_number, one_matrix, shape};
 use crate::error::Error;
 use crate::layout::{Block, DType, View, ViewMut, packed};
 use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, Stream};
@@ -151,7 +151,7 @@ pub fn unpack_scales(
     shape("out", out.shape(), expected, "one row for each row of blocks")?;
     packed_vector("packed", &packed.shape(), packed.is_contiguous(), rows, out.cols())?;
     one_matrix("packed", packed.batch())?;
-    on!(call.finish()?, stream, cpu: cpu::unpack_scales(packed, rows, block_rows, out), cuda: cuda::unpack_scales(packed, rows, block_rows, out, stream))
+    on!(call.finish()?, stream, cpu: cpu::unpack_scales(packed, block_rows, out), cuda: cuda::unpack_scales(packed, block_rows, out, stream))
 }
 
 /// Rewrites the codes of an MXFP8 plane (blocks of (1, 32) or (32, 32), E8M0 scales) so that each row of
@@ -199,47 +199,26 @@ fn check_spec(spec: BlockSpec) -> Result<(), Error> {
     let BlockSpec { block, scale, row_offset, packed } = spec;
     match scale {
         BlockScale::F32(rule) => {
-            check_rule(rule)?;
-            if rule.margin != 0 {
-                return Err(Error::Value {
-                    arg: "margin".into(),
-                    got: rule.margin.to_string(),
-                    expected: "0 for block scales".into(),
-                });
-            }
+            check_rule_without_margin(rule, "0 for block scales")?;
             let works = [Block::ROW, Block { rows: 1, cols: 128 }, Block { rows: 128, cols: 128 }];
             if !works.contains(&block) {
                 return Err(block.unsupported("(1, all), (1, 128) or (128, 128) with float32 scales"));
             }
-            if packed {
-                return Err(Error::Value {
-                    arg: "packed".into(),
-                    got: "true".into(),
-                    expected: "false with float32 scales".into(),
-                });
-            }
+            check_number("packed", packed, !packed, "false with float32 scales")?;
         }
         BlockScale::E8m0(_) => {
             if block.cols != MX || !(block.rows == 1 || block.rows == MX) {
                 return Err(block.unsupported("(1, 32) or (32, 32) with float8_e8m0fnu scales"));
             }
-            if packed && row_offset % MX != 0 {
-                return Err(Error::Value {
-                    arg: "row_offset".into(),
-                    got: row_offset.to_string(),
-                    expected: "a multiple of 32 if scales are packed".into(),
-                });
-            }
+            let works = !packed || row_offset % MX == 0;
+            check_number("row_offset", row_offset, works, "a multiple of 32 if scales are packed")?;
         }
     }
     Ok(())
 }
 
 fn check_block_rows(block_rows: usize) -> Result<(), Error> {
-    if block_rows == 1 || block_rows == MX {
-        return Ok(());
-    }
-    Err(Error::Value { arg: "block_rows".into(), got: block_rows.to_string(), expected: "1 or 32".into() })
+    check_number("block_rows", block_rows, block_rows == 1 || block_rows == MX, "1 or 32")
 }
 
 /// Returns an error unless `got` is a contiguous vector of the packed size.

@@ -1,6 +1,6 @@
 //! Operations on existing FP8 codes.
 
-use super::validate::{Call, Kind, contiguous, one_each, one_matrix, shape};
+use super::validate::{Call, Kind, check_number, contiguous, one_each, one_matrix, shape};
 use crate::error::{Arg, Error};
 use crate::layout::{Block, View, ViewMut};
 use crate::spec::Stream;
@@ -62,9 +62,7 @@ pub fn multi_rescale(
     width: usize,
     stream: Stream,
 ) -> Result<(), Error> {
-    if width == 0 {
-        return Err(Error::Value { arg: "width".into(), got: "0".into(), expected: "at least 1".into() });
-    }
+    check_number("width", width, width > 0, "at least 1")?;
     let mut call = Call::default();
     for (i, out) in codes.iter().enumerate() {
         call.output(Arg::Item("codes", i), out, Kind::Fp8)?;

@@ -1,7 +1,7 @@
 //! Rows that are divided into groups, one for each expert: their bounds, and their quantization.
 
-use super::tensorwise::check_rule;
-use super::validate::{Call, Kind, contiguous, one_matrix, shape};
+use super::tensorwise::check_rule_without_margin;
+use super::validate::{Call, Kind, contiguous, no_plane, one_matrix, shape};
 use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::format::groups::padded_columns;
@@ -10,7 +10,7 @@ use crate::spec::{BlockPlane, Gated, GroupCall, Groups, ScaleRule, Stream};
 use crate::{cpu, cuda};
 
 /// Computes the bounds of groups from untrusted offsets into `rows` rows ([`crate::format::groups::bounds`]).
-/// `offs`, `ends` and `padded_ends` are int32 with one element per group.
+/// `offs`, `ends` and `padded_ends` are int32 with one element per group, so [`padded_columns`] must fit int32.
 ///
 /// An invalid offset is an error. On the CPU, nothing is written then. On CUDA, the device replaces the offset
 /// and sets a flag, which stays set until the host finds it. This call, every later one and
@@ -32,6 +32,11 @@ pub fn group_bounds(
     }
     contiguous("offs", offs.is_contiguous())?;
     shape("offs", offs.shape(), (1, offs.cols()), "a vector with one element for each group")?;
+    if i32::try_from(padded_columns(rows, offs.cols())).is_err() {
+        let expected =
+            "below 2^31 even if each group is padded to a multiple of 16 rows; split the rows".into();
+        return Err(Error::Value { arg: "rows".into(), got: rows.to_string(), expected });
+    }
     on!(call.finish()?, stream, cpu: cpu::group_bounds(offs, rows, ends, padded_ends)?, cuda: cuda::group_bounds(offs, rows, ends, padded_ends, stream))
 }
 
@@ -170,17 +175,6 @@ fn outputs(
         shape(names[1], plane.scales.shape(), scales, "one element for each line")?;
         contiguous(names[1], plane.scales.is_contiguous())?;
     }
-    check_rule(rule)?;
-    if rule.margin != 0 {
-        return Err(Error::Value {
-            arg: "margin".into(),
-            got: rule.margin.to_string(),
-            expected: "0 for groups".into(),
-        });
-    }
-    format.ok_or(Error::Value {
-        arg: "rowwise".into(),
-        got: "absent, and so is columnwise".into(),
-        expected: "given, unless columnwise is".into(),
-    })
+    check_rule_without_margin(rule, "0 for groups")?;
+    format.ok_or_else(no_plane)
 }

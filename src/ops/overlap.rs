@@ -5,7 +5,7 @@ use crate::layout::Matrix;
 
 /// The limit on search steps. Beyond it, two matrices whose ranges overlap count as sharing memory. Real
 /// tensors take a few steps; only contrived strides reach the limit.
-const MOST_STEPS: usize = 10_000;
+const MAX_STEPS: usize = 10_000;
 
 /// Returns whether two elements of a matrix share memory. Elements have one size and their addresses are
 /// multiples of it apart, so two elements overlap only if their addresses are equal: `i * row_stride == j *
@@ -97,7 +97,7 @@ pub(super) fn overlap(a: &Region, b: &Region) -> bool {
     }
     steps.sort_by_key(|step| std::cmp::Reverse(step.size));
     let (low, high) = (target - size_a + 1, target + size_b - 1);
-    let mut left = MOST_STEPS;
+    let mut left = MAX_STEPS;
     reaches(&steps, low, high, &mut left)
 }
 

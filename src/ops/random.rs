@@ -1,6 +1,6 @@
 //! Random numbers that depend on an element's position only.
 
-use super::validate::{Call, Kind, one_matrix};
+use super::validate::{Call, Kind, check_number, one_matrix};
 use crate::error::Error;
 use crate::layout::ViewMut;
 use crate::spec::{Numbers, Stream};
@@ -21,10 +21,7 @@ pub fn random_uniform(
         call.one_input("step", step)?;
     }
     for (arg, value) in [("low", low), ("high", high)] {
-        if !value.is_finite() {
-            let got = value.to_string();
-            return Err(Error::Value { arg: arg.into(), got, expected: "finite".into() });
-        }
+        check_number(arg, value, value.is_finite(), "finite")?;
     }
     if high < low || !(high - low).is_finite() {
         let expected = format!("at least low ({low}), and high - low must be finite").into();

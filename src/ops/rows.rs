@@ -1,6 +1,6 @@
 //! Sums over the rows of a matrix.
 
-use super::validate::{Call, Kind, one_matrix, shape};
+use super::validate::{Call, Kind, check_number, one_matrix, shape};
 use crate::error::Error;
 use crate::layout::{DType, View, ViewMut};
 use crate::spec::Stream;
@@ -21,9 +21,6 @@ pub fn sum_rows(out: ViewMut, x: View, divisor: f32, stream: Stream) -> Result<(
             expected: "a matrix with at least one row".into(),
         });
     }
-    if !divisor.is_finite() || divisor == 0.0 {
-        let expected = "finite and not zero".into();
-        return Err(Error::Value { arg: "divisor".into(), got: divisor.to_string(), expected });
-    }
+    check_number("divisor", divisor, divisor.is_finite() && divisor != 0.0, "finite and not zero")?;
     on!(call.finish()?, stream, cpu: cpu::sum_rows(out, x, divisor), cuda: cuda::sum_rows(out, x, divisor, stream))
 }

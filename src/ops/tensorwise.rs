@@ -1,6 +1,6 @@
 //! Quantization with one scale per tensor.
 
-use super::validate::{Call, Kind, length, one_each, one_matrix, same_batch, shape};
+use super::validate::{Call, Kind, check_number, length, one_each, one_matrix, same_batch, shape};
 use crate::error::{Arg, Error};
 use crate::format::Fp8Format;
 use crate::layout::{View, ViewMut};
@@ -202,19 +202,14 @@ fn matrices_mut<'a>(outs: &'a [ViewMut]) -> Vec<ViewMut<'a>> {
 }
 
 pub(super) fn check_rule(rule: ScaleRule) -> Result<(), Error> {
-    if !(rule.amax_epsilon.is_finite() && rule.amax_epsilon >= 0.0) {
-        return Err(Error::Value {
-            arg: "amax_epsilon".into(),
-            got: rule.amax_epsilon.to_string(),
-            expected: "finite and at least 0".into(),
-        });
-    }
-    if !(-126..=127).contains(&rule.margin) {
-        return Err(Error::Value {
-            arg: "margin".into(),
-            got: rule.margin.to_string(),
-            expected: "between -126 and 127".into(),
-        });
-    }
-    Ok(())
+    let ScaleRule { amax_epsilon, margin, .. } = rule;
+    let epsilon_works = amax_epsilon.is_finite() && amax_epsilon >= 0.0;
+    check_number("amax_epsilon", amax_epsilon, epsilon_works, "finite and at least 0")?;
+    check_number("margin", margin, (-126..=127).contains(&margin), "between -126 and 127")
+}
+
+/// Returns an error unless the rule is valid and its margin is 0.
+pub(super) fn check_rule_without_margin(rule: ScaleRule, expected: &'static str) -> Result<(), Error> {
+    check_rule(rule)?;
+    check_number("margin", rule.margin, rule.margin == 0, expected)
 }

@@ -93,13 +93,15 @@ impl Call {
     }
 
     /// Adds an argument that is read and has one fp32 element per matrix.
-    pub(super) fn one_input(&mut self, arg: &'static str, view: &View) -> Result<(), Error> {
+    pub(super) fn one_input(&mut self, arg: impl Into<Arg>, view: &View) -> Result<(), Error> {
+        let arg = arg.into();
         self.input(arg, view, Kind::F32)?;
         one(arg, view.shape())
     }
 
     /// Adds an argument that is written and has one fp32 element per matrix.
-    pub(super) fn one_output(&mut self, arg: &'static str, view: &ViewMut) -> Result<(), Error> {
+    pub(super) fn one_output(&mut self, arg: impl Into<Arg>, view: &ViewMut) -> Result<(), Error> {
+        let arg = arg.into();
         self.output(arg, view, Kind::F32)?;
         one(arg, view.shape())
     }
@@ -111,13 +113,7 @@ impl Call {
         rowwise: Option<&ViewMut>,
         columnwise: Option<&ViewMut>,
     ) -> Result<Fp8Format, Error> {
-        let Some(first) = rowwise.or(columnwise) else {
-            return Err(Error::Value {
-                arg: "rowwise".into(),
-                got: "absent, and so is columnwise".into(),
-                expected: "given, unless columnwise is".into(),
-            });
-        };
+        let first = rowwise.or(columnwise).ok_or_else(no_plane)?;
         let format = first.dtype();
         for (arg, plane, expected, is) in [
             ("rowwise", rowwise, (rows, cols), "the shape of x"),
@@ -191,6 +187,28 @@ impl Call {
     }
 }
 
+/// Returns an error unless a number works.
+pub(super) fn check_number(
+    arg: &'static str,
+    value: impl ToString,
+    works: bool,
+    expected: &'static str,
+) -> Result<(), Error> {
+    if works {
+        return Ok(());
+    }
+    Err(Error::Value { arg: arg.into(), got: value.to_string(), expected: expected.into() })
+}
+
+/// Returns the error of a quantization without outputs.
+pub(super) fn no_plane() -> Error {
+    Error::Value {
+        arg: "rowwise".into(),
+        got: "absent, and so is columnwise".into(),
+        expected: "given, unless columnwise is".into(),
+    }
+}
+
 /// Returns an error unless `got` is the expected shape. `is` describes the expected shape in the message.
 pub(super) fn shape(
     arg: impl Into<Arg>,
@@ -235,7 +253,7 @@ pub(super) fn same_batch(arg: Arg, got: usize, expected: usize, with: Arg) -> Re
 }
 
 /// Returns an error unless the argument has one element.
-fn one(arg: &'static str, got: (usize, usize)) -> Result<(), Error> {
+fn one(arg: Arg, got: (usize, usize)) -> Result<(), Error> {
     shape(arg, got, (1, 1), "one element")
 }
 

@@ -139,7 +139,7 @@ impl<'py> Arguments<'py> {
         // SAFETY: the exporter filled in `dl`. The memory belongs to the object, which lives for 'a. Resizing
         // or rebinding a tensor while another thread computes with it is a data race in the caller, as with
         // torch's own operators.
-        let view = unsafe { dl.view(|| name, batch(dl.ndim)) }?;
+        let view = unsafe { dl.view(name, batch(dl.ndim)) }?;
         self.elements.set(self.elements.get().saturating_add(view.numel()));
         Ok(view)
     }
@@ -155,7 +155,7 @@ impl<'py> Arguments<'py> {
         let dl = self.describe(name, tensor)?;
         // SAFETY: the exporter filled in `dl`. The memory belongs to the object, which lives for 'a.
         // Concurrent resizing is a data race in the caller, as with torch's own operators.
-        let view = unsafe { dl.view_mut(|| name, batch(dl.ndim)) }?;
+        let view = unsafe { dl.view_mut(name, batch(dl.ndim)) }?;
         self.elements.set(self.elements.get().saturating_add(view.numel()));
         Ok(view)
     }
@@ -210,7 +210,7 @@ impl<F: FnOnce() -> T, T> AssertSend<F> {
 static KNOWN: Mutex<Vec<(usize, Option<&'static ExchangeApi>)>> = Mutex::new(Vec::new());
 
 /// Limit on the number of cached types, because each is kept alive forever.
-const MOST_KNOWN: usize = 64;
+const MAX_KNOWN: usize = 64;
 
 thread_local! {
     /// The type that this thread looked up last.
@@ -247,7 +247,7 @@ pub(super) fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'stati
         }
     };
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    if known.len() < MOST_KNOWN {
+    if known.len() < MAX_KNOWN {
         // Leak a reference to the type, so that its address is never reused for another type.
         let _ = class.clone().into_ptr();
         known.push((address, api));

@@ -150,7 +150,7 @@ def assert_gathers_are_fp8(run: Run, reference: Run, passes: int) -> None:
 
 
 def assert_losses_close(run: Run, reference: Run) -> None:
-    """Assert that the losses of a run agree with those of the bf16 reference to 2%.
+    """Assert that the losses of a run agree with the losses of the bf16 reference to 2%.
 
     The loss is rounded to bf16, which alone moves it by 0.4% to 0.8% between 4 and 6. Six steps
     amplify the rounding to E4M3. A weight that is not trained ends 10% higher, and a wrong

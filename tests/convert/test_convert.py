@@ -1,7 +1,6 @@
 """convert_to_float8_training: layers, arguments, and a model of transformers."""
 
 import copy
-import importlib
 import logging
 import warnings
 import weakref
@@ -30,7 +29,7 @@ from fp8rs.quantize.recipes import (
     Float8RowwiseScaling,
     resolve_recipe,
 )
-from internals import state_of
+from internals import replace_convert_logger, state_of
 from language_models import llama, train_on
 from saving import reloaded
 
@@ -761,9 +760,8 @@ def test_a_weight_that_a_device_cannot_quantize_leaves_the_model_unchanged(monke
 @pytest.fixture
 def unconfigured(monkeypatch):
     """Replace the logger by one without handlers. pytest adds handlers to the root logger."""
-    module = importlib.import_module("fp8rs.convert.convert")
     logger = logging.Logger("fp8rs", logging.NOTSET)
-    monkeypatch.setattr(module, "_log", logger)
+    replace_convert_logger(monkeypatch, logger)
     return logger
 
 

@@ -123,7 +123,7 @@ def whole_planes(weight: torch.Tensor, recipe: str) -> tuple[Any, ...]:
     """Return rowwise codes, rowwise scale, columnwise codes and columnwise scale of a full weight.
 
     The columnwise ones are None for formats whose rowwise plane serves the forward and the
-    backward. With delayed scaling, the scale is that of the first step, which is the current scale.
+    backward. With delayed scaling, the scale is the current scale, as in the first step.
     """
     kind = resolve_recipe(RECIPES[recipe]).block_format("weight")
     if kind.per_tensor:

@@ -12,7 +12,7 @@ from distributed.batched import BATCHES, make_any, shard_any
 from distributed.models import UNEVEN, WIDTH, same_bytes
 from fp8rs.optim import AdamW
 from fp8rs.tensor.quantized import QuantizedTensor
-from internals import handle_of_tensor, local_of, storage_of
+from internals import handle_of_tensor, handles_of, local_of, storage_of
 
 
 def batch(rig, step=0):
@@ -56,7 +56,7 @@ def converted(model):
     return [
         (f"{path}.{name}", module, name)
         for path, module in model.named_modules()
-        for name in getattr(module, "_fp8_params", ())
+        for name in handles_of(module)
     ]
 
 

@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import fp8rs
 from fp8rs.gemm import devices, kernels, operands
 from fp8rs.gemm.table import GEMMS, scaled_mm
+from fp8rs.nn import function
 from fp8rs.tensor import formats
 from oracle.blocks import expand, swizzle
 from oracle.compare import relative
@@ -155,15 +156,15 @@ def test_hopper_linear_equals_the_simulation(on, monkeypatch):
     layer = fp8rs.nn.Linear(72, 48, recipe="mxfp8")
     x, dy = torch.randn(50, 72), torch.randn(50, 48)
     on(HOPPER)
-    monkeypatch.setattr("fp8rs.nn.function.scaled_mm", as_cuda)
+    monkeypatch.setattr(function, "scaled_mm", as_cuda)
     monkeypatch.setattr("oracle.linear.rebases", lambda blocks, device: True)
     results = []
-    for function in (
+    for call in (
         layer,
         lambda x: linear(x, layer.weight, layer.bias, blocks_of(layer.recipe)),
     ):
         leaf = x.clone().requires_grad_()
-        y = function(leaf)
+        y = call(leaf)
         results.append([y, *torch.autograd.grad(y, [leaf, layer.weight, layer.bias], dy)])
     for got, want in zip(*results, strict=True):
         assert relative(got, want) < 1e-5

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8rs
 from cases import pad_tokens
 from fp8rs.gemm import estimates
+from fp8rs.nn import grouped
 from fp8rs.nn.functional import grouped_linear
 from language_models import mixture
 
@@ -248,7 +249,7 @@ def test_auto_computes_what_it_chooses(device, kind, fused, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parallel", [False, True])
 def test_devices_without_fp8_gemms_compute_in_high_precision(device, kind, parallel, monkeypatch):
-    monkeypatch.setattr("fp8rs.nn.grouped.has_grouped_gemm", lambda device: False)
+    monkeypatch.setattr(grouped, "has_grouped_gemm", lambda device: False)
     results = []
     for mode in (None, "fp8"):
         experts = block_of(kind, device, mode).experts

@@ -75,6 +75,7 @@ def test_kernels(block, size, flag): pass
 #: The runs of pytest that tests read. One process makes them, so that torch is imported once.
 RUNS = {
     "usual": "-v",
+    "long": "-q --long --collect-only",
     "full": "-q --full --collect-only",
     "gpu": "-q --collect-only -m gpu",
     "values": "-v --strength 1 -n 1",
@@ -118,11 +119,11 @@ def gpu(outputs):
     return outputs["gpu"]
 
 
-def test_long_tests_and_the_full_product_run_with_full_only(outputs, usual):
-    for name, count in {"takes_minutes": 0, "three": 9}.items():
-        assert usual.count(f"::test_{name}[") == count
-    for name, count in {"takes_minutes": 2, "three": 18}.items():
-        assert outputs["full"].count(f"::test_{name}[") == count
+@pytest.mark.parametrize("run, long, three", [("usual", 0, 9), ("long", 1, 9), ("full", 1, 18)])
+def test_long_adds_long_tests_and_full_the_product_too(outputs, run, long, three):
+    expected = {"takes_minutes": 2 * long, "takes_a_moment_on_a_gpu": long, "three": three}
+    for name, count in expected.items():
+        assert outputs[run].count(f"::test_{name}[") == count
 
 
 def test_long_on_cpu_tests_are_short_on_a_gpu(gpu, usual):

@@ -12,6 +12,9 @@ from project.sources import FP8RS, TESTS, imported, modules
 THEIRS = {*dir(torch.Tensor), *dir(torch.nn.Module()), "_experts_implementation"}
 THEIRS |= {"_open", "_owner", "_prepare_ao"}
 
+#: Owners of attributes that are not names of fp8rs, even if fp8rs has such names.
+NOT_OURS = "self", "torch", "ops"
+
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
@@ -40,10 +43,18 @@ def private_names() -> set[str]:
     return set(filter(is_private, found)) - THEIRS
 
 
+def takes_name(function: ast.expr) -> bool:
+    """Return whether a function reads or replaces an attribute whose name is an argument."""
+    *_, name = called = ast.unparse(function).split(".")
+    return name in ("getattr", "setattr", "delattr", "patch") or called[-2:] == ["patch", "object"]
+
+
 def private_reads(name: str, tree: ast.Module, private: set[str]) -> list[str]:
     """Return the imports and attributes of a module that are private names of fp8rs.
 
-    Attributes of `self`, of torch and of `torch.ops.fp8rs` are not names of fp8rs.
+    A name may be a string: `setattr(module, "_name", ...)`. So may a path, even to a public name:
+    `setattr("fp8rs.module.name", ...)`. Paths hide which module a test depends on. Attributes of
+    `self`, of torch and of `torch.ops.fp8rs` are not names of fp8rs.
     """
     found = [
         f"{module}.{there}"
@@ -53,8 +64,17 @@ def private_reads(name: str, tree: ast.Module, private: set[str]) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in private:
             owner = ast.unparse(node.value)
-            if owner.split(".")[0] not in ("self", "torch", "ops"):
+            if owner.split(".")[0] not in NOT_OURS:
                 found.append(f"{owner}.{node.attr}")
+        elif isinstance(node, ast.Call) and takes_name(node.func) and node.args:
+            if ast.unparse(node.args[0]).split(".")[0] in NOT_OURS:
+                continue
+            found += [
+                argument.value
+                for argument in node.args[:2]
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+                if argument.value in private or argument.value.startswith("fp8rs.")
+            ]
     return found
 
 
@@ -72,5 +92,18 @@ def test_only_internals_reads_private_names_of_fp8rs():
     private = private_names()
     trees = modules(TESTS)
     assert private_reads("internals", trees.pop("internals"), private)
+    # A client's rank runs this file as a script, which cannot import `internals`.
+    assert private_reads("clients.observe", trees.pop("clients.observe"), private)
     found = {name: private_reads(name, tree, private) for name, tree in trees.items()}
     assert not {name: reads for name, reads in found.items() if reads}
+
+
+def test_private_names_in_strings_are_found():
+    source = """
+monkeypatch.setattr(function, "_quantize", f)
+mock.patch.object(function, "_quantize", f)
+monkeypatch.setattr("fp8rs.nn.function.scaled_mm", f)
+monkeypatch.setattr(function, "scaled_mm", f)
+"""
+    found = private_reads("case", ast.parse(source), {"_quantize"})
+    assert found == ["_quantize", "_quantize", "fp8rs.nn.function.scaled_mm"]

@@ -15,6 +15,7 @@ import torch
 from fp8rs import doctor
 from fp8rs.__main__ import main
 from fp8rs.quantize.recipes import RECIPES
+from internals import replace_devices
 
 
 def run(*arguments: str, **environment: str) -> str:
@@ -34,7 +35,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) ->
         doctor.Device(f"Card {index}", index, capability, 80 << 30)
         for index, capability in enumerate(capabilities)
     ]
-    monkeypatch.setattr(doctor, "_devices", lambda: devices)
+    replace_devices(monkeypatch, devices)
     # Simulated GPUs, of which the third has no peer access.
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: 2 not in pair)
     return doctor.examine()

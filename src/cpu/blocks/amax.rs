@@ -12,7 +12,7 @@ use crate::cpu::simd::{Kernel, dispatch};
 use crate::cpu::tensorwise::PARALLEL;
 use crate::cpu::types::with_element;
 use crate::cpu::{pool, rows};
-use crate::format::wide::{INF_BITS, NAN_BITS};
+use crate::format::wide::canonical;
 use crate::layout::{Block, Matrix, View, ViewMut};
 
 /// See [`crate::ops::block_amax`]. The first block has `block_offset` rows before `x`.
@@ -99,8 +99,7 @@ impl<T> Maxima<'_, T> {
     fn put_row(&self, r: usize, cols: &Range<usize>, find: impl Fn(Range<usize>) -> u32) {
         let size = self.block.cols.min(CHUNK);
         for start in (0..cols.len()).step_by(size) {
-            let bits = find(start..(start + size).min(cols.len()));
-            let bits = if bits > INF_BITS { NAN_BITS } else { bits };
+            let bits = canonical(find(start..(start + size).min(cols.len())));
             let to = self.out.at(r, (cols.start + start) / self.block.cols).cast();
             // SAFETY: this is an aligned element of the output, which all threads access only through this
             // atomic operation.

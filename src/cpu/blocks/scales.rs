@@ -33,7 +33,7 @@ pub(crate) fn pack_scales(scales: View, rows: usize, block_rows: usize, out: Vie
 }
 
 /// See [`crate::ops::unpack_scales`].
-pub(crate) fn unpack_scales(packed: View, _rows: usize, block_rows: usize, out: ViewMut) {
+pub(crate) fn unpack_scales(packed: View, block_rows: usize, out: ViewMut) {
     let (packed, out) = (packed.matrix(), out.matrix());
     if out.numel() == 0 {
         return;

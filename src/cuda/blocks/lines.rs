@@ -53,12 +53,12 @@ static MX_ROW_PACKED: ByTypes = by_types!(MxRow, "mx_row_packed", MxRowArgs);
 static ROW_4: ByTypes = by_types!(Row, "row_4", RowArgs);
 static ROW_8: ByTypes = by_types!(Row, "row_8", RowArgs);
 static ROW_LONG: ByTypes = by_types!(Row, "row_long", RowArgs);
-static ROW_FOLD: ByTypes = by_types!(Row, "row_fold", RowArgs);
-static ROW_LONG_FOLD: ByTypes = by_types!(Row, "row_long_fold", RowArgs);
+static ROW_SCALED: ByTypes = by_types!(Row, "row_fold", RowArgs);
+static ROW_LONG_SCALED: ByTypes = by_types!(Row, "row_long_fold", RowArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static crate::cuda::modules::Kernel> {
-    let all = [&MX_ROW, &MX_ROW_PACKED, &ROW_4, &ROW_8, &ROW_LONG, &ROW_FOLD, &ROW_LONG_FOLD];
+    let all = [&MX_ROW, &MX_ROW_PACKED, &ROW_4, &ROW_8, &ROW_LONG, &ROW_SCALED, &ROW_LONG_SCALED];
     all.into_iter().flatten().flatten().collect()
 }
 
@@ -164,8 +164,8 @@ fn one_read(job: &Job, rule: ScaleRule) -> Result<bool, Error> {
         None if most(4, 256) => (&ROW_4, threads(4)),
         None if most(8, 512) => (&ROW_8, threads(8)),
         None => (&ROW_LONG, 512),
-        Some(_) if most(8, 512) => (&ROW_FOLD, threads(8)),
-        Some(_) => (&ROW_LONG_FOLD, 512),
+        Some(_) if most(8, 512) => (&ROW_SCALED, threads(8)),
+        Some(_) => (&ROW_LONG_SCALED, 512),
     };
     let args = RowArgs {
         x: x.ptr,

@@ -103,7 +103,6 @@ pub(crate) fn pack_scales(
 /// See [`crate::ops::unpack_scales`].
 pub(crate) fn unpack_scales(
     packed: View,
-    _rows: usize,
     block_rows: usize,
     out: ViewMut,
     stream: Stream,

@@ -7,7 +7,7 @@ use crate::cuda::modules::{ByInput, ByTypes, Kernel, by_input, by_types, format_
 use crate::cuda::views::{aligned, contiguous_and_aligned, ordinal};
 use crate::cuda::workspace::{self, PER_CHUNK};
 use crate::error::Error;
-use crate::layout::{View, ViewMut};
+use crate::layout::{Matrix, View, ViewMut};
 use crate::spec::{ScaleRule, Stream};
 
 /// Number of entries in the two sizes of [`MultiArgs`]. Small parameters launch faster.
@@ -33,9 +33,20 @@ pub(super) fn kernels() -> Vec<&'static Kernel> {
 const NONE: Entry =
     Entry { x: std::ptr::null(), codes: std::ptr::null_mut(), n: 0, first_block: 0, index: 0 };
 
-/// Returns the pointer to element `i` of an fp32 list.
-fn element(list: *mut u8, col_stride: isize, i: usize) -> *mut u8 {
-    list.wrapping_offset(col_stride * 4 * i as isize)
+/// The arguments that all launches of a list share, all of them absent.
+const HEAD: MultiArgs<0> = MultiArgs {
+    scales: std::ptr::null(),
+    amaxes: std::ptr::null_mut(),
+    scales_used: std::ptr::null_mut(),
+    maxima: std::ptr::null_mut(),
+    count: 0,
+    blocks: 0,
+    entries: [],
+};
+
+/// Returns the pointer to element `i` of an fp32 list, which is a matrix of one row.
+fn element(list: &Matrix, i: usize) -> *mut u8 {
+    list.ptr.wrapping_offset(list.col_stride * 4 * i as isize)
 }
 
 /// Whether a list kernel supports the tensor. Other tensors are launched one by one.
@@ -43,11 +54,6 @@ fn listed(x: &View, out: Option<&ViewMut>) -> bool {
     contiguous_and_aligned(x)
         && x.numel() < 1 << 40
         && out.is_none_or(|o| o.is_contiguous() && aligned(o.ptr(), 16))
-}
-
-/// Returns the distance between elements of a view with one row or one column.
-fn list_step(rows: usize, row_stride: isize, col_stride: isize) -> isize {
-    if rows == 1 { col_stride } else { row_stride }
 }
 
 /// Launches one kernel for entries that share an input type (and a format).
@@ -109,11 +115,10 @@ fn for_each_launch(
 }
 
 pub(crate) fn multi_amax(xs: &[View], out: ViewMut, stream: Stream) -> Result<(), Error> {
-    let device = ordinal(out.device());
-    let step = list_step(out.rows(), out.row_stride(), out.col_stride());
-    let dense = step == 1 || xs.len() <= 1;
+    let (device, out) = (ordinal(out.device()), out.matrix());
+    let dense = out.col_stride == 1 || xs.len() <= 1;
     if dense {
-        driver::zero(device, stream, out.ptr(), xs.len() * 4)?;
+        driver::zero(device, stream, out.ptr, xs.len() * 4)?;
     }
     let mut entries = Vec::with_capacity(xs.len());
     for (i, x) in xs.iter().enumerate() {
@@ -130,19 +135,11 @@ pub(crate) fn multi_amax(xs: &[View], out: ViewMut, stream: Stream) -> Result<()
             }
         } else {
             let at = input_index(x.dtype());
-            let to = element(out.ptr(), step, i);
-            find_amax(x, to, &AMAX[at], &STRIDED_AMAX[at], ScaleRule::default(), stream)?;
+            let (to, rule) = (element(&out, i), ScaleRule::default());
+            find_amax(x, to, &AMAX[at], &STRIDED_AMAX[at], rule, stream)?;
         }
     }
-    let head = MultiArgs::<0> {
-        scales: std::ptr::null(),
-        amaxes: out.ptr(),
-        scales_used: std::ptr::null_mut(),
-        maxima: std::ptr::null_mut(),
-        count: 0,
-        blocks: 0,
-        entries: [],
-    };
+    let head = MultiArgs { amaxes: out.ptr, ..HEAD };
     // Elements per block: 256 threads, 8 loads, 4 rounds of 16 bytes.
     let per_block = |input: usize| 256 * 8 * 4 * if input == 0 { 4 } else { 8 };
     for_each_launch(entries, per_block, 0, |(i, _), part, blocks| {
@@ -150,35 +147,17 @@ pub(crate) fn multi_amax(xs: &[View], out: ViewMut, stream: Stream) -> Result<()
     })
 }
 
-/// The outputs of a delayed cast of a list: amaxes and used scales, both shaped like `scales`.
-struct DelayedOutputs {
-    amaxes: ViewMutParts,
-    scales_used: ViewMutParts,
-}
-
-#[derive(Clone, Copy)]
-struct ViewMutParts {
-    ptr: *mut u8,
-    step: isize,
-}
-
-impl ViewMutParts {
-    fn of(list: &ViewMut) -> Self {
-        Self { ptr: list.ptr(), step: list_step(list.rows(), list.row_stride(), list.col_stride()) }
-    }
-}
-
+/// Casts a list. With delayed scaling, `delayed` are the amaxes and the used scales, shaped like `scales`.
 fn multi_cast(
     xs: &[View],
-    scales: &View,
-    delayed: Option<&DelayedOutputs>,
+    scales: &Matrix,
+    delayed: Option<[Matrix; 2]>,
     outs: &[ViewMut],
     stream: Stream,
 ) -> Result<(), Error> {
-    let device = ordinal(scales.device());
-    let step = list_step(scales.rows(), scales.row_stride(), scales.col_stride());
-    let dense =
-        xs.len() <= 1 || step == 1 && delayed.is_none_or(|f| f.amaxes.step == 1 && f.scales_used.step == 1);
+    let device = ordinal(scales.device);
+    let mut lists = delayed.iter().flatten().chain([scales]);
+    let dense = xs.len() <= 1 || lists.all(|list| list.col_stride == 1);
     let mut entries = Vec::with_capacity(xs.len());
     for (i, (x, out)) in xs.iter().zip(outs).enumerate() {
         let Some(format) = out.dtype().fp8() else { continue };
@@ -195,16 +174,13 @@ fn multi_cast(
             }
             continue;
         }
-        let scale = element(scales.ptr().cast_mut(), step, i).cast_const();
+        let scale = element(scales, i).cast_const();
         let how = match delayed {
             None => Cast::Known(scale),
-            Some(f) => {
-                let delayed = Delayed {
-                    amax: element(f.amaxes.ptr, f.amaxes.step, i),
-                    scale_used: element(f.scales_used.ptr, f.scales_used.step, i),
-                    grid_max: workspace::slots(device, stream, 1)?,
-                };
-                Cast::Delayed { scale, delayed }
+            Some(lists) => {
+                let [amax, scale_used] = lists.map(|list| element(&list, i));
+                let grid_max = workspace::slots(device, stream, 1)?;
+                Cast::Delayed { scale, delayed: Delayed { amax, scale_used, grid_max } }
             }
         };
         cast(x, how, format, Some(out), None, stream)?;
@@ -215,21 +191,13 @@ fn multi_cast(
         |_| 2 * 4096,
         least,
         |(i, j), part, blocks| {
-            let head = MultiArgs::<0> {
-                scales: scales.ptr(),
-                amaxes: delayed.map_or(std::ptr::null_mut(), |f| f.amaxes.ptr),
-                scales_used: delayed.map_or(std::ptr::null_mut(), |f| f.scales_used.ptr),
-                maxima: match delayed {
-                    None => std::ptr::null_mut(),
-                    Some(_) => workspace::slots(device, stream, part.len())?,
-                },
-                count: 0,
-                blocks: 0,
-                entries: [],
-            };
-            let (short, long) = match delayed {
-                None => (&MULTI_SHORT[i][j], &MULTI_LONG[i][j]),
-                Some(_) => (&DELAYED_SHORT[i][j], &DELAYED_LONG[i][j]),
+            let mut head = MultiArgs { scales: scales.ptr, ..HEAD };
+            let (short, long) = if let Some(lists) = delayed {
+                [head.amaxes, head.scales_used] = lists.map(|list| list.ptr);
+                head.maxima = workspace::slots(device, stream, part.len())?;
+                (&DELAYED_SHORT[i][j], &DELAYED_LONG[i][j])
+            } else {
+                (&MULTI_SHORT[i][j], &MULTI_LONG[i][j])
             };
             launch_list(device, stream, part, &head, blocks, short, long)
         },
@@ -242,7 +210,7 @@ pub(crate) fn multi_quantize(
     outs: &[ViewMut],
     stream: Stream,
 ) -> Result<(), Error> {
-    multi_cast(xs, &scales, None, outs, stream)
+    multi_cast(xs, &scales.matrix(), None, outs, stream)
 }
 
 pub(crate) fn multi_quantize_delayed(
@@ -253,9 +221,7 @@ pub(crate) fn multi_quantize_delayed(
     outs: &[ViewMut],
     stream: Stream,
 ) -> Result<(), Error> {
-    let delayed =
-        DelayedOutputs { amaxes: ViewMutParts::of(&amaxes), scales_used: ViewMutParts::of(&scales_used) };
-    multi_cast(xs, &scales, Some(&delayed), outs, stream)
+    multi_cast(xs, &scales.matrix(), Some([amaxes.matrix(), scales_used.matrix()]), outs, stream)
 }
 
 #[cfg(test)]
@@ -263,6 +229,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::layout::{DType, Device};
 
     /// The launches that a list was split into.
     type Launches = Vec<((usize, usize), Vec<Entry>, u32)>;
@@ -354,11 +321,17 @@ mod tests {
     }
 
     #[test]
-    fn list_step_follows_the_only_row_or_column() {
-        assert_eq!(list_step(1, 7, 2), 2);
-        assert_eq!(list_step(4, 7, 2), 7);
-        let list = std::ptr::without_provenance_mut::<u8>(1000);
-        assert_eq!(element(list, 2, 3).addr(), 1024);
-        assert_eq!(element(list, -2, 3).addr(), 976);
+    fn elements_of_a_list_are_a_column_stride_apart() {
+        let list = |col_stride| Matrix {
+            ptr: std::ptr::without_provenance_mut(1000),
+            dtype: DType::F32,
+            device: Device::Cuda(0),
+            rows: 1,
+            cols: 4,
+            row_stride: 7,
+            col_stride,
+        };
+        assert_eq!(element(&list(2), 3).addr(), 1024);
+        assert_eq!(element(&list(-2), 3).addr(), 976);
     }
 }

@@ -9,11 +9,11 @@ use std::sync::{Mutex, TryLockError};
 
 use super::raise::Failure;
 use super::shim::{self, RawTensor, Shim, Value};
-use crate::dlpack::CUDA;
+use crate::dlpack::{CUDA, list};
 use crate::error::{Arg, Error};
 use crate::format::Fp8Format;
 use crate::format::wide::narrowed;
-use crate::layout::{DType, Device, View, ViewMut, collapse};
+use crate::layout::{DType, Device, Matrices, View, ViewMut, collapse, matrices};
 use crate::ops::Stream;
 
 /// Reads the arguments of a call one after the other.
@@ -215,16 +215,20 @@ impl Tensor {
         query!(dtype(self.0): 0).map(Number)
     }
 
+    fn dim(&self) -> Result<usize, Failure> {
+        query!(dim(self.0): 0_i64).map(|dim| dim as usize)
+    }
+
     pub(super) fn sizes(&self) -> Result<&[i64], Failure> {
-        let (dim, sizes) = (query!(dim(self.0): 0_i64)?, query!(sizes(self.0): ptr::null::<i64>())?);
+        let sizes = query!(sizes(self.0): ptr::null::<i64>())?;
         // SAFETY: torch returned `dim` sizes, which live as long as the tensor.
-        Ok(unsafe { list(sizes, dim) })
+        Ok(unsafe { list(sizes, self.dim()?) })
     }
 
     fn strides(&self) -> Result<&[i64], Failure> {
-        let (dim, strides) = (query!(dim(self.0): 0_i64)?, query!(strides(self.0): ptr::null::<i64>())?);
+        let strides = query!(strides(self.0): ptr::null::<i64>())?;
         // SAFETY: torch returned `dim` strides, which live as long as the tensor.
-        Ok(unsafe { list(strides, dim) })
+        Ok(unsafe { list(strides, self.dim()?) })
     }
 
     /// Returns whether the tensor is read as a batch of matrices along its first dimension. This requires at
@@ -269,16 +273,8 @@ impl Tensor {
             arg,
             got: number.name().trim_start_matches("torch.").to_owned(),
         })?;
-        let (sizes, strides) = (self.sizes()?, self.strides()?);
-        let first = usize::from(batch && !sizes.is_empty());
-        let (rows, cols, row_stride, col_stride) =
-            collapse(&sizes[first..], &strides[first..]).ok_or_else(|| Error::Value {
-                arg,
-                got: format!("of shape {sizes:?} with strides {strides:?}, which cannot be viewed as 2-d"),
-                expected: "contiguous".into(),
-            })?;
-        let matrices = if first == 1 { (sizes[0] as usize, strides[0] as isize) } else { (1, 0) };
-        Ok((dtype, self.device()?, (rows, cols), (row_stride, col_stride), matrices))
+        let layout = matrices(arg, self.sizes()?, self.strides()?, batch)?;
+        Ok((dtype, self.device()?, layout))
     }
 
     /// Returns a view of the tensor as a matrix to read.
@@ -292,7 +288,7 @@ impl Tensor {
     }
 
     fn view_of(&self, arg: Arg, batch: bool) -> Result<View<'_>, Failure> {
-        let (dtype, device, shape, strides, (count, stride)) = self.parts(arg, batch)?;
+        let (dtype, device, (shape, strides, (count, stride))) = self.parts(arg, batch)?;
         let data = query!(data(self.0): ptr::null_mut())?;
         // SAFETY: torch's sizes and strides stay within the tensor's memory, which the tensor keeps alive.
         Ok(unsafe { View::from_raw(data.cast(), dtype, device, shape, strides).batched(count, stride) })
@@ -305,7 +301,7 @@ impl Tensor {
 
     /// Returns a view of the tensor to write, as a batch if `batch` is set and as a matrix otherwise.
     pub(super) fn batch_view_mut(&self, name: &'static str, batch: bool) -> Result<ViewMut<'_>, Failure> {
-        let (dtype, device, shape, strides, (count, stride)) = self.parts(name.into(), batch)?;
+        let (dtype, device, (shape, strides, (count, stride))) = self.parts(name.into(), batch)?;
         let data = query!(data_mut(self.0): ptr::null_mut())?;
         // SAFETY: torch's sizes and strides stay within the tensor's memory, which the tensor keeps alive.
         // The call owns its outputs, and operations return an error if an output shares memory with another
@@ -331,10 +327,10 @@ impl Tensor {
 
     /// Allocates a contiguous tensor on this tensor's device.
     pub(super) fn allocate(&self, dtype: DType, sizes: &[i64]) -> Result<Self, Failure> {
-        let mut strides = [1_i64; MOST_DIMENSIONS];
-        if sizes.len() > MOST_DIMENSIONS {
+        let mut strides = [1_i64; MAX_DIMENSIONS];
+        if sizes.len() > MAX_DIMENSIONS {
             let message =
-                format!("a tensor has {} dimensions; at most {MOST_DIMENSIONS} are supported", sizes.len());
+                format!("a tensor has {} dimensions; at most {MAX_DIMENSIONS} are supported", sizes.len());
             return Err(Failure::Value(message));
         }
         for i in (1..sizes.len()).rev() {
@@ -373,9 +369,7 @@ impl Tensor {
             device: if kind == shim.cuda { format!("cuda:{index}") } else { "cpu".into() },
         })
     }
-}
 
-impl Tensor {
     /// Returns a tensor of shape (0,) on this tensor's device. It is a new tensor over an empty allocation
     /// that is made once, because allocating zero bytes takes nearly as long as allocating some. The lock is
     /// never waited for: if the process is forked while another thread holds it, that thread does not exist
@@ -419,10 +413,10 @@ unsafe impl Send for Empty {}
 static EMPTIES: Mutex<Vec<Empty>> = Mutex::new(Vec::new());
 
 /// Limit on dimensions, which is higher than the limit of torch's own loops.
-const MOST_DIMENSIONS: usize = 64;
+const MAX_DIMENSIONS: usize = 64;
 
-/// Element type, device, shape and strides of a matrix, then the number of matrices and their stride.
-type Parts = (DType, Device, (usize, usize), (isize, isize), (usize, isize));
+/// The parts of a view besides its data pointer: element type, device, and layout.
+type Parts = (DType, Device, Matrices);
 
 /// Returns views of the items of a list to read, each a batch or a matrix.
 pub(super) fn views<'a>(
@@ -450,15 +444,4 @@ pub(super) fn stream<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Resul
         return Ok(unsafe { Stream::from_raw(stream) });
     }
     Ok(Stream::default())
-}
-
-/// # Safety
-/// `start` must point to `len` numbers that live for `'a`, unless `len` is 0.
-unsafe fn list<'a>(start: *const i64, len: i64) -> &'a [i64] {
-    if len <= 0 || start.is_null() {
-        return &[];
-    }
-    // SAFETY: `start` is not null and `len` is positive, so the caller guarantees `len` numbers that live for
-    // 'a.
-    unsafe { std::slice::from_raw_parts(start, len as usize) }
 }
