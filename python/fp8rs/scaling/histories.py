@@ -146,20 +146,28 @@ class Pack:
 
 
 def are_intact(packs: Sequence[Pack], layers: Sequence[nn.Module | None]) -> bool:
-    """Return whether the layers' buffers are still views of these packs."""
+    """Return whether the layers' buffers are still views of these packs, each at its place.
+
+    A buffer's ``_base`` does not show this. ``fully_shard`` moves a buffer to another device by
+    assigning to its ``data``, and its ``_base`` stays.
+    """
     seen = 0
     for pack in packs:
-        bases = {id(pack.scale), id(pack.amax), id(pack.history)}
-        for index in pack.indices:
+        wholes = pack.scale, pack.amax, pack.history
+        parts = [
+            (name, whole, whole.stride(dim))
+            for (name, dim), whole in zip(BUFFERS.items(), wholes, strict=True)
+        ]
+        for place, index in enumerate(pack.indices):
             layer = layers[index]
             if layer is None:
                 return False
-            seen += 1
-            buffers = layer._buffers
-            for name in BUFFERS:
-                buffer: Any = buffers[name]
-                if id(buffer._base) not in bases:
+            buffers: Any = layer._buffers
+            for name, whole, stride in parts:
+                buffer = buffers[name]
+                if not is_alias(buffer, whole) or buffer.storage_offset() != place * stride:
                     return False
+        seen += len(pack.indices)
     return seen == sum(layer is not None for layer in layers)
 
 
