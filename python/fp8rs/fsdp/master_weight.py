@@ -96,7 +96,6 @@ def post_all_gather(
         On the first call, the weight and its inner tensors besides the gathered ones. FSDP2 frees
         and allocates their memory.
     """
-    metadata.sharded_model.end_all_gather()
     metadata.ready.wait()
     outputs = (*all_gather_outputs, *metadata.inputs[len(all_gather_outputs) :])
     layout: AllGatherLayout = metadata.sharded_model.quantizer.layout

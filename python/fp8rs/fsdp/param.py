@@ -223,7 +223,7 @@ class LocalShard:
         device: the mesh's device. An offloaded shard is on another one.
     """
 
-    handle: ParamHandle
+    handle: Any
     data: Tensor
     shard_spec: ShardSpec
     device: torch.device
@@ -253,20 +253,12 @@ class LocalShard:
 
 def set_scales(shards: Sequence[LocalShard], scales: Tensor) -> None:
     """Give each handle the scales of its matrices, of scales (n,)."""
-    single = [shard for shard in shards if not shard.shard_spec.batched]
-    if len(single) < len(shards):
-        parts = scales.split([shard.matrices for shard in shards])
-        alone = [scales[:0]]
-        for shard, part in zip(shards, parts, strict=True):
-            if shard.shard_spec.batched:
-                shard.handle.scale = part
-            else:
-                alone.append(part)
-        scales = torch.cat(alone)
-    buffer = scales.new_empty(scales.shape[0], 4)  # GEMMs read scales at multiples of 16 bytes
-    buffer[:, 0] = scales
-    for shard, scale in zip(single, buffer[:, 0].unbind(), strict=True):
-        shard.handle.scale = scale
+    aligned = scales.new_empty(scales.shape[0], 4)  # GEMMs read scales at multiples of 16 bytes
+    aligned[:, 0] = scales
+    counts = [shard.matrices for shard in shards]
+    parts = zip(shards, scales.split(counts), aligned[:, 0].split(counts), strict=True)
+    for shard, batch, single in parts:
+        shard.handle.scale = batch if shard.shard_spec.batched else single.view(())
 
 
 def wait_for_writes(handles: Sequence[ParamHandle]) -> None:

@@ -60,14 +60,8 @@ def sync_shards(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None
         _sync_split_blocks(quantizer, shards)
     else:
         _sync_tensors(quantizer, shards)
-    for handle in map(handle_of, shards):
-        handle.mark_synced()
-
-
-def handle_of(shard: LocalShard) -> Float8ParamHandle:
-    """Return the handle of an FP8 weight's shard."""
-    assert isinstance(shard.handle, Float8ParamHandle)
-    return shard.handle
+    for shard in shards:
+        shard.handle.mark_synced()
 
 
 # --- the common scale -----------------------------------------------------------------------------
@@ -144,12 +138,12 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     if is_traced(common):
         return
     scales, before = common.split(counts), stored.split(counts)
-    update_histories(list(map(handle_of, shards)), scales, before)
+    update_histories([shard.handle for shard in shards], scales, before)
     parts = []
     for shard, row, scale, old, amax in zip(
         shards, rows, scales, before, amaxes.split(counts), strict=True
     ):
-        handle = handle_of(shard)
+        handle = shard.handle
         values = handle.pending
         # A write to an empty shard has no values to keep. The other shards may have new ones.
         if values is not None or (handle.unsynced and not shard.data.numel()):
@@ -179,7 +173,7 @@ def _tensor_contributions(
     empty: list[int] = []
     ends = accumulate(shard.matrices for shard in shards)
     for shard, end in zip(shards, ends, strict=True):
-        handle, places = handle_of(shard), range(end - shard.matrices, end)
+        handle, places = shard.handle, range(end - shard.matrices, end)
         at = slice(places.start, places.stop)
         if not shard.data.numel():
             empty += places
@@ -222,7 +216,7 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
             rows = slice(max(start, 0), start + height)
             scale, stored = common.select(-2, row).to(data.device), scales.select(-2, place)
             before = stored.to(torch.float32, copy=True)
-            if handle_of(shard).pending is None:
+            if shard.handle.pending is None:
                 codes.append((data[..., rows, :], before.view(-1), scale.reshape(-1)))
             else:
                 values = _values(quantizer, shard)[..., rows, :]
@@ -242,7 +236,7 @@ def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane
 
 def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return the values of a shard (..., rows, columns), pending ones if there are any."""
-    pending = handle_of(shard).pending
+    pending = shard.handle.pending
     if pending is not None:
         return pending.view(cast(QuantizedTensor, shard.data)._storage.matrix)
     values = _split_plane(quantizer, shard).dequantize(torch.float32)
@@ -251,7 +245,7 @@ def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
 
 def _block_contributions(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return contributions for each block of a shard, (3, ..., rows, columns of blocks)."""
-    scales, handle = _split_plane(quantizer, shard).scale.to(torch.float32), handle_of(shard)
+    scales, handle = _split_plane(quantizer, shard).scale.to(torch.float32), shard.handle
     if quantizer.layout.columnwise:
         scales = scales.t().contiguous()
     if not handle.unsynced:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fp8rs._torch import in_backward
 from fp8rs.scaling.delayed import DelayedScalingState
 from fp8rs.scaling.reductions import index_tensor, reduce_packed_
 from fp8rs.scaling.streams import StreamDependency
@@ -65,14 +64,16 @@ class ShardQuantizer:
         Raises:
             ValueError: the format does not support this sharding. All ranks raise it.
         """
-        shard_spec = handle.shard_spec
-        self.check(handle, shard_spec)
+        shard_spec, format = handle.shard_spec, self.layout.format
+        last = int(shard_spec.batched and not self.layout.columnwise)
+        if not format.per_tensor and shard_spec.shard_dim > last:
+            raise ValueError(
+                f"shard_placement_fn puts {handle.fqn} on Shard({shard_spec.shard_dim}), but "
+                f"weights in format {format.name!r} are gathered by rows: use Shard(0)"
+            )
         local = handle.local if data is None else data
         data = getattr(local, "high_precision", local)
         return LocalShard(handle, data, shard_spec, shard_spec.mesh_device(local.device))
-
-    def check(self, handle: ParamHandle, shard_spec: ShardSpec) -> None:
-        """Raise ValueError if the format does not support a sharding."""
 
     def split_rows(self, shard_spec: ShardSpec) -> tuple[int, ...]:
         """Return the rows of blocks of each matrix that shard boundaries split."""
@@ -85,6 +86,8 @@ class ShardQuantizer:
 
     def shares_scales(self, shard_spec: ShardSpec) -> bool:
         """Return whether several ranks have elements of one scale of a weight."""
+        if self.layout.format.per_tensor:
+            return bool(shard_spec.matrix_groups)
         return bool(self.split_rows(shard_spec))
 
     def reduce(
@@ -98,12 +101,12 @@ class ShardQuantizer:
             sizes: number of maxima of each shard. By default, the number of its matrices.
         """
         ends = list(accumulate(sizes or [shard.matrices for shard in shards]))
-        parts = map(range, [0, *ends], ends)
-        return reduce_packed_(values, zip(parts, map(self.groups, shards), strict=True))
-
-    def groups(self, shard: LocalShard) -> tuple[Any, ...]:
-        """Return the process groups that a shard's maxima are reduced over."""
-        raise NotImplementedError
+        specs = [shard.shard_spec for shard in shards]
+        if self.layout.format.per_tensor:
+            groups = [spec.matrix_groups for spec in specs]
+        else:  # with tensor parallelism, blocks start at the edge of each rank's part
+            groups = [spec.shard_groups for spec in specs]
+        return reduce_packed_(values, zip(map(range, [0, *ends], ends), groups, strict=True))
 
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
         """Compute what ``cast`` needs from other ranks, and store it on the handles.
@@ -152,14 +155,6 @@ class TensorwiseShardQuantizer(ShardQuantizer):
     """
 
     @override
-    def groups(self, shard: LocalShard) -> tuple[Any, ...]:
-        return shard.shard_spec.matrix_groups
-
-    @override
-    def shares_scales(self, shard_spec: ShardSpec) -> bool:
-        return bool(shard_spec.matrix_groups)
-
-    @override
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
         set_scales(shards, self.quant_spec.scale_from_amax(self._amaxes(shards)))
 
@@ -177,14 +172,14 @@ class TensorwiseShardQuantizer(ShardQuantizer):
                 buffer[numel:].zero_()  # padding is gathered too
         self._cast_into(shards, codes)
         return [
-            (b, flat(scale_of(s).view(-1, 1), s.shard_spec.padded_length, 1))
+            (b, flat(s.handle.scale.view(-1, 1), s.shard_spec.padded_length, 1))
             if s.shard_spec.shards_batch
             else (b,)
             for b, s in zip(buffers, shards, strict=True)
         ]
 
     def _cast_into(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
-        scales = torch.hstack([scale_of(s) for s in shards])
+        scales = torch.hstack([s.handle.scale for s in shards])
         _multi_quantize([s.data for s in shards], scales, codes, True)
 
     @override
@@ -252,19 +247,19 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
     def _cast_into(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
         pairs = list(zip(shards, codes, strict=True))
         # The forward has cast the values that a backward gathers.
-        delayed = [] if in_backward() else [(s, c) for s, c in pairs if not s.shard_spec.batched]
-        if others := [pair for pair in pairs if not delayed or pair[0].shard_spec.batched]:
-            super()._cast_into(*zip(*others, strict=True))
-        if not delayed:
+        again = self._histories.tracker.in_backward
+        if known := [pair for pair in pairs if again or pair[0].shard_spec.batched]:
+            super()._cast_into(*zip(*known, strict=True))
+        if len(known) == len(pairs):
             return
-        shards, codes = zip(*delayed, strict=True)
-        scales = torch.stack([scale_of(s) for s in shards])
+        shards, codes = zip(*(p for p in pairs if not p[0].shard_spec.batched), strict=True)
+        scales = torch.stack([s.handle.scale for s in shards])
         recorded, slots = self._recorded(shards)
         record = self._records(shards)
         amaxes = recorded[slots] if record else torch.zeros_like(scales)
         used = _multi_quantize_delayed([s.data for s in shards], scales, amaxes, codes)
         set_scales(shards, used)
-        ready = StreamDependency(shards[0].device, map(scale_of, shards))
+        ready = StreamDependency(shards[0].device, [s.handle.scale for s in shards])
         for shard in shards:
             shard.handle.ready = ready
         if record and not isinstance(slots, slice):
@@ -278,12 +273,6 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
         """Return the recorded amaxes of all weights (layers,), and the shards' places in them."""
         pack = self._histories.pack(shards[0].device)
         return pack.weight_amaxes([s.handle.index for s in shards])
-
-
-def scale_of(shard: LocalShard) -> Tensor:
-    """Return the scale () on a shard's handle, or the scales (E,) of its matrices."""
-    assert shard.handle.scale is not None
-    return shard.handle.scale
 
 
 # --- one scale per block or row -------------------------------------------------------------------
@@ -305,19 +294,6 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         self.split_block = (
             [self.height, 1] if self.layout.columnwise else list(quant_spec.format.block)
         )
-
-    @override
-    def check(self, handle: ParamHandle, shard_spec: ShardSpec) -> None:
-        dim, format = shard_spec.shard_dim, self.layout.format
-        if dim > int(shard_spec.batched and not self.layout.columnwise):
-            raise ValueError(
-                f"shard_placement_fn puts {handle.fqn} on Shard({dim}), but weights in format "
-                f"{format.name!r} are gathered by rows: use Shard(0)"
-            )
-
-    @override
-    def groups(self, shard: LocalShard) -> tuple[Any, ...]:
-        return shard.shard_spec.shard_groups
 
     @override
     def update_scales(self, shards: Sequence[LocalShard]) -> None:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from fp8rs._torch import (
     dtensor_like,
     fsdp_groups,
-    in_backward,
     local_tensor,
     own_part,
     set_local_tensor,
@@ -220,19 +219,13 @@ class ShardedModel:
             self._prepared = self._cast(group, data)
         return self._prepared.pop(handle)
 
-    def end_all_gather(self) -> None:
-        """Forget shards that were cast for the last all-gather and were not part of it."""
-        self._prepared.clear()
-
     def _refresh_scales(self, group: Sequence[ParamHandle]) -> None:
         """If a scale of a group is stale, compute all stale scales of its process group.
 
         Raises:
             RuntimeError: an FP8 weight that is gathered for a backward was written.
         """
-        tracker = self.state.tracker
-        # A hook on a backward may run a forward of this model.
-        forward_id, backward = tracker.forward_id, in_backward() and not tracker.in_forward
+        forward_id, backward = self.state.tracker.forward_id, self.state.tracker.in_backward
         if any(h.is_stale(forward_id, backward) for h in group):
             parameter: Any = group[0].parameter
             self._compare(parameter.device_mesh)
@@ -268,11 +261,8 @@ class ShardedModel:
                 assert ready is not None
                 ready.wait()
             inputs = self.quantizer.all_gather_inputs(shards)
-            kept = [
-                t if s.shard_spec.num_shards == 1 else ()
-                for s, t in zip(shards, inputs, strict=True)
-            ]
-            scales = (h.scale for h in group if h.scale is not None)
+            kept = inputs if shard.shard_spec.num_shards == 1 else [()] * len(inputs)
+            scales = [h.scale for h in group if h.scale is not None]
             ready = StreamDependency(shard.device, chain(scales, *kept))
         return {
             s.handle: (t, AllGatherMetadata(self, s.shard_spec, s.handle.scale, own, ready))
@@ -345,8 +335,7 @@ class ShardedModel:
     def _sync(self, shards: Sequence[LocalShard]) -> None:
         """Synchronize the scales of FP8 shards."""
         shared = [s for s in shards if self.quantizer.shares_scales(s.shard_spec)]
-        parameters: list[Any] = [s.handle.parameter for s in shared]
-        for mesh in dict.fromkeys(parameter.device_mesh for parameter in parameters):
+        for mesh in dict.fromkeys(s.handle.parameter.device_mesh for s in shared):
             self._compare(mesh)
         if shared:
             sync_shards(self.quantizer, shared)

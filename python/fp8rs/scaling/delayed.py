@@ -67,7 +67,7 @@ class DelayedScalingState:
         self.recorded = False
         self.rolls = 0
         self.compiled: set[str] = set()
-        self._specs, self._tracker, self._group = list(specs), tracker, group
+        self._specs, self.tracker, self._group = list(specs), tracker, group
         self._forwards = self._stepped_at = 0
         self._saw_step = False
         self._packs: list[Pack] = []
@@ -103,7 +103,7 @@ class DelayedScalingState:
 
         If a part of the model is called by itself, no hook of the root has run.
         """
-        if training and not self._tracker.in_forward and not in_backward():
+        if training and not self.tracker.in_forward and not in_backward():
             # As in `forward_begins`, but comparing the buffers of all layers in each call of a
             # layer would take too long.
             if not self._packs:
@@ -116,13 +116,13 @@ class DelayedScalingState:
         Args:
             layers: the layers of these weights.
         """
-        tracker = self._tracker
+        tracker = self.tracker
         return tracker.training if tracker.in_forward else any(m.training for m in layers)
 
     def stepped(self) -> None:
         """Notify that an optimizer with a parameter of this model has stepped."""
         self._saw_step = True
-        forward_id, training = self._tracker.forward_id, self._tracker.training
+        forward_id, training = self.tracker.forward_id, self.tracker.training
         # Compiled forwards do not notify this object. If only layers are compiled, a forward of the
         # model in training mode still does.
         silent = "model" in self.compiled or (
@@ -142,7 +142,7 @@ class DelayedScalingState:
         The packs are built again if buffers were moved or replaced. Within a forward of the model,
         this is checked once.
         """
-        in_forward, forward_id = self._tracker.in_forward, self._tracker.forward_id
+        in_forward, forward_id = self.tracker.in_forward, self.tracker.forward_id
         if not (self._packs and in_forward and self._checked_in == forward_id):
             self._checked_in = forward_id
             layers = self.layers()
