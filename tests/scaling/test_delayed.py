@@ -594,7 +594,7 @@ def test_scales_are_lost_on_the_meta_device(device):
 
 
 def test_a_cast_on_the_meta_device_leaves_the_buffers_in_fp32():
-    model, state = build("cpu")
+    model, _ = build("cpu")
     model.to("meta").bfloat16()
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
 

@@ -69,14 +69,13 @@ class AllGatherLayout:
         lengths = [spec.padded_numel for spec in specs]
         sizes = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        padded = map(first, buffer.split_with_sizes(sizes), lengths)
-        codes = buffer.view(self.fp8_dtype).split_with_sizes(sizes)
-        shaped = zip(codes, shapes, strict=True)
-        return list(padded), [first(part, shape.numel()).view(shape) for part, shape in shaped]
+        parts = zip(buffer.split_with_sizes(sizes), lengths, strict=True)
+        padded = [part[:length] for part, length in parts]
+        return padded, [self.codes(*part) for part in zip(padded, shapes, strict=True)]
 
     def codes(self, buffer: Tensor, shape: torch.Size) -> Tensor:
         """Return the codes of shape ``shape`` in a flat uint8 buffer, as a view."""
-        return first(buffer, shape.numel()).view(self.fp8_dtype).view(shape)
+        return buffer[: shape.numel()].view(self.fp8_dtype).view(shape)
 
     def pack(self, planes: Planes, spec: ShardSpec) -> tuple[Tensor, ...]:
         """Return the planes of a shard as flat uint8 tensors, as long as on any other rank.
@@ -216,11 +215,6 @@ class AllGatherLayout:
         """Return the gathered scales of a batch of (rows, cols) matrices."""
         shape = self.format.scale_shape(rows, cols, (spec.unsharded_shape[0],))
         return output.view(self.format.scale_dtype)[: prod(shape)].view(shape)
-
-
-def first(t: Tensor, numel: int) -> Tensor:
-    """Return the first elements of a flat tensor."""
-    return t if t.shape[0] == numel else t[:numel]
 
 
 def flat(t: Tensor, rows: int, cols: int) -> Tensor:

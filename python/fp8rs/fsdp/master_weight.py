@@ -47,14 +47,14 @@ class AllGatherMetadata:
     """Input of the post-all-gather hook besides the gathered bytes.
 
     Attributes:
-        sharded_model: the `fp8rs.fsdp.sharded_model.ShardedModel` of the parameter.
+        layout: how weights of the parameter's format are gathered.
         shard_spec: how the parameter is sharded.
         scale: the scales on the parameter's handle.
         inputs: with one rank, all tensors to gather, because FSDP2 passes on the first alone.
         ready: the work that wrote ``scale`` and ``inputs``.
     """
 
-    sharded_model: Any
+    layout: AllGatherLayout
     shard_spec: ShardSpec
     scale: Tensor | None
     inputs: tuple[Tensor, ...]
@@ -98,8 +98,7 @@ def post_all_gather(
     """
     metadata.ready.wait()
     outputs = (*all_gather_outputs, *metadata.inputs[len(all_gather_outputs) :])
-    layout: AllGatherLayout = metadata.sharded_model.quantizer.layout
-    shard_spec = metadata.shard_spec
+    layout, shard_spec = metadata.layout, metadata.shard_spec
     if out is not None:
         storage: PlaneStorage = own_part(out)._storage
         planes = layout.refilled(storage, outputs, shard_spec, metadata.scale)

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_spec, own_part
 from fp8rs.scaling.streams import StreamDependency
-from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import Planes
 
 from .shard_spec import ShardSpec
 
@@ -224,7 +222,7 @@ class LocalShard:
     """
 
     handle: Any
-    data: Tensor
+    data: Any
     shard_spec: ShardSpec
     device: torch.device
 
@@ -234,21 +232,9 @@ class LocalShard:
         return isinstance(self.data, QuantizedTensor)
 
     @property
-    def planes(self) -> Planes:
-        """The planes of an FP8 shard. Those of an empty shard are empty."""
-        return cast(QuantizedTensor, self.data).planes
-
-    @property
-    def row(self) -> Plane:
-        """The rowwise plane of an FP8 shard. That of an empty shard is empty."""
-        row = self.planes[0]
-        assert row is not None
-        return row
-
-    @property
     def matrices(self) -> int:
         """The number of matrices that the shard has, or has parts of."""
-        return self.data.shape[0] if self.shard_spec.batched else 1
+        return int(self.data.shape[0]) if self.shard_spec.batched else 1
 
 
 def set_scales(shards: Sequence[LocalShard], scales: Tensor) -> None:

@@ -29,20 +29,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8rs._core import multi_rescale
 from fp8rs._torch import is_traced
-from fp8rs.scaling.histories import differs, largest_code
+from fp8rs.scaling.histories import differs, largest_code, set_next_scales
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
-from .float8_shard import Float8ParamHandle, update_histories
+from .float8_shard import Float8ParamHandle
 from .param import LocalShard
 from .shard_quantizer import BlockwiseShardQuantizer, ShardQuantizer
 
@@ -127,7 +126,7 @@ def _rescale(parts: Sequence[tuple[Tensor, Tensor, Tensor]], width: int | None) 
 
 
 def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
-    rows = [shard.row for shard in shards]
+    rows = [shard.data.planes[0] for shard in shards]
     own = [row.scale.view(-1) for row in rows]
     stored = torch.cat([scale.to(s.device) for scale, s in zip(own, shards, strict=True)])
     contributions = _tensor_contributions(quantizer.quant_spec, shards, stored)
@@ -138,7 +137,7 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     if is_traced(common):
         return
     scales, before = common.split(counts), stored.split(counts)
-    update_histories([shard.handle for shard in shards], scales, before)
+    set_next_scales([s.handle.slots for s in shards], scales, quantizer.quant_spec, before)
     parts = []
     for shard, row, scale, old, amax in zip(
         shards, rows, scales, before, amaxes.split(counts), strict=True
@@ -182,9 +181,9 @@ def _tensor_contributions(
             if handle.pending is not None:
                 amax = amaxes[at] = _multi_amax([handle.pending], shard.shard_spec.batched)
             else:
-                row = shard.row
-                magnitudes = row.data.view(torch.uint8).reshape(len(places), -1) & 0x7F
-                largest = magnitudes.amax(1).view(row.data.dtype)
+                codes = shard.data.planes[0].data
+                magnitudes = codes.view(torch.uint8).reshape(len(places), -1) & 0x7F
+                largest = magnitudes.amax(1).view(codes.dtype)
                 amax = largest.to(scale.device, torch.float32) * scale
             wanted[at] = _wanted(quant_spec, handle, scale, amax.to(scale.device))
     found = torch.cat([_contribution(stored, wanted), amaxes.view(1, -1)])
@@ -228,17 +227,15 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
 
 def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane:
     """Return the plane whose blocks shard boundaries split."""
-    row, col = shard.planes
-    plane = col if quantizer.layout.columnwise else row
-    assert plane is not None
+    plane: Plane = shard.data.planes[quantizer.layout.columnwise]
     return plane
 
 
 def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return the values of a shard (..., rows, columns), pending ones if there are any."""
-    pending = shard.handle.pending
+    pending: Tensor | None = shard.handle.pending
     if pending is not None:
-        return pending.view(cast(QuantizedTensor, shard.data)._storage.matrix)
+        return pending.view(shard.data._storage.matrix)
     values = _split_plane(quantizer, shard).dequantize(torch.float32)
     return values.t() if quantizer.layout.columnwise else values
 

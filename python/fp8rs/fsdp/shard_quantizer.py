@@ -132,7 +132,8 @@ class ShardQuantizer:
         masters = [s for s in shards if not s.is_fp8]
         cast = iter(self.cast(masters) if masters else ())
         return [
-            self.layout.pack(s.planes, s.shard_spec) if s.is_fp8 else next(cast) for s in shards
+            self.layout.pack(s.data.planes, s.shard_spec) if s.is_fp8 else next(cast)
+            for s in shards
         ]
 
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
@@ -160,7 +161,9 @@ class TensorwiseShardQuantizer(ShardQuantizer):
 
     @override
     def copy_scales(self, shards: Sequence[LocalShard]) -> None:
-        set_scales(shards, torch.cat([s.row.scale.view(-1).to(s.device) for s in shards]))
+        set_scales(
+            shards, torch.cat([s.data.planes[0].scale.view(-1).to(s.device) for s in shards])
+        )
 
     @override
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
@@ -238,7 +241,7 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
             finite, at = amaxes.isfinite(), index_tensor(tuple(places), scales.device)
             known = (scales[at] > 0) & finite
             scales[at] = torch.where(known, scales[at], self.quant_spec.scale_from_amax(amaxes))
-            if self._records(shards):
+            if self._histories.records(modules):
                 recorded, slots = self._recorded(new)
                 seen = recorded[slots]
                 recorded[slots] = torch.where(finite, seen.maximum(amaxes), seen)
@@ -255,7 +258,7 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
         shards, codes = zip(*(p for p in pairs if not p[0].shard_spec.batched), strict=True)
         scales = torch.stack([s.handle.scale for s in shards])
         recorded, slots = self._recorded(shards)
-        record = self._records(shards)
+        record = self._histories.records(s.handle.module for s in shards)
         amaxes = recorded[slots] if record else torch.zeros_like(scales)
         used = _multi_quantize_delayed([s.data for s in shards], scales, amaxes, codes)
         set_scales(shards, used)
@@ -264,10 +267,6 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
             shard.handle.ready = ready
         if record and not isinstance(slots, slice):
             recorded[slots] = amaxes
-
-    def _records(self, shards: Sequence[LocalShard]) -> bool:
-        """Return whether the amaxes of shards that are gathered now enter the histories."""
-        return self._histories.records(s.handle.module for s in shards)
 
     def _recorded(self, shards: Sequence[LocalShard]) -> tuple[Tensor, Any]:
         """Return the recorded amaxes of all weights (layers,), and the shards' places in them."""
@@ -306,7 +305,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
     @override
     def copy_scales(self, shards: Sequence[LocalShard]) -> None:
         shards = [s for s in shards if self.layout.gathers_codes_alone(s.shard_spec)]
-        grids = [s.row.scale.to(torch.float32) for s in shards]
+        grids = [s.data.planes[0].scale.to(torch.float32) for s in shards]
         reduced = self.reduce_rows(shards, grids, self.reduced_rows)
         for shard, scales in zip(shards, reduced, strict=True):
             shard.handle.scale = scales.to(self.layout.format.scale_dtype)

@@ -36,10 +36,11 @@ from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import check_module, quant_spec
 from fp8rs.scaling.reductions import reduce_packed_
 from fp8rs.scaling.streams import StreamDependency
+from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .checks import check_settings, compare_conversions
-from .float8_shard import Float8ParamHandle, Float8Shard, handle_for, wrap_shard, write_planes
+from .float8_shard import Float8ParamHandle, Float8Shard, handle_for
 from .master_weight import AllGatherMetadata, MasterWeight
 from .param import (
     LocalShard,
@@ -83,7 +84,7 @@ class ShardedModel:
         self._high_precision: set[ParamHandle] = set()
         #: Modules with parameters that are not converted, by name. Listed once, because each weight
         #: is compared with all of them.
-        self._unconverted: list[tuple[str, weakref.ref[nn.Module]]] | None = None
+        self._unconverted: weakref.WeakKeyDictionary[nn.Module, str] | None = None
         #: The parameters that FSDP2 gathers together, by each of them.
         self._groups: dict[ParamHandle, list[ParamHandle]] | None = None
         #: Shards of the all-gather that is being prepared: FSDP2 calls the hook of each parameter.
@@ -142,7 +143,9 @@ class ShardedModel:
         if isinstance(handle, Float8ParamHandle):
             if (kept := handle.init_value) is not None and kept.shape != local.shape:
                 handle.init_value = local_part(kept, parameter)
-            set_local_tensor(parameter, wrap_shard(local))
+            shard: Any = local.view_of(local.geometry)
+            shard.__class__ = Float8Shard
+            set_local_tensor(parameter, shard)
         else:
             set_local_tensor(parameter, MasterWeight(local, handle))
         # The DTensor gets the attributes that users have set on the parameter before.
@@ -163,17 +166,16 @@ class ShardedModel:
         """
         root = self.state.root
         if self._unconverted is None and root is not None:
-            self._unconverted = [
-                (path or type(other).__name__, weakref.ref(other))
+            self._unconverted = weakref.WeakKeyDictionary(
+                (other, path or type(other).__name__)
                 for path, other in root.named_modules()
                 if other._parameters and not hasattr(other, "_fp8_params")
-            ]
+            )
         own = {id(parameter), id(module._parameters.get(name))}  # tied modules are set one by one
         return [
             path
-            for path, reference in self._unconverted or ()
-            if (other := reference()) is not None
-            and any(id(p) in own for p in other._parameters.values() if p is not None)
+            for other, path in (self._unconverted or {}).items()
+            if any(id(p) in own for p in other._parameters.values() if p is not None)
         ]
 
     def _all_handles(self) -> Iterable[ParamHandle]:
@@ -265,7 +267,10 @@ class ShardedModel:
             scales = [h.scale for h in group if h.scale is not None]
             ready = StreamDependency(shard.device, chain(scales, *kept))
         return {
-            s.handle: (t, AllGatherMetadata(self, s.shard_spec, s.handle.scale, own, ready))
+            s.handle: (
+                t,
+                AllGatherMetadata(self.quantizer.layout, s.shard_spec, s.handle.scale, own, ready),
+            )
             for s, t, own in zip(shards, inputs, kept, strict=True)
         }
 
@@ -320,7 +325,8 @@ class ShardedModel:
         shards = list(map(self.quantizer.local_shard, handles, values))
         with torch.inference_mode(False), torch.no_grad():
             for handle, planes in zip(handles, self.quantizer.planes(shards), strict=True):
-                write_planes(handle.local, planes)
+                storage: PlaneStorage = handle.local._storage
+                storage.copy_planes_((storage.rowwise, storage.columnwise), planes)
                 handle.mark_written()
 
     def reduce_amaxes_(self, handles: Sequence[Float8ParamHandle], amaxes: Tensor) -> None:
@@ -383,15 +389,13 @@ class ShardedModel:
 
 def needs_wrapping(module: nn.Module, name: str, parameter: Any) -> bool:
     """Whether a sharded parameter of a module is FP8 and has no all-gather hooks of the module."""
-    local = local_tensor(parameter)
-    if isinstance(local, QuantizedTensor):
-        # With tensor parallelism, an unsharded weight is a DTensor too.
-        eligible = not local._storage.gathered
-    else:
-        eligible = local.dtype.is_floating_point
-    known = local_of(parameter)
-    if known is None or not eligible:
-        return eligible
+    local, known = local_tensor(parameter), local_of(parameter)
+    # With tensor parallelism, an unsharded weight is a DTensor too.
+    gathered = isinstance(local, QuantizedTensor) and local._storage.gathered
+    if gathered or not local.dtype.is_floating_point:
+        return False
+    if known is None:
+        return True
     other = known._handle._module()
     # A tied parameter has the handle of one of its modules.
     return other is not module and (other is None or other._parameters.get(name) is not parameter)
@@ -432,7 +436,6 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
         module: a module that contains converted layers, usually FSDP2's root.
     """
     check_module("module", module)
-    states = {id(s): s for m in module.modules() if (s := getattr(m, "_fp8_state", None))}
-    for state in states.values():
-        if state.sharded_model is not None:
+    for state in dict.fromkeys(getattr(m, "_fp8_state", None) for m in module.modules()):
+        if state is not None and state.sharded_model is not None:
             state.sharded_model.precompute()

@@ -93,8 +93,8 @@ class Float8Params(nn.Module):
             if new is not before and new.is_meta >= before.is_meta:
                 # A cast applies only to parameters, and to_empty does not initialize memory.
                 self._buffers[name] = before.to(new.device)
-        if any(b.is_meta and not self._buffers[name].is_meta for name, b in buffers.items()):
-            reset_scales(self)  # the meta device has no values
+            if before.is_meta and not new.is_meta:
+                reset_scales(self)  # the meta device has no values
         for name in self._fp8_params:
             weight = self._parameters.get(name)
             if name in kept:

@@ -210,7 +210,7 @@ def differs(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_next_scales(
-    slots: Sequence[tuple[Tensor, Tensor]],
+    slots: Sequence[tuple[Tensor, Tensor] | None],
     scales: Sequence[Tensor],
     spec: QuantSpec,
     before: Sequence[Tensor] | None = None,
@@ -218,17 +218,22 @@ def set_next_scales(
     """Set the next scales to those that values were written with, and raise amaxes accordingly.
 
     Args:
-        slots: the next scale () and the recorded amax () of each weight.
+        slots: the next scale () and the recorded amax () of each weight. None for a weight without
+            a history, whose scale has no effect.
         scales: the scale (1,) of each weight, fp32. A scale that is not finite has no effect.
         spec: how the weights are quantized.
         before: the scales before the write. A scale that still has the same bits has no effect. If
             None, all scales count as changed.
     """
-    known, amaxes = (torch.stack(part) for part in zip(*slots, strict=True))
-    new_scales = torch.cat(list(scales)).to(known.device)
+    places = [i for i, pair in enumerate(slots) if pair is not None]
+    if not places:
+        return
+    found: Any = [slots[i] for i in places]
+    known, amaxes = (torch.stack(part) for part in zip(*found, strict=True))
+    new_scales = torch.cat([scales[i] for i in places]).to(known.device)
     counts = new_scales.isfinite()
     if before is not None:
-        counts &= differs(new_scales, torch.cat(list(before)).to(known.device))
+        counts &= differs(new_scales, torch.cat([before[i] for i in places]).to(known.device))
     largest = amaxes.maximum(new_scales * largest_code(spec))
     new = (*torch.where(counts, new_scales, known), *torch.where(counts, largest, amaxes))
-    torch._foreach_copy_([slot for part in zip(*slots, strict=True) for slot in part], new)
+    torch._foreach_copy_([slot for part in zip(*found, strict=True) for slot in part], new)
