@@ -70,7 +70,7 @@ class Float8ParamHandle(ParamHandle):
     @property
     def quant_spec(self) -> QuantSpec:
         """How the weight is quantized."""
-        return cast(QuantizedTensor, self.parameter_part).spec
+        return cast(QuantSpec, self.parameter_part.spec)
 
     @property
     def sharded_model(self) -> Any:
@@ -90,17 +90,14 @@ class Float8ParamHandle(ParamHandle):
         """The indices of this rank's first elements: see `ShardSpec`."""
         if self.local is not None:
             return self.shard_spec.element_offsets
-        parameter: Any = self.parameter if self.in_place else None
         # A layer that was made with a recipe is sharded without all-gather hooks.
-        sharded = is_distributed(parameter)
-        return ShardSpec.from_dtensor(parameter).element_offsets if sharded else (0,)
+        sharded = self.in_place and is_distributed(self.parameter)
+        return ShardSpec.from_dtensor(self.parameter).element_offsets if sharded else (0,)
 
     def reshard(self) -> None:
         """Make modules hold their shards again if FSDP2 has this weight gathered."""
-        part = self.parameter_part
-        if not (isinstance(part, QuantizedTensor) and part._storage.gathered):
-            return
-        if (root := self.state.root) is not None:
+        part, root = self.parameter_part, self.state.root
+        if isinstance(part, QuantizedTensor) and part._storage.gathered and root is not None:
             reshard(root)
 
     # --- writes ----------------------------------------------------------------------------------
@@ -179,12 +176,12 @@ class Float8ParamHandle(ParamHandle):
     def init_value(self) -> Tensor | None:
         """The values from before the first rounding that this rank holds, on the CPU, or None."""
         value = self._init_value
-        if value is not None and self.in_place:
-            parameter: Any = self.parameter
-            # Tensor parallelism replaces the parameter by a DTensor without a notification.
-            if value.shape == parameter.shape != self.parameter_part.shape:
-                self._init_value = value = local_part(value, parameter)
-        return value
+        if value is None or not self.in_place:
+            return value
+        # Tensor parallelism replaces the parameter by a DTensor without a notification.
+        if value.shape == self.parameter.shape != self.parameter_part.shape:
+            self._init_value = local_part(value, self.parameter)
+        return self._init_value
 
     @init_value.setter
     def init_value(self, value: Tensor | None) -> None:

@@ -91,15 +91,14 @@ class ParamHandle:
         return module is not None and module._parameters.get(self.name) is not None
 
     @property
-    def parameter(self) -> Tensor:
+    def parameter(self) -> Any:
         """The module's parameter: sharded, or unsharded while FSDP2 has it gathered."""
-        return cast(Tensor, self.module._parameters[self.name])
+        return self.module._parameters[self.name]
 
     @property
-    def parameter_part(self) -> Tensor:
+    def parameter_part(self) -> Any:
         """This rank's part of the parameter."""
-        part: Tensor = own_part(self.parameter)
-        return part
+        return own_part(self.parameter)
 
     @property
     def local(self) -> Any:
@@ -113,8 +112,7 @@ class ParamHandle:
     @property
     def shard_spec(self) -> ShardSpec:
         """How the parameter is sharded, or was sharded before the module held it unsharded."""
-        parameter: Any = self.parameter
-        known = self._shard_spec
+        parameter, known = self.parameter, self._shard_spec
         # Reading a mesh's groups is slow. The DTensor's specification stays the same object.
         if known is None or dtensor_spec(parameter) is not known[0]:
             if local_of(parameter) is not None:

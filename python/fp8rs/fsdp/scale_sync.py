@@ -45,7 +45,6 @@ from .float8_shard import Float8ParamHandle
 from .param import LocalShard
 from .shard_quantizer import BlockwiseShardQuantizer, ShardQuantizer
 
-_block_amax = torch.ops.fp8rs.block_amax.default
 _multi_amax = torch.ops.fp8rs.multi_amax.default
 _quantize = torch.ops.fp8rs.quantize.default
 
@@ -200,11 +199,12 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
     contributions = [grid[i] for i in range(3) for grid in grids]
     reduced = quantizer.reduce_rows([*shards] * 3, contributions, quantizer.split_rows)
     codes: list[tuple[Tensor, Tensor, Tensor]] = []
+    height, width = quantizer.split_block
     for i, shard in enumerate(shards):
         common = _common(*reduced[i :: len(shards)])
         if is_traced(common):
             return
-        plane, height = _split_plane(quantizer, shard), quantizer.height
+        plane = _split_plane(quantizer, shard)
         data, scales = plane.matrix, plane.scale
         if quantizer.layout.columnwise:
             data, scales = data.t(), scales.t()
@@ -220,9 +220,9 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
             else:
                 values = _values(quantizer, shard)[..., rows, :]
                 changed = differs(scale, before)
-                _round_blocks(quantizer, values, data[..., rows, :], changed, scale)
+                _round_blocks(values, data[..., rows, :], changed, scale, width)
             stored.copy_(scale.to(stored.dtype))
-    _rescale(codes, quantizer.split_block[1])
+    _rescale(codes, width)
 
 
 def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane:
@@ -247,29 +247,20 @@ def _block_contributions(quantizer: BlockwiseShardQuantizer, shard: LocalShard) 
         scales = scales.t().contiguous()
     if not handle.unsynced:
         return _contribution(scales, scales)
-    block, offset, batched = (
-        quantizer.split_block,
-        quantizer.block_offset(shard),
-        shard.shard_spec.batched,
-    )
-    amax = _block_amax(_values(quantizer, shard), block, offset, batched)
+    amax = quantizer.block_amaxes(shard, _values(quantizer, shard))
     return _contribution(scales, _wanted(quantizer.quant_spec, handle, scales, amax))
 
 
 def _round_blocks(
-    quantizer: BlockwiseShardQuantizer,
-    values: Tensor,
-    codes: Tensor,
-    changed: Tensor,
-    scale: Tensor,
+    values: Tensor, codes: Tensor, changed: Tensor, scale: Tensor, width: int
 ) -> None:
     """Round values (..., rows, columns) of one row of blocks whose ``scale`` (..., blocks) changed.
 
-    Blocks that already have their common scale keep their codes.
+    A block has ``width`` columns. Blocks that already have their common scale keep their codes.
     """
 
     def expand_scale(x: Tensor) -> Tensor:
-        x = x.repeat_interleave(quantizer.split_block[1], -1)
+        x = x.repeat_interleave(width, -1)
         return x[..., : values.shape[-1]].unsqueeze(-2)
 
     # Devices that flush subnormals would compute an infinite inverse of the smallest E8M0 scale.

@@ -363,10 +363,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
             For each of these shards, the amaxes of its own blocks and of the reduced rows.
         """
         shards = [s for s in shards if rows_of(s.shard_spec)]
-        grids = [
-            _block_amax(s.data, self.split_block, self.block_offset(s), s.shard_spec.batched)
-            for s in shards
-        ]
+        grids = [self.block_amaxes(s, s.data) for s in shards]
         reduced = self.reduce_rows(shards, grids, rows_of)
         found = {}
         for shard, grid, rows in zip(shards, grids, reduced, strict=True):
@@ -375,6 +372,12 @@ class BlockwiseShardQuantizer(ShardQuantizer):
             copy_rows(rows, indices, own, places)
             found[shard] = own, rows
         return found
+
+    def block_amaxes(self, shard: LocalShard, values: Tensor) -> Tensor:
+        """Return the amaxes of the blocks that a shard with these values touches."""
+        offset, batched = self.block_offset(shard), shard.shard_spec.batched
+        amaxes: Tensor = _block_amax(values, self.split_block, offset, batched)
+        return amaxes
 
     def block_offset(self, shard: LocalShard) -> int:
         """Return how many rows of the shard's first row of blocks are on the ranks before it."""

@@ -34,21 +34,13 @@ from fp8rs._torch import (
 from fp8rs.nn.fp8_params import copy_attributes
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import check_module, quant_spec
-from fp8rs.scaling.reductions import reduce_packed_
 from fp8rs.scaling.streams import StreamDependency
-from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .checks import check_settings, compare_conversions
 from .float8_shard import Float8ParamHandle, Float8Shard, handle_for
 from .master_weight import AllGatherMetadata, MasterWeight
-from .param import (
-    LocalShard,
-    ParamHandle,
-    local_of,
-    record_write_events,
-    wait_for_writes,
-)
+from .param import ParamHandle, local_of, record_write_events, wait_for_writes
 from .scale_sync import sync_shards
 from .shard_quantizer import shard_quantizer
 from .shard_spec import local_part
@@ -118,14 +110,20 @@ class ShardedModel:
         if module._parameters.get(name) is parameter:
             self._checked = False  # moved or cast
             handles[name].invalidate_scale()
-        if not needs_wrapping(module, name, parameter):
+        local, known = local_tensor(parameter), local_of(parameter)
+        # With tensor parallelism, an unsharded weight is a DTensor too.
+        gathered = isinstance(local, QuantizedTensor) and local._storage.gathered
+        if gathered or not local.dtype.is_floating_point:
+            return
+        # A tied parameter has the handle of one of its modules.
+        holder = None if known is None else known._handle
+        if holder is not None and (holder._module() is module or holder.local is known):
             return
         state, index = self.state, handles[name].index
         state.relink(module)
         state.move_hooks_first()
         if state.delayed is not None:
             state.delayed.add_mesh(parameter.device_mesh, index)
-        local = local_tensor(parameter)
         if not isinstance(local, QuantizedTensor):
             if handles[name] in self._high_precision or not state.fp8_gather:
                 return
@@ -229,8 +227,7 @@ class ShardedModel:
         """
         forward_id, backward = self.state.tracker.forward_id, self.state.tracker.in_backward
         if any(h.is_stale(forward_id, backward) for h in group):
-            parameter: Any = group[0].parameter
-            self._compare(parameter.device_mesh)
+            self._compare(group[0].parameter.device_mesh)
             self._check_settings()
             groups = group[0].shard_spec.shard_groups
             stale = (h for h in self.handles() if h.is_stale(forward_id, backward))
@@ -266,25 +263,21 @@ class ShardedModel:
             kept = inputs if shard.shard_spec.num_shards == 1 else [()] * len(inputs)
             scales = [h.scale for h in group if h.scale is not None]
             ready = StreamDependency(shard.device, chain(scales, *kept))
+        layout = self.quantizer.layout
         return {
-            s.handle: (
-                t,
-                AllGatherMetadata(self.quantizer.layout, s.shard_spec, s.handle.scale, own, ready),
-            )
+            s.handle: (t, AllGatherMetadata(layout, s.shard_spec, s.handle.scale, own, ready))
             for s, t, own in zip(shards, inputs, kept, strict=True)
         }
 
     def _update_scales(self, handles: Sequence[ParamHandle], forward_id: int) -> None:
         """Compute the scales of parameters from their shards: one amax launch, one all-reduce."""
-        shards = [self.quantizer.local_shard(h) for h in handles]
-        fp8_shards = [s for s in shards if s.is_fp8]
-        masters = [s for s in shards if not s.is_fp8]
+        self.sync_scales(handles)
+        shards = list(map(self.quantizer.local_shard, handles))
         with torch.inference_mode(False), torch.no_grad():
             wait_for_writes(handles)
-            if fp8_shards:
-                self._sync(fp8_shards)
+            if fp8_shards := [s for s in shards if s.is_fp8]:
                 self.quantizer.copy_scales(fp8_shards)
-            if masters:
+            if masters := [s for s in shards if not s.is_fp8]:
                 self.quantizer.update_scales(masters)
             computed = [t for h in handles for t in (h.scale, h.amaxes) if t is not None]
             ready = StreamDependency(shards[0].device, computed)
@@ -313,7 +306,12 @@ class ShardedModel:
         fp8 = [h for h in handles if isinstance(h, Float8ParamHandle) and not h.local.is_meta]
         with torch.inference_mode(False), torch.no_grad():
             wait_for_writes(fp8)
-            self._sync(list(map(self.quantizer.local_shard, fp8)))
+            shards = map(self.quantizer.local_shard, fp8)
+            shared = [s for s in shards if self.quantizer.shares_scales(s.shard_spec)]
+            for mesh in dict.fromkeys(s.handle.parameter.device_mesh for s in shared):
+                self._compare(mesh)
+            if shared:
+                sync_shards(self.quantizer, shared)
         self._synced_by_optimizer = in_step
 
     def sync_module(self, module: Any) -> None:
@@ -325,26 +323,17 @@ class ShardedModel:
         shards = list(map(self.quantizer.local_shard, handles, values))
         with torch.inference_mode(False), torch.no_grad():
             for handle, planes in zip(handles, self.quantizer.planes(shards), strict=True):
-                storage: PlaneStorage = handle.local._storage
+                storage = handle.local._storage
                 storage.copy_planes_((storage.rowwise, storage.columnwise), planes)
                 handle.mark_written()
 
     def reduce_amaxes_(self, handles: Sequence[Float8ParamHandle], amaxes: Tensor) -> None:
         """Reduce the amaxes (n,) of shards, fp32, over the ranks of each weight, in place."""
-        specs = [handle.shard_spec for handle in handles]
+        shards = list(map(self.quantizer.local_shard, handles))
         # A process group may have no backend for the device of offloaded weights.
-        values = amaxes.to(specs[0].mesh_device(amaxes.device))
-        reduce_packed_(values, ((range(i, i + 1), s.matrix_groups) for i, s in enumerate(specs)))
+        values = self.quantizer.reduce(shards, amaxes.to(shards[0].device))
         if values is not amaxes:
             amaxes.copy_(values)
-
-    def _sync(self, shards: Sequence[LocalShard]) -> None:
-        """Synchronize the scales of FP8 shards."""
-        shared = [s for s in shards if self.quantizer.shares_scales(s.shard_spec)]
-        for mesh in dict.fromkeys(s.handle.parameter.device_mesh for s in shared):
-            self._compare(mesh)
-        if shared:
-            sync_shards(self.quantizer, shared)
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -387,20 +376,6 @@ class ShardedModel:
             self._compared.add(mesh)
 
 
-def needs_wrapping(module: nn.Module, name: str, parameter: Any) -> bool:
-    """Whether a sharded parameter of a module is FP8 and has no all-gather hooks of the module."""
-    local, known = local_tensor(parameter), local_of(parameter)
-    # With tensor parallelism, an unsharded weight is a DTensor too.
-    gathered = isinstance(local, QuantizedTensor) and local._storage.gathered
-    if gathered or not local.dtype.is_floating_point:
-        return False
-    if known is None:
-        return True
-    other = known._handle._module()
-    # A tied parameter has the handle of one of its modules.
-    return other is not module and (other is None or other._parameters.get(name) is not parameter)
-
-
 @torch.no_grad()
 def make_plain(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
@@ -412,15 +387,13 @@ def make_plain(
     With ``keep_vars=True`` an entry remains the parameter itself. The entry of an FP8 weight is the
     quantized shard, whose scales are synchronized first.
     """
+    state: Any = module._fp8_state
     for name in module._fp8_params:  # type: ignore[union-attr]
         value = state_dict.get(prefix + name)
-        local = own_part(value)
+        local, kept = own_part(value), isinstance(value, (MasterWeight, nn.Parameter))
         if isinstance(local, Float8Shard):
-            if (sharded_model := local._handle.sharded_model) is not None:
-                sharded_model.sync_module(module)
-        elif isinstance(local, MasterWeight) and not isinstance(
-            value, (MasterWeight, nn.Parameter)
-        ):
+            state.ensure_sharded_model().sync_module(module)
+        elif isinstance(local, MasterWeight) and not kept:
             state_dict[prefix + name] = dtensor_like(value, local.high_precision)
 
 
