@@ -221,9 +221,8 @@ class MasterWeight(Tensor):
             note_writes(func, args, kwargs)
         out = on_plain(func, args, kwargs)
         first = args[0] if args else None
-        if not isinstance(first, MasterWeight) or first.traced:
-            return out
-        if not func.is_view and func not in NEW_TENSORS:
+        same = func.is_view or func in NEW_TENSORS
+        if not same or not isinstance(first, MasterWeight) or first.traced:
             return out
         handle = first._handle
 

@@ -136,11 +136,10 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     if is_traced(common):
         return
     scales, before = common.split(counts), stored.split(counts)
+    each = zip(shards, rows, scales, before, amaxes.split(counts), strict=True)
     set_next_scales([s.handle.slots for s in shards], scales, quantizer.quant_spec, before)
     parts = []
-    for shard, row, scale, old, amax in zip(
-        shards, rows, scales, before, amaxes.split(counts), strict=True
-    ):
+    for shard, row, scale, old, amax in each:
         handle = shard.handle
         values = handle.pending
         # A write to an empty shard has no values to keep. The other shards may have new ones.
@@ -208,9 +207,8 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
         data, scales = plane.matrix, plane.scale
         if quantizer.layout.columnwise:
             data, scales = data.t(), scales.t()
-        for place, row in zip(
-            *quantizer.places(shard, grids[i], quantizer.split_rows), strict=True
-        ):
+        places, indices = quantizer.places(shard, grids[i], quantizer.split_rows)
+        for place, row in zip(places, indices, strict=True):
             start = place * height - quantizer.block_offset(shard)
             rows = slice(max(start, 0), start + height)
             scale, stored = common.select(-2, row).to(data.device), scales.select(-2, place)

@@ -129,12 +129,9 @@ class ShardQuantizer:
         Args:
             shards: shards whose ``data`` is on the mesh's device.
         """
-        masters = [s for s in shards if not s.is_fp8]
+        masters, pack = [s for s in shards if not s.is_fp8], self.layout.pack
         cast = iter(self.cast(masters) if masters else ())
-        return [
-            self.layout.pack(s.data.planes, s.shard_spec) if s.is_fp8 else next(cast)
-            for s in shards
-        ]
+        return [pack(s.data.planes, s.shard_spec) if s.is_fp8 else next(cast) for s in shards]
 
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
         """Quantize master weights with the scales on their handles, and pack them."""
@@ -161,9 +158,8 @@ class TensorwiseShardQuantizer(ShardQuantizer):
 
     @override
     def copy_scales(self, shards: Sequence[LocalShard]) -> None:
-        set_scales(
-            shards, torch.cat([s.data.planes[0].scale.view(-1).to(s.device) for s in shards])
-        )
+        scales = [s.data.planes[0].scale.view(-1).to(s.device) for s in shards]
+        set_scales(shards, torch.cat(scales))
 
     @override
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
@@ -190,10 +186,9 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         amaxes = self._amaxes(shards)
         scales = self.quant_spec.scale_from_amax(amaxes)
         counts = [shard.matrices for shard in shards]
+        each = zip(shards, amaxes.split(counts), scales.split(counts), strict=True)
         made: list[Planes] = []
-        for shard, amax, scale in zip(
-            shards, amaxes.split(counts), scales.split(counts), strict=True
-        ):
+        for shard, amax, scale in each:
             scale = scale.to(shard.data.device)
             scale = scale if shard.shard_spec.batched else scale.view(())
             made.append(quantize_planes(self.quant_spec, shard.data, True, False, scale=scale))

@@ -40,7 +40,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from .checks import check_settings, compare_conversions
 from .float8_shard import Float8ParamHandle, Float8Shard, handle_for
 from .master_weight import AllGatherMetadata, MasterWeight
-from .param import ParamHandle, local_of, record_write_events, wait_for_writes
+from .param import LocalShard, ParamHandle, local_of, record_write_events, wait_for_writes
 from .scale_sync import sync_shards
 from .shard_quantizer import shard_quantizer
 from .shard_spec import local_part
@@ -271,11 +271,11 @@ class ShardedModel:
 
     def _update_scales(self, handles: Sequence[ParamHandle], forward_id: int) -> None:
         """Compute the scales of parameters from their shards: one amax launch, one all-reduce."""
-        self.sync_scales(handles)
         shards = list(map(self.quantizer.local_shard, handles))
         with torch.inference_mode(False), torch.no_grad():
             wait_for_writes(handles)
             if fp8_shards := [s for s in shards if s.is_fp8]:
+                self._sync(fp8_shards)
                 self.quantizer.copy_scales(fp8_shards)
             if masters := [s for s in shards if not s.is_fp8]:
                 self.quantizer.update_scales(masters)
@@ -306,13 +306,16 @@ class ShardedModel:
         fp8 = [h for h in handles if isinstance(h, Float8ParamHandle) and not h.local.is_meta]
         with torch.inference_mode(False), torch.no_grad():
             wait_for_writes(fp8)
-            shards = map(self.quantizer.local_shard, fp8)
-            shared = [s for s in shards if self.quantizer.shares_scales(s.shard_spec)]
-            for mesh in dict.fromkeys(s.handle.parameter.device_mesh for s in shared):
-                self._compare(mesh)
-            if shared:
-                sync_shards(self.quantizer, shared)
+            self._sync(map(self.quantizer.local_shard, fp8))
         self._synced_by_optimizer = in_step
+
+    def _sync(self, shards: Iterable[LocalShard]) -> None:
+        """Synchronize the scales of FP8 shards that several ranks share."""
+        shared = [s for s in shards if self.quantizer.shares_scales(s.shard_spec)]
+        for mesh in dict.fromkeys([s.handle.parameter.device_mesh for s in shared]):
+            self._compare(mesh)
+        if shared:
+            sync_shards(self.quantizer, shared)
 
     def sync_module(self, module: Any) -> None:
         """Synchronize the scales of a converted module's FP8 weights."""
