@@ -288,6 +288,8 @@ class ShardedModel:
         """Compute the scales of the next forward now."""
         forward_id = self.state.tracker.forward_id + 1
         if stale := [h for h in self.handles() if h.is_stale(forward_id, False)]:
+            for mesh in dict.fromkeys([h.parameter.device_mesh for h in stale]):
+                self._compare(mesh)
             self._update_scales(stale, forward_id)
 
     # --- scales that FP8 shards share, on all ranks ----------------------------------------------
