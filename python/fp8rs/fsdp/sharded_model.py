@@ -227,7 +227,7 @@ class ShardedModel:
         """
         forward_id, backward = self.state.tracker.forward_id, self.state.tracker.in_backward
         if any(h.is_stale(forward_id, backward) for h in group):
-            self._compare(group[0].parameter.device_mesh)
+            self._compare([group[0].parameter.device_mesh])
             self._check_settings()
             groups = group[0].shard_spec.shard_groups
             stale = (h for h in self.handles() if h.is_stale(forward_id, backward))
@@ -288,8 +288,7 @@ class ShardedModel:
         """Compute the scales of the next forward now."""
         forward_id = self.state.tracker.forward_id + 1
         if stale := [h for h in self.handles() if h.is_stale(forward_id, False)]:
-            for mesh in dict.fromkeys([h.parameter.device_mesh for h in stale]):
-                self._compare(mesh)
+            self._compare([h.parameter.device_mesh for h in stale])
             self._update_scales(stale, forward_id)
 
     # --- scales that FP8 shards share, on all ranks ----------------------------------------------
@@ -314,8 +313,7 @@ class ShardedModel:
     def _sync(self, shards: Iterable[LocalShard]) -> None:
         """Synchronize the scales of FP8 shards that several ranks share."""
         shared = [s for s in shards if self.quantizer.shares_scales(s.shard_spec)]
-        for mesh in dict.fromkeys([s.handle.parameter.device_mesh for s in shared]):
-            self._compare(mesh)
+        self._compare([s.handle.parameter.device_mesh for s in shared])
         if shared:
             sync_shards(self.quantizer, shared)
 
@@ -328,8 +326,11 @@ class ShardedModel:
         shards = list(map(self.quantizer.local_shard, handles, values))
         with torch.inference_mode(False), torch.no_grad():
             for handle, planes in zip(handles, self.quantizer.planes(shards), strict=True):
-                storage = handle.local._storage
-                storage.copy_planes_((storage.rowwise, storage.columnwise), planes)
+                storage, row = handle.local._storage, planes[0]
+                if handle.local.numel():
+                    storage.copy_planes_((storage.rowwise, storage.columnwise), planes)
+                elif row is not None and row.format.per_tensor and not row.batched:
+                    storage.any_plane.scale.copy_(row.scale)  # of all ranks
                 handle.mark_written()
 
     def reduce_amaxes_(self, handles: Sequence[Float8ParamHandle], amaxes: Tensor) -> None:
@@ -350,8 +351,7 @@ class ShardedModel:
         # All-gathers of this forward wait for writes before it, not for its own computation.
         record_write_events(self._all_handles())
         if not self._checked:
-            for mesh in {p.device_mesh: None for p in sharded_parameters(root)}:
-                self._compare(mesh)
+            self._compare([p.device_mesh for p in sharded_parameters(root)])
             self._check_settings()
 
     def stepped(self) -> None:
@@ -374,11 +374,12 @@ class ShardedModel:
             self.state.move_hooks_first()
             self._checked = True
 
-    def _compare(self, mesh: Any) -> None:
+    def _compare(self, meshes: Iterable[Any]) -> None:
         """Raise ValueError if the conversions of a mesh's ranks differ. Runs once per mesh."""
-        if mesh not in self._compared:
-            compare_conversions(self.state, mesh)
-            self._compared.add(mesh)
+        for mesh in dict.fromkeys(meshes):
+            if mesh not in self._compared:
+                compare_conversions(self.state, mesh)
+                self._compared.add(mesh)
 
 
 @torch.no_grad()
