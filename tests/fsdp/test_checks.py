@@ -122,12 +122,17 @@ def test_so_is_another_version(rig):
 
 
 @ranks(2)
-@pytest.mark.parametrize("call", ["a block", "unshard"])
+@pytest.mark.parametrize("call", ["a block", "unshard", "precompute"])
 def test_it_is_said_where_no_forward_of_the_model_is_announced(rig, call):
     first, last, said = WAYS["a field"]
     model = shard(make(EVEN, device=rig.device, **(last if rig.rank else first)), rig)
+    calls = {
+        "a block": lambda: model.blocks[0](batch(rig)),
+        "unshard": model.unshard,
+        "precompute": lambda: fp8rs.precompute_float8_dynamic_scale_for_fsdp(model),
+    }
     with pytest.raises(ValueError, match=message(*said, 1)):
-        model.blocks[0](batch(rig)) if call == "a block" else model.unshard()
+        calls[call]()
 
 
 @ranks(2)

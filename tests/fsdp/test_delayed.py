@@ -130,6 +130,36 @@ def test_delayed_margin_holds_for_gathered_weights(rig):
         assert same_bytes(seen[name], expected(weight)[1] * 4)
 
 
+@ranks(2)
+@pytest.mark.parametrize("bad", [None, float("inf")])
+def test_a_forward_in_a_hook_of_another_models_backward_is_a_forward(rig, bad):
+    """Its casts record amaxes and find values that are not finite."""
+    student, teacher = (
+        shard(make(EVEN, recipe="delayed", seed=seed, device=rig.device), rig) for seed in (0, 1)
+    )
+    train_with_histories(teacher, rig)
+    first = next(iter(linears(teacher).values()))
+    with torch.no_grad():
+        first.weight.mul_(3)
+        if bad is not None and rig.rank == 0:
+            first.weight.to_local()[0, 0] = bad
+    largest = full_weights(teacher)[next(iter(linears(teacher)))].abs().amax()
+    finite, x = [], batch(rig)
+
+    def teach(gradient):
+        with torch.no_grad():
+            finite.append(bool(teacher(x).isfinite().all()))
+
+    y = student(x)
+    y.register_hook(teach)
+    y.square().mean().backward()
+    assert finite == [bad is None or rig.rank != 0]
+    if bad is None:
+        recorded = first.fp8_amax[0, 0].clone()
+        dist.all_reduce(recorded, op=dist.ReduceOp.MAX)
+        assert recorded == largest
+
+
 @ranks(4)
 def test_histories_are_reduced_over_both_meshes(rig):
     """A reduction group of the user's own takes no shard's ranks out of a weight's history."""

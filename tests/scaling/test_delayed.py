@@ -540,6 +540,65 @@ def test_slots_follow_buffers_that_are_moved_in_place():
     assert not any(handle_of(model.a).slots)
 
 
+def test_buffers_that_are_moved_in_place_still_roll(device):
+    model, state = build(device)
+    model(batch(device)).sum().backward()
+    step(model)
+    for buffer in model.buffers():  # as `fully_shard` does
+        buffer.data = buffer.data.clone()
+    model(batch(device, 10.0)).sum().backward()
+    recorded = state.amax.clone()
+    step(model)
+    assert torch.equal(state.history[0], recorded)
+    assert torch.equal(state.history[1, X_A], amax(batch(device)))
+    assert not state.amax.any()
+
+
+def test_buffers_at_another_layers_place_are_packed_again(device):
+    model, _ = build(device)
+    model(batch(device)).sum().backward()
+    for name in ("fp8_scale", "fp8_amax", "fp8_amax_history"):
+        a, b = model.a._buffers, model.b._buffers
+        a[name], b[name] = b[name], a[name]
+    (pack,) = state_of(model.a).delayed.packs()
+    assert torch.equal(pack.amax[0], model.a.fp8_amax)
+    assert torch.equal(pack.amax[1], model.b.fp8_amax)
+
+
+def test_to_empty_keeps_scales_finite(device):
+    model, state = build(device)
+    for _ in range(3):
+        model(batch(device)).sum().backward()
+        step(model)
+    before = state.scale.clone(), state.history.clone()
+    junk = [torch.full((size,), float("nan"), device=device) for size in [12, 16, 48] * 50]
+    del junk  # memory that to_empty may return
+    model.to_empty(device=device)
+    assert torch.equal(state.scale, before[0])
+    assert torch.equal(state.history, before[1])
+
+
+def test_scales_are_lost_on_the_meta_device(device):
+    """The host must not take scales for known that are 0."""
+    model, state = build(device)
+    for _ in range(3):
+        model(batch(device)).sum().backward()
+        step(model)
+    assert all(state.ready)
+    model.to("meta")
+    model.to_empty(device=device)
+    assert not any(state.ready)
+    for layer in (model.a, model.b):
+        nn.init.normal_(layer.weight)
+    assert model(batch(device)).isfinite().all()
+
+
+def test_a_cast_on_the_meta_device_leaves_the_buffers_in_fp32():
+    model, _ = build("cpu")
+    model.to("meta").bfloat16()
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+
+
 def test_directly_called_submodule_rolls(device):
     model, state = build(device)
     for _ in range(2):

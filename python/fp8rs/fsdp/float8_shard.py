@@ -7,7 +7,6 @@ alone and never starts a collective. It marks the `Float8ParamHandle` as unsynce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from fp8rs._torch import is_distributed, is_traced, own_part, reshard, sharded_p
 from fp8rs.scaling.histories import set_next_scales
 from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import Planes, QuantSpec
+from fp8rs.tensor.spec import QuantSpec
 
 from .master_weight import post_all_gather, pre_all_gather
 from .param import ParamHandle
@@ -40,14 +39,6 @@ class Float8Shard(QuantizedTensor):
     def _is_weight(self) -> bool:
         """Whether this object is the local tensor of the parameter, and not a view or a copy."""
         return self._handle.in_place and self is self._handle.parameter_part
-
-
-def wrap_shard(local: QuantizedTensor) -> Float8Shard:
-    """Return a shard over the planes of ``local``, with the handle that observes its writes."""
-    shard: Any = local.view_of(local.geometry)
-    shard.__class__ = Float8Shard
-    found: Float8Shard = shard
-    return found
 
 
 class Float8ParamHandle(ParamHandle):
@@ -79,7 +70,7 @@ class Float8ParamHandle(ParamHandle):
     @property
     def quant_spec(self) -> QuantSpec:
         """How the weight is quantized."""
-        return cast(QuantizedTensor, self.parameter_part).spec
+        return cast(QuantSpec, self.parameter_part.spec)
 
     @property
     def sharded_model(self) -> Any:
@@ -99,17 +90,14 @@ class Float8ParamHandle(ParamHandle):
         """The indices of this rank's first elements: see `ShardSpec`."""
         if self.local is not None:
             return self.shard_spec.element_offsets
-        parameter: Any = self.parameter if self.in_place else None
         # A layer that was made with a recipe is sharded without all-gather hooks.
-        sharded = is_distributed(parameter)
-        return ShardSpec.from_dtensor(parameter).element_offsets if sharded else (0,)
+        sharded = self.in_place and is_distributed(self.parameter)
+        return ShardSpec.from_dtensor(self.parameter).element_offsets if sharded else (0,)
 
     def reshard(self) -> None:
         """Make modules hold their shards again if FSDP2 has this weight gathered."""
-        part = self.parameter_part
-        if not (isinstance(part, QuantizedTensor) and part._storage.gathered):
-            return
-        if (root := self.state.root) is not None:
+        part, root = self.parameter_part, self.state.root
+        if isinstance(part, QuantizedTensor) and part._storage.gathered and root is not None:
             reshard(root)
 
     # --- writes ----------------------------------------------------------------------------------
@@ -156,7 +144,7 @@ class Float8ParamHandle(ParamHandle):
         # A gathered weight has no observer.
         if storage is not None and storage.observer is self and not tensor.is_meta:
             # The next write would otherwise saturate with a scale from before these values.
-            update_histories([self], [storage.any_plane.scale.view(-1)])
+            set_next_scales([self.slots], [storage.any_plane.scale.view(-1)], self.quant_spec)
 
     def mark_written(self) -> None:
         """Note a write. Scales are taken to be common. Others set ``unsynced`` afterwards."""
@@ -193,12 +181,12 @@ class Float8ParamHandle(ParamHandle):
     def init_value(self) -> Tensor | None:
         """The values from before the first rounding that this rank holds, on the CPU, or None."""
         value = self._init_value
-        if value is not None and self.in_place:
-            parameter: Any = self.parameter
-            # Tensor parallelism replaces the parameter by a DTensor without a notification.
-            if value.shape == parameter.shape != self.parameter_part.shape:
-                self._init_value = value = local_part(value, parameter)
-        return value
+        if value is None or not self.in_place:
+            return value
+        # Tensor parallelism replaces the parameter by a DTensor without a notification.
+        if value.shape == self.parameter.shape != self.parameter_part.shape:
+            self._init_value = local_part(value, self.parameter)
+        return self._init_value
 
     @init_value.setter
     def init_value(self, value: Tensor | None) -> None:
@@ -226,41 +214,3 @@ def handle_for(module: nn.Module, name: str, parameter: Any = None) -> ParamHand
     if not isinstance(handle, Float8ParamHandle) or handle._module() is not module:
         handle = local._storage.observer = Float8ParamHandle(module, name)
     return handle
-
-
-# --- planes ---------------------------------------------------------------------------------------
-
-
-def write_planes(local: QuantizedTensor, planes: Planes) -> None:
-    """Write the planes of a whole shard. An empty shard of one matrix stores its scale alone."""
-    storage = local._storage
-    if local.numel():
-        storage.copy_planes_(storage.rows(slice(0, local.shape[0])), planes)
-    elif storage.format.per_tensor and not storage.batched:
-        row, col = planes
-        plane = row if row is not None else col
-        assert plane is not None
-        storage.any_plane.scale.copy_(plane.scale)
-
-
-# --- delayed scaling ------------------------------------------------------------------------------
-
-
-def update_histories(
-    handles: Sequence[Float8ParamHandle],
-    scales: Sequence[Tensor],
-    before: Sequence[Tensor] | None = None,
-) -> None:
-    """With delayed scaling, make the next scales those that values were written with.
-
-    Args:
-        handles: handles of one model.
-        scales: the scale of each handle (1,), fp32. A scale that is not finite has no effect, nor
-            have the scales (E,) of a batch, which has no history.
-        before: scales with the same bits in both have no effect. None if all have.
-    """
-    found = [(pair, i) for i, handle in enumerate(handles) if (pair := handle.slots) is not None]
-    if found:
-        slots, places = zip(*found, strict=True)
-        old = None if before is None else [before[i] for i in places]
-        set_next_scales(slots, [scales[i] for i in places], handles[0].quant_spec, old)

@@ -13,9 +13,10 @@ and every rank has all scales already.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,29 +70,22 @@ class AllGatherLayout:
         lengths = [spec.padded_numel for spec in specs]
         sizes = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        padded = map(first, buffer.split_with_sizes(sizes), lengths)
-        codes = buffer.view(self.fp8_dtype).split_with_sizes(sizes)
-        shaped = zip(codes, shapes, strict=True)
-        return list(padded), [first(part, shape.numel()).view(shape) for part, shape in shaped]
+        parts = zip(buffer.split_with_sizes(sizes), lengths, strict=True)
+        padded = [part[:length] for part, length in parts]
+        return padded, [self.codes(*part) for part in zip(padded, shapes, strict=True)]
 
     def codes(self, buffer: Tensor, shape: torch.Size) -> Tensor:
         """Return the codes of shape ``shape`` in a flat uint8 buffer, as a view."""
-        return first(buffer, shape.numel()).view(self.fp8_dtype).view(shape)
+        return buffer[: shape.numel()].view(self.fp8_dtype).view(shape)
 
     def pack(self, planes: Planes, spec: ShardSpec) -> tuple[Tensor, ...]:
         """Return the planes of a shard as flat uint8 tensors, as long as on any other rank.
 
         Scales that every rank has are not included.
         """
-        row, col = planes
-        assert row is not None
-        extents = self.extents(spec)
+        extents, made = self.extents(spec), tensors_of(planes[: 1 + self.columnwise])
         if self.gathers_codes_alone(spec):
-            return (flat(row.data.reshape(1, -1), *extents[0]),)
-        made = [row.data, row.scale]
-        if self.columnwise:
-            assert col is not None
-            made += [col.data, col.scale]
+            return (flat(made[0].reshape(1, -1), *extents[0]),)
         if spec.batched:
             made = [t.view(-1, 1) if t.dim() == 1 else t.flatten(1) for t in made]
         return tuple(flat(t, *extent) for t, extent in zip(made, extents, strict=True))
@@ -139,30 +133,26 @@ class AllGatherLayout:
         storage: PlaneStorage,
         outputs: Sequence[Tensor],
         spec: ShardSpec,
-        scale: Tensor | None,
+        scale: Any,
     ) -> Planes | None:
         """Return the planes of the last unshard if FSDP2 gathered into their memory, else None.
 
         Building equal planes from the outputs takes several times as long. Comparing storages
         suffices, because the views of `unpack` begin where an output begins.
         """
-        row, col = storage.rowwise, storage.columnwise
-        assert row is not None
+        planes = storage.rowwise, storage.columnwise
+        tensors = tensors_of(planes)
         if self.gathers_codes_alone(spec):
-            assert scale is not None
-            same = is_alias(row.data, outputs[0])
-            return (Plane(row.data, scale, self.format), None) if same else None
-        tensors = [row.data, row.scale]
-        if col is not None:
-            tensors += [col.data, col.scale]
+            same = is_alias(tensors[0], outputs[0])
+            return (Plane(tensors[0], scale, self.format), None) if same else None
         same = len(tensors) == len(outputs) and all(map(is_alias, tensors, outputs))
-        return (row, col) if same else None
+        return planes if same else None
 
     def unpack(
         self,
         outputs: Sequence[Tensor],
         spec: ShardSpec,
-        scale: Tensor | None,
+        scale: Any,
         columnwise: Plane | None = None,
     ) -> Planes:
         """Return the planes of the unsharded weight, over the gathered tensors.
@@ -176,7 +166,6 @@ class AllGatherLayout:
         format = self.format
         codes = self.codes(outputs[0], torch.Size(spec.unsharded_shape))
         if self.gathers_codes_alone(spec):
-            assert scale is not None
             return Plane(codes, scale, format), None
         if spec.batched:
             rows, cols = spec.matrix_shape
@@ -218,9 +207,9 @@ class AllGatherLayout:
         return output.view(self.format.scale_dtype)[: prod(shape)].view(shape)
 
 
-def first(t: Tensor, numel: int) -> Tensor:
-    """Return the first elements of a flat tensor."""
-    return t if t.shape[0] == numel else t[:numel]
+def tensors_of(planes: Iterable[Plane | None]) -> list[Tensor]:
+    """Return the codes and scales of planes."""
+    return [t for plane in planes if plane is not None for t in (plane.data, plane.scale)]
 
 
 def flat(t: Tensor, rows: int, cols: int) -> Tensor:

@@ -47,14 +47,14 @@ class AllGatherMetadata:
     """Input of the post-all-gather hook besides the gathered bytes.
 
     Attributes:
-        sharded_model: the `fp8rs.fsdp.sharded_model.ShardedModel` of the parameter.
+        layout: how weights of the parameter's format are gathered.
         shard_spec: how the parameter is sharded.
         scale: the scales on the parameter's handle.
         inputs: with one rank, all tensors to gather, because FSDP2 passes on the first alone.
         ready: the work that wrote ``scale`` and ``inputs``.
     """
 
-    sharded_model: Any
+    layout: AllGatherLayout
     shard_spec: ShardSpec
     scale: Tensor | None
     inputs: tuple[Tensor, ...]
@@ -96,11 +96,9 @@ def post_all_gather(
         On the first call, the weight and its inner tensors besides the gathered ones. FSDP2 frees
         and allocates their memory.
     """
-    metadata.sharded_model.end_all_gather()
     metadata.ready.wait()
     outputs = (*all_gather_outputs, *metadata.inputs[len(all_gather_outputs) :])
-    layout: AllGatherLayout = metadata.sharded_model.quantizer.layout
-    shard_spec = metadata.shard_spec
+    layout, shard_spec = metadata.layout, metadata.shard_spec
     if out is not None:
         storage: PlaneStorage = own_part(out)._storage
         planes = layout.refilled(storage, outputs, shard_spec, metadata.scale)
@@ -223,9 +221,8 @@ class MasterWeight(Tensor):
             note_writes(func, args, kwargs)
         out = on_plain(func, args, kwargs)
         first = args[0] if args else None
-        if not isinstance(first, MasterWeight) or first.traced:
-            return out
-        if not func.is_view and func not in NEW_TENSORS:
+        same = func.is_view or func in NEW_TENSORS
+        if not same or not isinstance(first, MasterWeight) or first.traced:
             return out
         handle = first._handle
 

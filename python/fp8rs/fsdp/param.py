@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_spec, own_part
 from fp8rs.scaling.streams import StreamDependency
-from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import Planes
 
 from .shard_spec import ShardSpec
 
@@ -93,15 +91,14 @@ class ParamHandle:
         return module is not None and module._parameters.get(self.name) is not None
 
     @property
-    def parameter(self) -> Tensor:
+    def parameter(self) -> Any:
         """The module's parameter: sharded, or unsharded while FSDP2 has it gathered."""
-        return cast(Tensor, self.module._parameters[self.name])
+        return self.module._parameters[self.name]
 
     @property
-    def parameter_part(self) -> Tensor:
+    def parameter_part(self) -> Any:
         """This rank's part of the parameter."""
-        part: Tensor = own_part(self.parameter)
-        return part
+        return own_part(self.parameter)
 
     @property
     def local(self) -> Any:
@@ -115,8 +112,7 @@ class ParamHandle:
     @property
     def shard_spec(self) -> ShardSpec:
         """How the parameter is sharded, or was sharded before the module held it unsharded."""
-        parameter: Any = self.parameter
-        known = self._shard_spec
+        parameter, known = self.module._parameters[self.name], self._shard_spec
         # Reading a mesh's groups is slow. The DTensor's specification stays the same object.
         if known is None or dtensor_spec(parameter) is not known[0]:
             if local_of(parameter) is not None:
@@ -223,8 +219,8 @@ class LocalShard:
         device: the mesh's device. An offloaded shard is on another one.
     """
 
-    handle: ParamHandle
-    data: Tensor
+    handle: Any
+    data: Any
     shard_spec: ShardSpec
     device: torch.device
 
@@ -234,39 +230,19 @@ class LocalShard:
         return isinstance(self.data, QuantizedTensor)
 
     @property
-    def planes(self) -> Planes:
-        """The planes of an FP8 shard. Those of an empty shard are empty."""
-        return cast(QuantizedTensor, self.data).planes
-
-    @property
-    def row(self) -> Plane:
-        """The rowwise plane of an FP8 shard. That of an empty shard is empty."""
-        row = self.planes[0]
-        assert row is not None
-        return row
-
-    @property
     def matrices(self) -> int:
         """The number of matrices that the shard has, or has parts of."""
-        return self.data.shape[0] if self.shard_spec.batched else 1
+        return int(self.data.shape[0]) if self.shard_spec.batched else 1
 
 
 def set_scales(shards: Sequence[LocalShard], scales: Tensor) -> None:
     """Give each handle the scales of its matrices, of scales (n,)."""
-    single = [shard for shard in shards if not shard.shard_spec.batched]
-    if len(single) < len(shards):
-        parts = scales.split([shard.matrices for shard in shards])
-        alone = [scales[:0]]
-        for shard, part in zip(shards, parts, strict=True):
-            if shard.shard_spec.batched:
-                shard.handle.scale = part
-            else:
-                alone.append(part)
-        scales = torch.cat(alone)
-    buffer = scales.new_empty(scales.shape[0], 4)  # GEMMs read scales at multiples of 16 bytes
-    buffer[:, 0] = scales
-    for shard, scale in zip(single, buffer[:, 0].unbind(), strict=True):
-        shard.handle.scale = scale
+    aligned = scales.new_empty(scales.shape[0], 4)  # GEMMs read scales at multiples of 16 bytes
+    aligned[:, 0] = scales
+    counts = [shard.matrices for shard in shards]
+    parts = zip(shards, scales.split(counts), aligned[:, 0].split(counts), strict=True)
+    for shard, batch, single in parts:
+        shard.handle.scale = batch if shard.shard_spec.batched else single.view(())
 
 
 def wait_for_writes(handles: Sequence[ParamHandle]) -> None:

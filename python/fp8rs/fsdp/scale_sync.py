@@ -29,24 +29,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8rs._core import multi_rescale
 from fp8rs._torch import is_traced
-from fp8rs.scaling.histories import differs, largest_code
+from fp8rs.scaling.histories import differs, largest_code, set_next_scales
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
-from .float8_shard import Float8ParamHandle, update_histories
+from .float8_shard import Float8ParamHandle
 from .param import LocalShard
 from .shard_quantizer import BlockwiseShardQuantizer, ShardQuantizer
 
-_block_amax = torch.ops.fp8rs.block_amax.default
 _multi_amax = torch.ops.fp8rs.multi_amax.default
 _quantize = torch.ops.fp8rs.quantize.default
 
@@ -60,14 +58,8 @@ def sync_shards(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None
         _sync_split_blocks(quantizer, shards)
     else:
         _sync_tensors(quantizer, shards)
-    for handle in map(handle_of, shards):
-        handle.mark_synced()
-
-
-def handle_of(shard: LocalShard) -> Float8ParamHandle:
-    """Return the handle of an FP8 weight's shard."""
-    assert isinstance(shard.handle, Float8ParamHandle)
-    return shard.handle
+    for shard in shards:
+        shard.handle.mark_synced()
 
 
 # --- the common scale -----------------------------------------------------------------------------
@@ -133,7 +125,7 @@ def _rescale(parts: Sequence[tuple[Tensor, Tensor, Tensor]], width: int | None) 
 
 
 def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
-    rows = [shard.row for shard in shards]
+    rows = [shard.data.planes[0] for shard in shards]
     own = [row.scale.view(-1) for row in rows]
     stored = torch.cat([scale.to(s.device) for scale, s in zip(own, shards, strict=True)])
     contributions = _tensor_contributions(quantizer.quant_spec, shards, stored)
@@ -144,12 +136,11 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     if is_traced(common):
         return
     scales, before = common.split(counts), stored.split(counts)
-    update_histories(list(map(handle_of, shards)), scales, before)
+    each = zip(shards, rows, scales, before, amaxes.split(counts), strict=True)
+    set_next_scales([s.handle.slots for s in shards], scales, quantizer.quant_spec, before)
     parts = []
-    for shard, row, scale, old, amax in zip(
-        shards, rows, scales, before, amaxes.split(counts), strict=True
-    ):
-        handle = handle_of(shard)
+    for shard, row, scale, old, amax in each:
+        handle = shard.handle
         values = handle.pending
         # A write to an empty shard has no values to keep. The other shards may have new ones.
         if values is not None or (handle.unsynced and not shard.data.numel()):
@@ -179,7 +170,7 @@ def _tensor_contributions(
     empty: list[int] = []
     ends = accumulate(shard.matrices for shard in shards)
     for shard, end in zip(shards, ends, strict=True):
-        handle, places = handle_of(shard), range(end - shard.matrices, end)
+        handle, places = shard.handle, range(end - shard.matrices, end)
         at = slice(places.start, places.stop)
         if not shard.data.numel():
             empty += places
@@ -188,9 +179,9 @@ def _tensor_contributions(
             if handle.pending is not None:
                 amax = amaxes[at] = _multi_amax([handle.pending], shard.shard_spec.batched)
             else:
-                row = shard.row
-                magnitudes = row.data.view(torch.uint8).reshape(len(places), -1) & 0x7F
-                largest = magnitudes.amax(1).view(row.data.dtype)
+                codes = shard.data.planes[0].data
+                magnitudes = codes.view(torch.uint8).reshape(len(places), -1) & 0x7F
+                largest = magnitudes.amax(1).view(codes.dtype)
                 amax = largest.to(scale.device, torch.float32) * scale
             wanted[at] = _wanted(quant_spec, handle, scale, amax.to(scale.device))
     found = torch.cat([_contribution(stored, wanted), amaxes.view(1, -1)])
@@ -207,78 +198,67 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
     contributions = [grid[i] for i in range(3) for grid in grids]
     reduced = quantizer.reduce_rows([*shards] * 3, contributions, quantizer.split_rows)
     codes: list[tuple[Tensor, Tensor, Tensor]] = []
+    height, width = quantizer.split_block
     for i, shard in enumerate(shards):
         common = _common(*reduced[i :: len(shards)])
         if is_traced(common):
             return
-        plane, height = _split_plane(quantizer, shard), quantizer.height
+        plane = _split_plane(quantizer, shard)
         data, scales = plane.matrix, plane.scale
         if quantizer.layout.columnwise:
             data, scales = data.t(), scales.t()
-        for place, row in zip(
-            *quantizer.places(shard, grids[i], quantizer.split_rows), strict=True
-        ):
+        places, indices = quantizer.places(shard, grids[i], quantizer.split_rows)
+        for place, row in zip(places, indices, strict=True):
             start = place * height - quantizer.block_offset(shard)
             rows = slice(max(start, 0), start + height)
             scale, stored = common.select(-2, row).to(data.device), scales.select(-2, place)
             before = stored.to(torch.float32, copy=True)
-            if handle_of(shard).pending is None:
+            if shard.handle.pending is None:
                 codes.append((data[..., rows, :], before.view(-1), scale.reshape(-1)))
             else:
                 values = _values(quantizer, shard)[..., rows, :]
                 changed = differs(scale, before)
-                _round_blocks(quantizer, values, data[..., rows, :], changed, scale)
+                _round_blocks(values, data[..., rows, :], changed, scale, width)
             stored.copy_(scale.to(stored.dtype))
-    _rescale(codes, quantizer.split_block[1])
+    _rescale(codes, width)
 
 
 def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane:
     """Return the plane whose blocks shard boundaries split."""
-    row, col = shard.planes
-    plane = col if quantizer.layout.columnwise else row
-    assert plane is not None
+    plane: Plane = shard.data.planes[quantizer.layout.columnwise]
     return plane
 
 
 def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return the values of a shard (..., rows, columns), pending ones if there are any."""
-    pending = handle_of(shard).pending
+    pending: Tensor | None = shard.handle.pending
     if pending is not None:
-        return pending.view(cast(QuantizedTensor, shard.data)._storage.matrix)
+        return pending.view(shard.data._storage.matrix)
     values = _split_plane(quantizer, shard).dequantize(torch.float32)
     return values.t() if quantizer.layout.columnwise else values
 
 
 def _block_contributions(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return contributions for each block of a shard, (3, ..., rows, columns of blocks)."""
-    scales, handle = _split_plane(quantizer, shard).scale.to(torch.float32), handle_of(shard)
+    scales, handle = _split_plane(quantizer, shard).scale.to(torch.float32), shard.handle
     if quantizer.layout.columnwise:
         scales = scales.t().contiguous()
     if not handle.unsynced:
         return _contribution(scales, scales)
-    block, offset, batched = (
-        quantizer.split_block,
-        quantizer.block_offset(shard),
-        shard.shard_spec.batched,
-    )
-    amax = _block_amax(_values(quantizer, shard), block, offset, batched)
+    amax = quantizer.block_amaxes(shard, _values(quantizer, shard))
     return _contribution(scales, _wanted(quantizer.quant_spec, handle, scales, amax))
 
 
 def _round_blocks(
-    quantizer: BlockwiseShardQuantizer,
-    values: Tensor,
-    codes: Tensor,
-    changed: Tensor,
-    scale: Tensor,
+    values: Tensor, codes: Tensor, changed: Tensor, scale: Tensor, width: int
 ) -> None:
     """Round values (..., rows, columns) of one row of blocks whose ``scale`` (..., blocks) changed.
 
-    Blocks that already have their common scale keep their codes.
+    A block has ``width`` columns. Blocks that already have their common scale keep their codes.
     """
 
     def expand_scale(x: Tensor) -> Tensor:
-        x = x.repeat_interleave(quantizer.split_block[1], -1)
+        x = x.repeat_interleave(width, -1)
         return x[..., : values.shape[-1]].unsqueeze(-2)
 
     # Devices that flush subnormals would compute an infinite inverse of the smallest E8M0 scale.

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fp8rs._torch import in_backward
 from fp8rs.scaling.delayed import DelayedScalingState
 from fp8rs.scaling.reductions import index_tensor, reduce_packed_
 from fp8rs.scaling.streams import StreamDependency
@@ -65,14 +64,16 @@ class ShardQuantizer:
         Raises:
             ValueError: the format does not support this sharding. All ranks raise it.
         """
-        shard_spec = handle.shard_spec
-        self.check(handle, shard_spec)
+        shard_spec, format = handle.shard_spec, self.layout.format
+        last = int(shard_spec.batched and not self.layout.columnwise)
+        if not format.per_tensor and shard_spec.shard_dim > last:
+            raise ValueError(
+                f"shard_placement_fn puts {handle.fqn} on Shard({shard_spec.shard_dim}), but "
+                f"weights in format {format.name!r} are gathered by rows: use Shard(0)"
+            )
         local = handle.local if data is None else data
         data = getattr(local, "high_precision", local)
         return LocalShard(handle, data, shard_spec, shard_spec.mesh_device(local.device))
-
-    def check(self, handle: ParamHandle, shard_spec: ShardSpec) -> None:
-        """Raise ValueError if the format does not support a sharding."""
 
     def split_rows(self, shard_spec: ShardSpec) -> tuple[int, ...]:
         """Return the rows of blocks of each matrix that shard boundaries split."""
@@ -85,6 +86,8 @@ class ShardQuantizer:
 
     def shares_scales(self, shard_spec: ShardSpec) -> bool:
         """Return whether several ranks have elements of one scale of a weight."""
+        if self.layout.format.per_tensor:
+            return bool(shard_spec.matrix_groups)
         return bool(self.split_rows(shard_spec))
 
     def reduce(
@@ -98,12 +101,12 @@ class ShardQuantizer:
             sizes: number of maxima of each shard. By default, the number of its matrices.
         """
         ends = list(accumulate(sizes or [shard.matrices for shard in shards]))
-        parts = map(range, [0, *ends], ends)
-        return reduce_packed_(values, zip(parts, map(self.groups, shards), strict=True))
-
-    def groups(self, shard: LocalShard) -> tuple[Any, ...]:
-        """Return the process groups that a shard's maxima are reduced over."""
-        raise NotImplementedError
+        specs = [shard.shard_spec for shard in shards]
+        if self.layout.format.per_tensor:
+            groups = [spec.matrix_groups for spec in specs]
+        else:  # with tensor parallelism, blocks start at the edge of each rank's part
+            groups = [spec.shard_groups for spec in specs]
+        return reduce_packed_(values, zip(map(range, [0, *ends], ends), groups, strict=True))
 
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
         """Compute what ``cast`` needs from other ranks, and store it on the handles.
@@ -126,11 +129,9 @@ class ShardQuantizer:
         Args:
             shards: shards whose ``data`` is on the mesh's device.
         """
-        masters = [s for s in shards if not s.is_fp8]
+        masters, pack = [s for s in shards if not s.is_fp8], self.layout.pack
         cast = iter(self.cast(masters) if masters else ())
-        return [
-            self.layout.pack(s.planes, s.shard_spec) if s.is_fp8 else next(cast) for s in shards
-        ]
+        return [pack(s.data.planes, s.shard_spec) if s.is_fp8 else next(cast) for s in shards]
 
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
         """Quantize master weights with the scales on their handles, and pack them."""
@@ -152,20 +153,13 @@ class TensorwiseShardQuantizer(ShardQuantizer):
     """
 
     @override
-    def groups(self, shard: LocalShard) -> tuple[Any, ...]:
-        return shard.shard_spec.matrix_groups
-
-    @override
-    def shares_scales(self, shard_spec: ShardSpec) -> bool:
-        return bool(shard_spec.matrix_groups)
-
-    @override
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
         set_scales(shards, self.quant_spec.scale_from_amax(self._amaxes(shards)))
 
     @override
     def copy_scales(self, shards: Sequence[LocalShard]) -> None:
-        set_scales(shards, torch.cat([s.row.scale.view(-1).to(s.device) for s in shards]))
+        scales = [s.data.planes[0].scale.view(-1).to(s.device) for s in shards]
+        set_scales(shards, torch.cat(scales))
 
     @override
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
@@ -177,14 +171,14 @@ class TensorwiseShardQuantizer(ShardQuantizer):
                 buffer[numel:].zero_()  # padding is gathered too
         self._cast_into(shards, codes)
         return [
-            (b, flat(scale_of(s).view(-1, 1), s.shard_spec.padded_length, 1))
+            (b, flat(s.handle.scale.view(-1, 1), s.shard_spec.padded_length, 1))
             if s.shard_spec.shards_batch
             else (b,)
             for b, s in zip(buffers, shards, strict=True)
         ]
 
     def _cast_into(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
-        scales = torch.hstack([scale_of(s) for s in shards])
+        scales = torch.hstack([s.handle.scale for s in shards])
         _multi_quantize([s.data for s in shards], scales, codes, True)
 
     @override
@@ -192,10 +186,9 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         amaxes = self._amaxes(shards)
         scales = self.quant_spec.scale_from_amax(amaxes)
         counts = [shard.matrices for shard in shards]
+        each = zip(shards, amaxes.split(counts), scales.split(counts), strict=True)
         made: list[Planes] = []
-        for shard, amax, scale in zip(
-            shards, amaxes.split(counts), scales.split(counts), strict=True
-        ):
+        for shard, amax, scale in each:
             scale = scale.to(shard.data.device)
             scale = scale if shard.shard_spec.batched else scale.view(())
             made.append(quantize_planes(self.quant_spec, shard.data, True, False, scale=scale))
@@ -243,7 +236,7 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
             finite, at = amaxes.isfinite(), index_tensor(tuple(places), scales.device)
             known = (scales[at] > 0) & finite
             scales[at] = torch.where(known, scales[at], self.quant_spec.scale_from_amax(amaxes))
-            if self._records(shards):
+            if self._histories.records(modules):
                 recorded, slots = self._recorded(new)
                 seen = recorded[slots]
                 recorded[slots] = torch.where(finite, seen.maximum(amaxes), seen)
@@ -252,38 +245,28 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
     def _cast_into(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
         pairs = list(zip(shards, codes, strict=True))
         # The forward has cast the values that a backward gathers.
-        delayed = [] if in_backward() else [(s, c) for s, c in pairs if not s.shard_spec.batched]
-        if others := [pair for pair in pairs if not delayed or pair[0].shard_spec.batched]:
-            super()._cast_into(*zip(*others, strict=True))
-        if not delayed:
+        again = self._histories.tracker.in_backward
+        if known := [pair for pair in pairs if again or pair[0].shard_spec.batched]:
+            super()._cast_into(*zip(*known, strict=True))
+        if len(known) == len(pairs):
             return
-        shards, codes = zip(*delayed, strict=True)
-        scales = torch.stack([scale_of(s) for s in shards])
+        shards, codes = zip(*(p for p in pairs if not p[0].shard_spec.batched), strict=True)
+        scales = torch.stack([s.handle.scale for s in shards])
         recorded, slots = self._recorded(shards)
-        record = self._records(shards)
+        record = self._histories.records(s.handle.module for s in shards)
         amaxes = recorded[slots] if record else torch.zeros_like(scales)
         used = _multi_quantize_delayed([s.data for s in shards], scales, amaxes, codes)
         set_scales(shards, used)
-        ready = StreamDependency(shards[0].device, map(scale_of, shards))
+        ready = StreamDependency(shards[0].device, [s.handle.scale for s in shards])
         for shard in shards:
             shard.handle.ready = ready
         if record and not isinstance(slots, slice):
             recorded[slots] = amaxes
 
-    def _records(self, shards: Sequence[LocalShard]) -> bool:
-        """Return whether the amaxes of shards that are gathered now enter the histories."""
-        return self._histories.records(s.handle.module for s in shards)
-
     def _recorded(self, shards: Sequence[LocalShard]) -> tuple[Tensor, Any]:
         """Return the recorded amaxes of all weights (layers,), and the shards' places in them."""
         pack = self._histories.pack(shards[0].device)
         return pack.weight_amaxes([s.handle.index for s in shards])
-
-
-def scale_of(shard: LocalShard) -> Tensor:
-    """Return the scale () on a shard's handle, or the scales (E,) of its matrices."""
-    assert shard.handle.scale is not None
-    return shard.handle.scale
 
 
 # --- one scale per block or row -------------------------------------------------------------------
@@ -307,19 +290,6 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         )
 
     @override
-    def check(self, handle: ParamHandle, shard_spec: ShardSpec) -> None:
-        dim, format = shard_spec.shard_dim, self.layout.format
-        if dim > int(shard_spec.batched and not self.layout.columnwise):
-            raise ValueError(
-                f"shard_placement_fn puts {handle.fqn} on Shard({dim}), but weights in format "
-                f"{format.name!r} are gathered by rows: use Shard(0)"
-            )
-
-    @override
-    def groups(self, shard: LocalShard) -> tuple[Any, ...]:
-        return shard.shard_spec.shard_groups
-
-    @override
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
         amaxes = self._amaxes(shards, self.reduced_rows)
         for shard in shards:
@@ -330,7 +300,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
     @override
     def copy_scales(self, shards: Sequence[LocalShard]) -> None:
         shards = [s for s in shards if self.layout.gathers_codes_alone(s.shard_spec)]
-        grids = [s.row.scale.to(torch.float32) for s in shards]
+        grids = [s.data.planes[0].scale.to(torch.float32) for s in shards]
         reduced = self.reduce_rows(shards, grids, self.reduced_rows)
         for shard, scales in zip(shards, reduced, strict=True):
             shard.handle.scale = scales.to(self.layout.format.scale_dtype)
@@ -388,10 +358,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
             For each of these shards, the amaxes of its own blocks and of the reduced rows.
         """
         shards = [s for s in shards if rows_of(s.shard_spec)]
-        grids = [
-            _block_amax(s.data, self.split_block, self.block_offset(s), s.shard_spec.batched)
-            for s in shards
-        ]
+        grids = [self.block_amaxes(s, s.data) for s in shards]
         reduced = self.reduce_rows(shards, grids, rows_of)
         found = {}
         for shard, grid, rows in zip(shards, grids, reduced, strict=True):
@@ -400,6 +367,12 @@ class BlockwiseShardQuantizer(ShardQuantizer):
             copy_rows(rows, indices, own, places)
             found[shard] = own, rows
         return found
+
+    def block_amaxes(self, shard: LocalShard, values: Tensor) -> Tensor:
+        """Return the amaxes of the blocks that a shard with these values touches."""
+        offset, batched = self.block_offset(shard), shard.shard_spec.batched
+        amaxes: Tensor = _block_amax(values, self.split_block, offset, batched)
+        return amaxes
 
     def block_offset(self, shard: LocalShard) -> int:
         """Return how many rows of the shard's first row of blocks are on the ranks before it."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8rs._torch import local_tensor
 from fp8rs.tensor.formats import split_batch
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +113,8 @@ class ShardSpec:
         return (offset,)
 
     @classmethod
-    def from_dtensor(cls, parameter: DTensor) -> ShardSpec:
-        """Return how FSDP2 has sharded a parameter."""
+    def from_dtensor(cls, parameter: Any) -> ShardSpec:
+        """Return how FSDP2 has sharded a parameter, which is a DTensor."""
         mesh = parameter.device_mesh
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "ranks outside the mesh hold no shard"
@@ -148,12 +145,12 @@ class ShardSpec:
         )
 
 
-def local_part(values: Tensor, parameter: DTensor) -> Tensor:
+def local_part(values: Tensor, parameter: Any) -> Tensor:
     """Return a copy of the part of a parameter's values that this rank's shard holds.
 
     Args:
         values: values of the whole parameter, or of the part that FSDP2 gathers.
-        parameter: the sharded parameter.
+        parameter: the sharded parameter, a DTensor.
     """
     shard_spec = ShardSpec.from_dtensor(parameter)
     if values.shape != shard_spec.unsharded_shape:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from fp8rs._torch import (
     dtensor_like,
     fsdp_groups,
-    in_backward,
     local_tensor,
     own_part,
     set_local_tensor,
@@ -35,20 +34,13 @@ from fp8rs._torch import (
 from fp8rs.nn.fp8_params import copy_attributes
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import check_module, quant_spec
-from fp8rs.scaling.reductions import reduce_packed_
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .checks import check_settings, compare_conversions
-from .float8_shard import Float8ParamHandle, Float8Shard, handle_for, wrap_shard, write_planes
+from .float8_shard import Float8ParamHandle, Float8Shard, handle_for
 from .master_weight import AllGatherMetadata, MasterWeight
-from .param import (
-    LocalShard,
-    ParamHandle,
-    local_of,
-    record_write_events,
-    wait_for_writes,
-)
+from .param import LocalShard, ParamHandle, local_of, record_write_events, wait_for_writes
 from .scale_sync import sync_shards
 from .shard_quantizer import shard_quantizer
 from .shard_spec import local_part
@@ -84,7 +76,7 @@ class ShardedModel:
         self._high_precision: set[ParamHandle] = set()
         #: Modules with parameters that are not converted, by name. Listed once, because each weight
         #: is compared with all of them.
-        self._unconverted: list[tuple[str, weakref.ref[nn.Module]]] | None = None
+        self._unconverted: weakref.WeakKeyDictionary[nn.Module, str] | None = None
         #: The parameters that FSDP2 gathers together, by each of them.
         self._groups: dict[ParamHandle, list[ParamHandle]] | None = None
         #: Shards of the all-gather that is being prepared: FSDP2 calls the hook of each parameter.
@@ -118,14 +110,20 @@ class ShardedModel:
         if module._parameters.get(name) is parameter:
             self._checked = False  # moved or cast
             handles[name].invalidate_scale()
-        if not needs_wrapping(module, name, parameter):
+        local, known = local_tensor(parameter), local_of(parameter)
+        # With tensor parallelism, an unsharded weight is a DTensor too.
+        gathered = isinstance(local, QuantizedTensor) and local._storage.gathered
+        if gathered or not local.dtype.is_floating_point:
+            return
+        # A tied parameter has the handle of one of its modules.
+        holder = None if known is None else known._handle
+        if holder is not None and (holder._module() is module or holder.local is known):
             return
         state, index = self.state, handles[name].index
         state.relink(module)
         state.move_hooks_first()
         if state.delayed is not None:
             state.delayed.add_mesh(parameter.device_mesh, index)
-        local = local_tensor(parameter)
         if not isinstance(local, QuantizedTensor):
             if handles[name] in self._high_precision or not state.fp8_gather:
                 return
@@ -143,7 +141,9 @@ class ShardedModel:
         if isinstance(handle, Float8ParamHandle):
             if (kept := handle.init_value) is not None and kept.shape != local.shape:
                 handle.init_value = local_part(kept, parameter)
-            set_local_tensor(parameter, wrap_shard(local))
+            shard: Any = local.view_of(local.geometry)
+            shard.__class__ = Float8Shard
+            set_local_tensor(parameter, shard)
         else:
             set_local_tensor(parameter, MasterWeight(local, handle))
         # The DTensor gets the attributes that users have set on the parameter before.
@@ -164,17 +164,16 @@ class ShardedModel:
         """
         root = self.state.root
         if self._unconverted is None and root is not None:
-            self._unconverted = [
-                (path or type(other).__name__, weakref.ref(other))
+            self._unconverted = weakref.WeakKeyDictionary(
+                (other, path or type(other).__name__)
                 for path, other in root.named_modules()
                 if other._parameters and not hasattr(other, "_fp8_params")
-            ]
+            )
         own = {id(parameter), id(module._parameters.get(name))}  # tied modules are set one by one
         return [
             path
-            for path, reference in self._unconverted or ()
-            if (other := reference()) is not None
-            and any(id(p) in own for p in other._parameters.values() if p is not None)
+            for other, path in (self._unconverted or {}).items()
+            if any(id(p) in own for p in other._parameters.values() if p is not None)
         ]
 
     def _all_handles(self) -> Iterable[ParamHandle]:
@@ -220,22 +219,15 @@ class ShardedModel:
             self._prepared = self._cast(group, data)
         return self._prepared.pop(handle)
 
-    def end_all_gather(self) -> None:
-        """Forget shards that were cast for the last all-gather and were not part of it."""
-        self._prepared.clear()
-
     def _refresh_scales(self, group: Sequence[ParamHandle]) -> None:
         """If a scale of a group is stale, compute all stale scales of its process group.
 
         Raises:
             RuntimeError: an FP8 weight that is gathered for a backward was written.
         """
-        tracker = self.state.tracker
-        # A hook on a backward may run a forward of this model.
-        forward_id, backward = tracker.forward_id, in_backward() and not tracker.in_forward
+        forward_id, backward = self.state.tracker.forward_id, self.state.tracker.in_backward
         if any(h.is_stale(forward_id, backward) for h in group):
-            parameter: Any = group[0].parameter
-            self._compare(parameter.device_mesh)
+            self._compare([group[0].parameter.device_mesh])
             self._check_settings()
             groups = group[0].shard_spec.shard_groups
             stale = (h for h in self.handles() if h.is_stale(forward_id, backward))
@@ -268,28 +260,24 @@ class ShardedModel:
                 assert ready is not None
                 ready.wait()
             inputs = self.quantizer.all_gather_inputs(shards)
-            kept = [
-                t if s.shard_spec.num_shards == 1 else ()
-                for s, t in zip(shards, inputs, strict=True)
-            ]
-            scales = (h.scale for h in group if h.scale is not None)
+            kept = inputs if shard.shard_spec.num_shards == 1 else [()] * len(inputs)
+            scales = [h.scale for h in group if h.scale is not None]
             ready = StreamDependency(shard.device, chain(scales, *kept))
+        layout = self.quantizer.layout
         return {
-            s.handle: (t, AllGatherMetadata(self, s.shard_spec, s.handle.scale, own, ready))
+            s.handle: (t, AllGatherMetadata(layout, s.shard_spec, s.handle.scale, own, ready))
             for s, t, own in zip(shards, inputs, kept, strict=True)
         }
 
     def _update_scales(self, handles: Sequence[ParamHandle], forward_id: int) -> None:
         """Compute the scales of parameters from their shards: one amax launch, one all-reduce."""
-        shards = [self.quantizer.local_shard(h) for h in handles]
-        fp8_shards = [s for s in shards if s.is_fp8]
-        masters = [s for s in shards if not s.is_fp8]
+        shards = list(map(self.quantizer.local_shard, handles))
         with torch.inference_mode(False), torch.no_grad():
             wait_for_writes(handles)
-            if fp8_shards:
+            if fp8_shards := [s for s in shards if s.is_fp8]:
                 self._sync(fp8_shards)
                 self.quantizer.copy_scales(fp8_shards)
-            if masters:
+            if masters := [s for s in shards if not s.is_fp8]:
                 self.quantizer.update_scales(masters)
             computed = [t for h in handles for t in (h.scale, h.amaxes) if t is not None]
             ready = StreamDependency(shards[0].device, computed)
@@ -300,6 +288,7 @@ class ShardedModel:
         """Compute the scales of the next forward now."""
         forward_id = self.state.tracker.forward_id + 1
         if stale := [h for h in self.handles() if h.is_stale(forward_id, False)]:
+            self._compare([h.parameter.device_mesh for h in stale])
             self._update_scales(stale, forward_id)
 
     # --- scales that FP8 shards share, on all ranks ----------------------------------------------
@@ -318,8 +307,15 @@ class ShardedModel:
         fp8 = [h for h in handles if isinstance(h, Float8ParamHandle) and not h.local.is_meta]
         with torch.inference_mode(False), torch.no_grad():
             wait_for_writes(fp8)
-            self._sync(list(map(self.quantizer.local_shard, fp8)))
+            self._sync(map(self.quantizer.local_shard, fp8))
         self._synced_by_optimizer = in_step
+
+    def _sync(self, shards: Iterable[LocalShard]) -> None:
+        """Synchronize the scales of FP8 shards that several ranks share."""
+        shared = [s for s in shards if self.quantizer.shares_scales(s.shard_spec)]
+        self._compare([s.handle.parameter.device_mesh for s in shared])
+        if shared:
+            sync_shards(self.quantizer, shared)
 
     def sync_module(self, module: Any) -> None:
         """Synchronize the scales of a converted module's FP8 weights."""
@@ -330,26 +326,20 @@ class ShardedModel:
         shards = list(map(self.quantizer.local_shard, handles, values))
         with torch.inference_mode(False), torch.no_grad():
             for handle, planes in zip(handles, self.quantizer.planes(shards), strict=True):
-                write_planes(handle.local, planes)
+                storage, row = handle.local._storage, planes[0]
+                if handle.local.numel():
+                    storage.copy_planes_((storage.rowwise, storage.columnwise), planes)
+                elif row is not None and row.format.per_tensor and not row.batched:
+                    storage.any_plane.scale.copy_(row.scale)  # of all ranks
                 handle.mark_written()
 
     def reduce_amaxes_(self, handles: Sequence[Float8ParamHandle], amaxes: Tensor) -> None:
         """Reduce the amaxes (n,) of shards, fp32, over the ranks of each weight, in place."""
-        specs = [handle.shard_spec for handle in handles]
+        shards = list(map(self.quantizer.local_shard, handles))
         # A process group may have no backend for the device of offloaded weights.
-        values = amaxes.to(specs[0].mesh_device(amaxes.device))
-        reduce_packed_(values, ((range(i, i + 1), s.matrix_groups) for i, s in enumerate(specs)))
+        values = self.quantizer.reduce(shards, amaxes.to(shards[0].device))
         if values is not amaxes:
             amaxes.copy_(values)
-
-    def _sync(self, shards: Sequence[LocalShard]) -> None:
-        """Synchronize the scales of FP8 shards."""
-        shared = [s for s in shards if self.quantizer.shares_scales(s.shard_spec)]
-        parameters: list[Any] = [s.handle.parameter for s in shared]
-        for mesh in dict.fromkeys(parameter.device_mesh for parameter in parameters):
-            self._compare(mesh)
-        if shared:
-            sync_shards(self.quantizer, shared)
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -361,8 +351,7 @@ class ShardedModel:
         # All-gathers of this forward wait for writes before it, not for its own computation.
         record_write_events(self._all_handles())
         if not self._checked:
-            for mesh in {p.device_mesh: None for p in sharded_parameters(root)}:
-                self._compare(mesh)
+            self._compare([p.device_mesh for p in sharded_parameters(root)])
             self._check_settings()
 
     def stepped(self) -> None:
@@ -385,27 +374,12 @@ class ShardedModel:
             self.state.move_hooks_first()
             self._checked = True
 
-    def _compare(self, mesh: Any) -> None:
+    def _compare(self, meshes: Iterable[Any]) -> None:
         """Raise ValueError if the conversions of a mesh's ranks differ. Runs once per mesh."""
-        if mesh not in self._compared:
-            compare_conversions(self.state, mesh)
-            self._compared.add(mesh)
-
-
-def needs_wrapping(module: nn.Module, name: str, parameter: Any) -> bool:
-    """Whether a sharded parameter of a module is FP8 and has no all-gather hooks of the module."""
-    local = local_tensor(parameter)
-    if isinstance(local, QuantizedTensor):
-        # With tensor parallelism, an unsharded weight is a DTensor too.
-        eligible = not local._storage.gathered
-    else:
-        eligible = local.dtype.is_floating_point
-    known = local_of(parameter)
-    if known is None or not eligible:
-        return eligible
-    other = known._handle._module()
-    # A tied parameter has the handle of one of its modules.
-    return other is not module and (other is None or other._parameters.get(name) is not parameter)
+        for mesh in dict.fromkeys(meshes):
+            if mesh not in self._compared:
+                compare_conversions(self.state, mesh)
+                self._compared.add(mesh)
 
 
 @torch.no_grad()
@@ -419,15 +393,13 @@ def make_plain(
     With ``keep_vars=True`` an entry remains the parameter itself. The entry of an FP8 weight is the
     quantized shard, whose scales are synchronized first.
     """
+    state: Any = module._fp8_state
     for name in module._fp8_params:  # type: ignore[union-attr]
         value = state_dict.get(prefix + name)
-        local = own_part(value)
+        local, kept = own_part(value), isinstance(value, (MasterWeight, nn.Parameter))
         if isinstance(local, Float8Shard):
-            if (sharded_model := local._handle.sharded_model) is not None:
-                sharded_model.sync_module(module)
-        elif isinstance(local, MasterWeight) and not isinstance(
-            value, (MasterWeight, nn.Parameter)
-        ):
+            state.ensure_sharded_model().sync_module(module)
+        elif isinstance(local, MasterWeight) and not kept:
             state_dict[prefix + name] = dtensor_like(value, local.high_precision)
 
 
@@ -443,7 +415,6 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
         module: a module that contains converted layers, usually FSDP2's root.
     """
     check_module("module", module)
-    states = {id(s): s for m in module.modules() if (s := getattr(m, "_fp8_state", None))}
-    for state in states.values():
-        if state.sharded_model is not None:
+    for state in dict.fromkeys(getattr(m, "_fp8_state", None) for m in module.modules()):
+        if state is not None and state.sharded_model is not None:
             state.sharded_model.precompute()

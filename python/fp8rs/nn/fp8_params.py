@@ -90,10 +90,11 @@ class Float8Params(nn.Module):
         for name, before in buffers.items():
             new = self._buffers[name]
             assert before is not None and new is not None
-            if before.is_meta and not new.is_meta:
-                new.zero_()  # to_empty does not initialize memory
-            if new.dtype != torch.float32:  # a cast applies only to parameters
+            if new is not before and new.is_meta >= before.is_meta:
+                # A cast applies only to parameters, and to_empty does not initialize memory.
                 self._buffers[name] = before.to(new.device)
+            if before.is_meta and not new.is_meta:
+                reset_scales(self)  # the meta device has no values
         for name in self._fp8_params:
             weight = self._parameters.get(name)
             if name in kept:

@@ -67,10 +67,12 @@ class DelayedScalingState:
         self.recorded = False
         self.rolls = 0
         self.compiled: set[str] = set()
-        self._specs, self._tracker, self._group = list(specs), tracker, group
+        self._specs, self.tracker, self._group = list(specs), tracker, group
         self._forwards = self._stepped_at = 0
         self._saw_step = False
         self._packs: list[Pack] = []
+        #: The forward in which the packs were last compared with the buffers.
+        self._checked_in = -1
         #: The last writes to all buffers of each pack: when it was built, or when it rolled.
         self._written: list[StreamDependency] = []
         self.copies: list[tuple[list[int], Tensor, torch.cuda.Event | None]] = []
@@ -82,6 +84,10 @@ class DelayedScalingState:
 
     def forward_begins(self) -> None:
         """Notify that a forward of the model begins in training mode."""
+        # Pack before an autograd graph refers to a layer's buffers. Otherwise its backward would
+        # write to the buffers from before.
+        self.packs()
+        self.recorded = True
         self._forwards += 1
         if self._forwards == WARN_AFTER and not self._saw_step:
             warnings.warn(
@@ -91,15 +97,18 @@ class DelayedScalingState:
                 "update of the parameters, call fp8rs.optimizer_stepped(model)",
                 stacklevel=2,
             )
-        self._record()
 
     def layer_begins(self, training: bool) -> None:
         """Notify that a layer is called in eager mode.
 
         If a part of the model is called by itself, no hook of the root has run.
         """
-        if training and not self._tracker.in_forward and not in_backward():
-            self._record()
+        if training and not self.tracker.in_forward and not in_backward():
+            # As in `forward_begins`, but comparing the buffers of all layers in each call of a
+            # layer would take too long.
+            if not self._packs:
+                self.packs()
+            self.recorded = True
 
     def records(self, layers: Iterable[nn.Module]) -> bool:
         """Return whether to record the amaxes of weights that are gathered now.
@@ -107,20 +116,13 @@ class DelayedScalingState:
         Args:
             layers: the layers of these weights.
         """
-        tracker = self._tracker
+        tracker = self.tracker
         return tracker.training if tracker.in_forward else any(m.training for m in layers)
-
-    def _record(self) -> None:
-        # Pack before an autograd graph refers to a layer's buffers. Otherwise its backward would
-        # write to the buffers from before.
-        if not self._packs:
-            self.packs()
-        self.recorded = True
 
     def stepped(self) -> None:
         """Notify that an optimizer with a parameter of this model has stepped."""
         self._saw_step = True
-        forward_id, training = self._tracker.forward_id, self._tracker.training
+        forward_id, training = self.tracker.forward_id, self.tracker.training
         # Compiled forwards do not notify this object. If only layers are compiled, a forward of the
         # model in training mode still does.
         silent = "model" in self.compiled or (
@@ -135,11 +137,18 @@ class DelayedScalingState:
     # --- buffers ---------------------------------------------------------------------------------
 
     def packs(self) -> list[Pack]:
-        """Return the packs of the buffers, one per device."""
-        layers = self.layers()
-        if not are_intact(self._packs, layers):
-            self._packs = packed(layers)
-            self._note_writes(self._packs)
+        """Return the packs of the buffers, one per device.
+
+        The packs are built again if buffers were moved or replaced. Within a forward of the model,
+        this is checked once.
+        """
+        in_forward, forward_id = self.tracker.in_forward, self.tracker.forward_id
+        if not (self._packs and in_forward and self._checked_in == forward_id):
+            self._checked_in = forward_id
+            layers = self.layers()
+            if not are_intact(self._packs, layers):
+                self._packs = packed(layers)
+                self._note_writes(self._packs)
         return self._packs
 
     def moved(self) -> None:

@@ -146,20 +146,28 @@ class Pack:
 
 
 def are_intact(packs: Sequence[Pack], layers: Sequence[nn.Module | None]) -> bool:
-    """Return whether the layers' buffers are still views of these packs."""
+    """Return whether the layers' buffers are still views of these packs, each at its place.
+
+    A buffer's ``_base`` does not show this. ``fully_shard`` moves a buffer to another device by
+    assigning to its ``data``, and its ``_base`` stays.
+    """
     seen = 0
     for pack in packs:
-        bases = {id(pack.scale), id(pack.amax), id(pack.history)}
-        for index in pack.indices:
+        wholes = pack.scale, pack.amax, pack.history
+        parts = [
+            (name, whole, whole.stride(dim))
+            for (name, dim), whole in zip(BUFFERS.items(), wholes, strict=True)
+        ]
+        for place, index in enumerate(pack.indices):
             layer = layers[index]
             if layer is None:
                 return False
-            seen += 1
-            buffers = layer._buffers
-            for name in BUFFERS:
-                buffer: Any = buffers[name]
-                if id(buffer._base) not in bases:
+            buffers: Any = layer._buffers
+            for name, whole, stride in parts:
+                buffer = buffers[name]
+                if not is_alias(buffer, whole) or buffer.storage_offset() != place * stride:
                     return False
+        seen += len(pack.indices)
     return seen == sum(layer is not None for layer in layers)
 
 
@@ -202,7 +210,7 @@ def differs(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_next_scales(
-    slots: Sequence[tuple[Tensor, Tensor]],
+    slots: Sequence[tuple[Tensor, Tensor] | None],
     scales: Sequence[Tensor],
     spec: QuantSpec,
     before: Sequence[Tensor] | None = None,
@@ -210,17 +218,22 @@ def set_next_scales(
     """Set the next scales to those that values were written with, and raise amaxes accordingly.
 
     Args:
-        slots: the next scale () and the recorded amax () of each weight.
+        slots: the next scale () and the recorded amax () of each weight. None for a weight without
+            a history, whose scale has no effect.
         scales: the scale (1,) of each weight, fp32. A scale that is not finite has no effect.
         spec: how the weights are quantized.
         before: the scales before the write. A scale that still has the same bits has no effect. If
             None, all scales count as changed.
     """
-    known, amaxes = (torch.stack(part) for part in zip(*slots, strict=True))
-    new_scales = torch.cat(list(scales)).to(known.device)
+    places = [i for i, pair in enumerate(slots) if pair is not None]
+    if not places:
+        return
+    found: Any = [slots[i] for i in places]
+    known, amaxes = (torch.stack(part) for part in zip(*found, strict=True))
+    new_scales = torch.cat([scales[i] for i in places]).to(known.device)
     counts = new_scales.isfinite()
     if before is not None:
-        counts &= differs(new_scales, torch.cat(list(before)).to(known.device))
+        counts &= differs(new_scales, torch.cat([before[i] for i in places]).to(known.device))
     largest = amaxes.maximum(new_scales * largest_code(spec))
     new = (*torch.where(counts, new_scales, known), *torch.where(counts, largest, amaxes))
-    torch._foreach_copy_([slot for part in zip(*slots, strict=True) for slot in part], new)
+    torch._foreach_copy_([slot for part in zip(*found, strict=True) for slot in part], new)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fp8rs._torch import not_traced
+from fp8rs._torch import in_backward, not_traced
 
 
 class StepTracker:
@@ -31,6 +31,11 @@ class StepTracker:
         self.forward_id = 0
         self.in_forward = False
         self.training = False
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether this thread is inside a backward, and not in a forward that a hook on it runs."""
+        return in_backward() and not self.in_forward
 
     def begin_forward(self, *, training: bool, grad: bool, in_backward: bool) -> bool:
         """Begin a forward of the model. Return False if it is a recomputation.
