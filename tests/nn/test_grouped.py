@@ -221,11 +221,15 @@ def test_options_of_a_recipe_apply_to_scales(device):
     )
 
 
-def test_autocast_computes_in_its_dtype(device):
-    x, weight, bias, offs, _ = operands(device, "uneven")
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_autocast_computes_in_its_dtype(device, recipe):
+    """Only the input is cast. The CPU's GEMMs run in fp32 as without autocast."""
+    x, weight, bias, offs, dy = operands(device, "uneven")
+    expected = run(x, weight, bias, offs, dy, recipe=recipe)
     with torch.autocast(device.type, torch.bfloat16):
-        y = grouped_linear(x.float(), weight.float(), offs, bias=bias.float())
-    assert y.dtype == torch.bfloat16
+        found = run(x.float(), weight.float(), bias.float(), offs, dy, recipe=recipe)
+    assert [t.dtype for t in found] == [torch.bfloat16] + 3 * [torch.float32]
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(found, expected, strict=True))
 
 
 def force(monkeypatch, choice):

@@ -7,6 +7,8 @@ and multiplied group by group in fp32. Other devices have high-precision GEMMs o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -62,13 +64,24 @@ def _scaled(
         )
         return _zero_tail(out, ends, zero_tail).to(out_dtype)
     out = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)
+    for group, rows in _spans(ends):
+        weight = b[group].float() * b_scale[group].unsqueeze(1)
+        out[rows] = _product(a[rows].float() * a_scale[rows], weight)
+    return out.to(out_dtype)
+
+
+def _spans(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield each group, and its rows or columns."""
     start = 0
     for group, end in enumerate(ends.tolist()):
-        values = a[start:end].float() * a_scale[start:end]
-        weight = b[group].float() * b_scale[group].unsqueeze(1)
-        out[start:end] = values @ weight.t()
+        yield group, slice(start, end)
         start = end
-    return out.to(out_dtype)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b.T on the CPU, in fp32 also under autocast."""
+    with torch.autocast("cpu", enabled=False):
+        return a @ b.t()
 
 
 @python_op(_scaled)
@@ -160,12 +173,10 @@ def _products(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tens
             use_fast_accum=True,
         )
     out = a.new_zeros((ends.shape[0], a.shape[0], b.shape[0]), dtype=torch.float32)
-    start = 0
-    for group, end in enumerate(ends.tolist()):
-        left = a[:, start:end].float() * a_scale[group].unsqueeze(1)
-        right = b[:, start:end].float() * b_scale[group].unsqueeze(1)
-        out[group] = left @ right.t()
-        start = end
+    for group, columns in _spans(ends):
+        left = a[:, columns].float() * a_scale[group].unsqueeze(1)
+        right = b[:, columns].float() * b_scale[group].unsqueeze(1)
+        out[group] = _product(left, right)
     return out
 
 
