@@ -344,19 +344,15 @@ def _quantize(
     index: Tensor | None = None,
 ) -> _Codes:
     """Quantize rows. ``factors`` are multiplied into the columns of the rowwise codes only."""
-
-    def run(x: Tensor, rowwise: bool, columnwise: bool) -> Any:
-        return _quantize_groups(
-            x, *bounds, _E4M3, rowwise, columnwise, index=index, **spec.scale_options
-        )
-
+    options: dict[str, Any] = {"index": index, **spec.scale_options}
     if factors is None or not rowwise:
-        return _Codes(*run(x, rowwise, columnwise))
+        return _Codes(*_quantize_groups(x, *bounds, _E4M3, rowwise, columnwise, **options))
     group, _ = _groups(bounds[0], x.shape[0])
-    row, row_scale, _, _ = run(x * factors[group], True, False)
-    if not columnwise:
-        return _Codes(row, row_scale, row, row_scale)
-    return _Codes(row, row_scale, *run(x, False, True)[2:])
+    codes = _Codes(*_quantize_groups(x * factors[group], *bounds, _E4M3, True, False, **options))
+    if columnwise:
+        _, _, col, col_scale = _quantize_groups(x, *bounds, _E4M3, False, True, **options)
+        codes = codes._replace(col=col, col_scale=col_scale)
+    return codes
 
 
 # --- GEMMs ---------------------------------------------------------------------------------------

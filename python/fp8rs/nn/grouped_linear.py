@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from fp8rs.quantize.recipes import Recipe, RecipeName, describe, resolve_recipe
 from .function import prepare_compilers
 from .functional import cast_input, key_of, local_part
 from .grouped import Gemms, check, grouped
-from .init import uniform_
+from .init import reset_linear
 
 
 class GroupedLinear(nn.Module):
@@ -79,15 +78,12 @@ class GroupedLinear(nn.Module):
             self.register_parameter("bias", None)
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize each matrix and its bias like torch.nn.Linear.
 
         Sharded parameters do not depend on the number of ranks. All ranks of their mesh call this.
         """
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        for parameter in self.parameters():
-            uniform_(parameter, bound)
+        reset_linear(self)
 
     def forward(self, input: Tensor, offs: Tensor) -> Tensor:
         """Map (rows, in_features) to (rows, out_features).
