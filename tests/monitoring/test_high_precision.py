@@ -169,3 +169,25 @@ def test_monitor_keeps_layers_in_high_precision():
     assert {name.split("/")[2] for name in monitor.step()} == {"input", "weight", "grad"}
     assert debug_of(model[0]) == before
     assert debug_of(model[2]) is None
+
+
+def test_an_fp8_weight_written_since_the_forward_is_an_error():
+    model = nn.Sequential(nn.Linear(64, 96))
+    fp8rs.convert_to_float8_training(model, recipe="block", fp8_weights=True)
+    fp8rs.high_precision(model, "0")
+    y = model(torch.randn(8, 64, requires_grad=True))
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: the FP8 weight"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("gemms", [("forward", "dgrad", "wgrad"), ("wgrad",)])
+def test_double_backward_is_refused(gemms):
+    """Its operands are cast, so that second derivatives would lack terms."""
+    model = build("current")
+    fp8rs.high_precision(model, "0", gemms=gemms)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model[0](torch.randn(8, 64, requires_grad=True))
+    with pytest.raises(RuntimeError, match="FP8 linear layers do not support double backward"):
+        torch.autograd.grad(y.float().square().sum(), model[0].weight, create_graph=True)

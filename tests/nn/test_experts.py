@@ -367,9 +367,14 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", ["fp8", "gather"])
-def test_rows_of_a_token_are_summed_by_one_operator_each_way(device, mode):
-    """torch accumulates them by a sorted index, which takes longer than some of the GEMMs."""
+@pytest.mark.parametrize("mode, supported", [("fp8", True), ("gather", True), ("fp8", False)])
+def test_rows_of_a_token_are_summed_by_one_operator_each_way(device, mode, supported, monkeypatch):
+    """torch accumulates them by a sorted index, which takes longer than some of the GEMMs.
+
+    Or it adds them in any order, so that gradients differ from run to run.
+    """
+    if not supported:
+        monkeypatch.setattr("fp8rs.nn.grouped.has_grouped_gemm", lambda device: False)
     block = block_of("qwen3_moe", device, mode)
     x, index, weights = routed(block, tokens(device))
     with Operators() as seen:
@@ -446,6 +451,64 @@ def test_experts_refuse_double_backward(device, gemms):
     y = experts(x, index, scores.requires_grad_())
     with pytest.raises(RuntimeError, match="experts do not support double backward"):
         torch.autograd.grad(y.sum(), scores, create_graph=True)
+
+
+WRONG_CALLS = {
+    "tokens of integers": ({"x": lambda x: x.int()}, TypeError, "hidden_states is torch.int32"),
+    "tokens of float64": ({"x": lambda x: x.double()}, TypeError, "hidden_states is torch.float64"),
+    "narrow tokens": ({"x": lambda x: x[:, :32]}, ValueError, r"\(48, 32\); it must be .*, 64\)"),
+    "batches of tokens": ({"x": lambda x: x[None]}, ValueError, r"hidden_states has shape \(1, 48"),
+    "fewer tokens": ({"x": lambda x: x[:40]}, ValueError, r"top_k_index .* must be \(40, k\)"),
+    "more tokens": ({"x": lambda x: x.repeat(2, 1)}, ValueError, r"top_k_index .* \(96, k\)"),
+    "ids of one dimension": ({"index": lambda i: i[:, 0]}, ValueError, r"top_k_index .* \(48,\)"),
+    "ids of floats": ({"index": lambda i: i.float()}, TypeError, "top_k_index is torch.float32"),
+    "one score": ({"scores": lambda s: s[:, :1]}, ValueError, r"top_k_weights .* be \(48, 2\)"),
+    "more scores": ({"scores": lambda s: s.repeat(2, 1)}, ValueError, r"top_k_weights .*\(96, 2"),
+    "tokens elsewhere": ({"x": lambda x: x.to("meta")}, ValueError, "hidden_states is on meta"),
+}
+
+
+@pytest.mark.parametrize("kind, mode", [("mixtral", "fp8"), ("gpt_oss", "gather")])
+@pytest.mark.parametrize("call", list(WRONG_CALLS))
+def test_wrong_calls_of_experts_are_named(device, kind, mode, call):
+    changes, exception, message = WRONG_CALLS[call]
+    experts = block_of(kind, device, mode).experts
+    arguments = dict(zip(("x", "index", "scores"), routed(experts, tokens(device)), strict=True))
+    for name, change in changes.items():
+        arguments[name] = change(arguments[name])
+    with pytest.raises(exception, match=message):
+        experts(*arguments.values())
+
+
+@pytest.mark.parametrize("kind, mode", [("mixtral", "fp8"), ("gpt_oss", "gather")])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_unknown_experts_are_errors_on_the_cpu(kind, mode, parallel):
+    """Their rows would be read before they are written, or count for the first expert."""
+    experts = block_of(kind, "cpu", mode).experts
+    experts._is_expert_parallel = parallel
+    x, index, scores = routed(experts, tokens("cpu"))
+    message = "top_k_index has the expert -1; ids must be at least 0 and less than 4"
+    with pytest.raises(ValueError, match=message):
+        experts(x, index - 1, scores)
+    if parallel:  # ids of other ranks
+        assert experts(x, index + 1, scores).isfinite().all()
+    else:
+        with pytest.raises(ValueError, match="top_k_index has the expert 4"):
+            experts(x, index + 1, scores)
+
+
+def test_frozen_gate_and_up_save_no_activations(device):
+    experts = block_of("mixtral", device).experts
+    experts.gate_up_proj.requires_grad_(False)
+    x, index, scores = routed(experts, tokens(device))
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: shapes.append((t.dtype, tuple(t.shape))) or t, lambda t: t
+    ):
+        y = experts(x, index, scores)
+    y.sum().backward()
+    assert experts.down_proj.grad.any()
+    assert (x.dtype, (index.numel(), 2 * 48)) not in shapes
 
 
 @pytest.mark.parametrize("wanted", ["tokens", "scores", "weights"])

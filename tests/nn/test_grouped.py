@@ -4,10 +4,14 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 import fp8rs
 from cases import data
+from distributed import ranks
 from fp8rs.gemm import estimates
 from fp8rs.gemm import grouped as grouped_gemm
 from fp8rs.nn.functional import grouped_linear, key_of
@@ -217,11 +221,15 @@ def test_options_of_a_recipe_apply_to_scales(device):
     )
 
 
-def test_autocast_computes_in_its_dtype(device):
-    x, weight, bias, offs, _ = operands(device, "uneven")
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_autocast_computes_in_its_dtype(device, recipe):
+    """Only the input is cast. The CPU's GEMMs run in fp32 as without autocast."""
+    x, weight, bias, offs, dy = operands(device, "uneven")
+    expected = run(x, weight, bias, offs, dy, recipe=recipe)
     with torch.autocast(device.type, torch.bfloat16):
-        y = grouped_linear(x.float(), weight.float(), offs, bias=bias.float())
-    assert y.dtype == torch.bfloat16
+        found = run(x.float(), weight.float(), bias.float(), offs, dy, recipe=recipe)
+    assert [t.dtype for t in found] == [torch.bfloat16] + 3 * [torch.float32]
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(found, expected, strict=True))
 
 
 def force(monkeypatch, choice):
@@ -452,6 +460,11 @@ def test_compiled_is_eager_and_any_number_of_rows_is_one_graph(device):
         ({"x": torch.zeros(8, 64, dtype=torch.bfloat16)}, TypeError, "weight is torch.float32"),
         ({"bias": torch.zeros(2, 64)}, ValueError, r"bias has shape \(2, 64\)"),
         ({"bias": torch.zeros(2, 48).bfloat16()}, TypeError, "bias is torch.bfloat16 and x is"),
+        (
+            {"weight": torch.zeros(2, 48, 64).to(torch.float8_e4m3fn)},
+            TypeError,
+            "weight is torch.f",
+        ),
         ({"x": [[0.0] * 64] * 8}, TypeError, "x must be a torch.Tensor, not list"),
         ({"weight": [[]]}, TypeError, "weight must be a torch.Tensor, not list"),
         ({"offs": [4, 8]}, TypeError, "offs must be a torch.Tensor, not list"),
@@ -478,6 +491,24 @@ def test_bad_arguments_are_named(device, change, exception, message):
     bias = arguments.pop("bias")
     with pytest.raises(exception, match=message):
         grouped_linear(**arguments, bias=bias)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float64], ids=str)
+def test_autocast_casts_weights_of_supported_dtypes_only(device, recipe, dtype):
+    """Otherwise codes without scales would count as values."""
+    x, weight, _, offs, _ = operands(device, "even")
+    with torch.autocast(x.device.type, torch.bfloat16), pytest.raises(TypeError, match="weight is"):
+        grouped_linear(x, weight.to(dtype), offs, recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_shapes_are_computed_on_meta(recipe):
+    x, weight, bias, offs, dy = (t.to("meta") for t in operands("cpu", "uneven"))
+    found = run(x, weight, bias, offs, dy, recipe=recipe)
+    assert [t.shape for t in found] == [dy.shape, x.shape, weight.shape, bias.shape]
+    layer = fp8rs.nn.GroupedLinear(len(offs), IN, OUT, device="meta", dtype=x.dtype, recipe=recipe)
+    assert layer(x, offs).shape == dy.shape
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -517,8 +548,42 @@ def test_the_module_computes_the_function(device):
         ((4, 40, 64), "in_features is 40; it must be a multiple of 16"),
         ((4, 64, 40), "out_features is 40; it must be a multiple of 16"),
         ((1024, 16, 16), "num_groups is 1024; it must be less than 1024"),
+        ((4, -16, 64), "in_features is -16; it must be a multiple of 16 and not negative"),
+        ((4, 64, -16), "out_features is -16; it must be a multiple of 16 and not negative"),
+        ((-1, 16, 16), "num_groups is -1; it must be less than 1024 and not negative"),
     ],
 )
 def test_a_layer_of_an_unsupported_size_cannot_be_built(sizes, message):
     with pytest.raises(ValueError, match=message):
         fp8rs.nn.GroupedLinear(*sizes)
+
+
+@pytest.mark.parametrize("sizes", [(0, 16, 32), (4, 0, 32), (4, 16, 0)])
+def test_any_size_may_be_zero(device, sizes):
+    groups, in_features, out_features = sizes
+    layer = fp8rs.nn.GroupedLinear(*sizes, device=device)
+    x = torch.randn(8, in_features, device=device)
+    offs = torch.arange(2, 2 + groups, dtype=torch.int32, device=device)
+    assert layer(x, offs).shape == (8, out_features)
+
+
+@ranks(2)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_ranks_draw_different_experts(rig, fp8):
+    """Torch's generator would give ranks of a CPU mesh equal shards."""
+    found = []
+    for dim in (0, 1):
+        model = nn.ModuleDict({"up": fp8rs.nn.GroupedLinear(4, IN, OUT, device="meta")})
+        fp8rs.convert_to_float8_training(model, fp8_weights=fp8)
+        fully_shard(model["up"], mesh=rig.mesh(), shard_placement_fn=lambda p, dim=dim: Shard(dim))
+        model.to_empty(device=rig.device)
+        torch.manual_seed(3)
+        model["up"].reset_parameters()
+        model["up"].unshard()
+        weight, bias = model["up"].weight.dequantize(), model["up"].bias
+        assert weight.abs().max() <= IN**-0.5
+        assert weight.std() > 0.5 * IN**-0.5
+        for values in (weight, bias):
+            assert len(values.flatten(1).unique(dim=0)) == 4
+        found.append((weight, bias))
+    assert all(map(torch.equal, *found))

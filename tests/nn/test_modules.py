@@ -406,6 +406,7 @@ def test_module_with_recipe_is_converted_whole_or_not_at_all(device):
         ("self_attn_mask_type", "padding"),
         ("layer_type", "both"),
         ("num_gqa_groups", 3),
+        ("num_gqa_groups", 0),
     ],
 )
 def test_unsupported_argument_is_named(argument, value):
@@ -413,7 +414,14 @@ def test_unsupported_argument_is_named(argument, value):
         llama_layer(**{argument: value})
 
 
+def test_halves_of_a_head_must_be_equal():
+    with pytest.raises(ValueError, match="kv_channels must be even, but got 5"):
+        rotary_pos_emb(4, 5)
+
+
 def test_heads_must_divide_the_width():
+    with pytest.raises(ValueError, match="num_attention_heads must be at least 1, but got 0"):
+        MultiheadAttention(WIDTH, 0)
     with pytest.raises(ValueError, match="num_attention_heads must divide hidden_size"):
         MultiheadAttention(WIDTH, 3)
 

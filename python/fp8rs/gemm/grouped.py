@@ -7,11 +7,13 @@ and multiplied group by group in fp32. Other devices have high-precision GEMMs o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fp8rs._core import zero_tail
+from fp8rs import _core
 from fp8rs._torch import constant_when_traced
 from fp8rs.gemm.devices import capability
 from fp8rs.gemm.estimates import MAX_WGRAD_ROWS
@@ -60,15 +62,23 @@ def _scaled(
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
-        return _zero_tail(out, ends, zero_tail).to(out_dtype)
+        if zero_tail:
+            _core.zero_tail(out, ends)
+        return out.to(out_dtype)
     out = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)
+    with torch.autocast("cpu", enabled=False):
+        for group, rows in _spans(ends):
+            weight = b[group].float() * b_scale[group].unsqueeze(1)
+            out[rows] = (a[rows].float() * a_scale[rows]) @ weight.t()
+    return out.to(out_dtype)
+
+
+def _spans(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield each group, and its rows or columns."""
     start = 0
     for group, end in enumerate(ends.tolist()):
-        values = a[start:end].float() * a_scale[start:end]
-        weight = b[group].float() * b_scale[group].unsqueeze(1)
-        out[start:end] = values @ weight.t()
+        yield group, slice(start, end)
         start = end
-    return out.to(out_dtype)
 
 
 @python_op(_scaled)
@@ -98,13 +108,6 @@ def grouped_mm(
         (rows, n).
     """
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-
-
-def _zero_tail(out: Tensor, ends: Tensor, wanted: bool) -> Tensor:
-    """Set the rows after the last group to 0, in place. Other rows are not read or written."""
-    if wanted:
-        zero_tail(out, ends)
-    return out
 
 
 def _scaled_wgrad(
@@ -160,12 +163,11 @@ def _products(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tens
             use_fast_accum=True,
         )
     out = a.new_zeros((ends.shape[0], a.shape[0], b.shape[0]), dtype=torch.float32)
-    start = 0
-    for group, end in enumerate(ends.tolist()):
-        left = a[:, start:end].float() * a_scale[group].unsqueeze(1)
-        right = b[:, start:end].float() * b_scale[group].unsqueeze(1)
-        out[group] = left @ right.t()
-        start = end
+    with torch.autocast("cpu", enabled=False):
+        for group, columns in _spans(ends):
+            left = a[:, columns].float() * a_scale[group].unsqueeze(1)
+            right = b[:, columns].float() * b_scale[group].unsqueeze(1)
+            out[group] = left @ right.t()
     return out
 
 
@@ -204,7 +206,9 @@ def _plain(a: Tensor, b: Tensor, ends: Tensor, zero_tail: bool) -> Tensor:
         shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (groups, a.shape[0], b.shape[1])
         return a.new_zeros(shape)
     out = torch._grouped_mm(a, b, offs=ends)
-    return _zero_tail(out, ends, zero_tail and b.dim() == 3)
+    if zero_tail and b.dim() == 3:
+        _core.zero_tail(out, ends)
+    return out
 
 
 @python_op(_plain)

@@ -35,7 +35,12 @@ def rotary_pos_emb(
 
     Returns:
         Two tensors (length, kv_channels), fp32.
+
+    Raises:
+        ValueError: ``kv_channels`` is odd.
     """
+    if kv_channels % 2:
+        raise ValueError(f"kv_channels must be even, but got {kv_channels}")
     exponents = torch.arange(0, kv_channels, 2, device=device).float() / kv_channels
     positions = torch.arange(length, device=device).float()
     angles = torch.outer(positions, base**-exponents).repeat(1, 2)
@@ -98,8 +103,12 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         check_choice("attn_mask_type", attn_mask_type, MASKS)
         check_choice("attention_type", attention_type, ("self", "cross"))
+        if num_attention_heads < 1:
+            raise ValueError(
+                f"num_attention_heads must be at least 1, but got {num_attention_heads}"
+            )
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        if num_attention_heads % groups:
+        if groups < 1 or num_attention_heads % groups:
             raise ValueError(
                 f"num_gqa_groups must divide num_attention_heads={num_attention_heads}, "
                 f"but got {groups}"

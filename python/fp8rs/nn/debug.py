@@ -17,6 +17,7 @@ from torch import Tensor
 from fp8rs._torch import allow_in_graph, gradients_needed
 from fp8rs.tensor.quantized import QuantizedTensor
 
+from .backward import gathered_weight, read_weight, refuse_double_backward
 from .function import linear
 from .observe import OperandStats
 
@@ -103,8 +104,7 @@ class _HighPrecision(torch.autograd.Function):
     ) -> Tensor:
         dgrad = ctx.needs_input_grad[0] and high[DGRAD]
         wgrad = ctx.needs_input_grad[1] and high[WGRAD]
-        # Only FSDP2 may hold the planes of a gathered weight, because it frees and refills them.
-        gathered = weight if isinstance(weight, QuantizedTensor) else None
+        gathered = gathered_weight(weight)
         ctx.save_for_backward(
             _values(x, dtype) if wgrad else None,
             weight if dgrad and gathered is None else None,
@@ -118,6 +118,7 @@ class _HighPrecision(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("FP8 linear layers")
         high, gathered, (x_dtype, weight_dtype, bias_dtype), dtype = ctx.rest
         needs_x, needs_w, needs_bias, needs_y, *_ = gradients_needed(ctx)
         x, weight = ctx.saved_tensors
@@ -125,8 +126,8 @@ class _HighPrecision(torch.autograd.Function):
         rows = values.reshape(-1, values.shape[-1])
         dx = dw = db = None
         if needs_x and high[DGRAD]:
-            exact = _values(weight if gathered is None else gathered, dtype)
-            dx = (values @ exact).to(x_dtype)
+            weight = read_weight(gathered, weight, "a layer in high precision")
+            dx = (values @ _values(weight, dtype)).to(x_dtype)
         if needs_w and high[WGRAD]:
             dw = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight_dtype)
         if needs_bias:

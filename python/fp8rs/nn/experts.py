@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fp8rs._torch import gradients_needed, is_distributed
+from fp8rs._torch import gradients_needed, is_distributed, is_traced
+from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .backward import refuse_double_backward
@@ -118,6 +119,12 @@ def experts_forward(
 
     Returns:
         (T, H), with the dtype of ``hidden_states``.
+
+    Raises:
+        ValueError: a shape or device does not fit. In eager code on the CPU, also if an id is
+            negative, or too large for a module without expert parallelism. On CUDA the host does
+            not know the ids.
+        TypeError: a dtype is not supported.
     """
     gemms: Gemms = getattr(self, "_gemms", "gather")
     state = getattr(self, "_fp8_state", None)
@@ -128,11 +135,13 @@ def experts_forward(
     up, down = local_part(getattr(self, name)), local_part(self.down_proj)
     up_bias = local_part(getattr(self, f"{name}_bias")) if self.has_bias else None
     down_bias = local_part(self.down_proj_bias) if self.has_bias else None
+    features = up.shape[1] if transposed else up.shape[-1]
+    _check_routed(hidden_states, top_k_index, top_k_weights, features, up.device)
     x = cast_input(hidden_states, up.dtype)
-    offs, order, places = _route(top_k_index, up.shape[0])
+    offs, order, places = _route(top_k_index, up.shape[0], parallel)
     rows = order // top_k_index.shape[-1]
     activation = None if gemms == "gather" else self._fp8_activation
-    if activation and (gemms == "fp8" or prefers_gated_mlp(rows.shape[0], down)):
+    if activation and prefers_gated_mlp(rows.shape[0], up, down, gemms):
         index = rows.to(torch.int32)
         y = gated_mlp(x, up, down, index, places, offs, activation, key, parallel)
     else:
@@ -150,14 +159,63 @@ def experts_forward(
     return combined.to(hidden_states.dtype)
 
 
-def _route(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _check_routed(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    features: int,
+    device: torch.device,
+) -> None:
+    """Check the arguments of `experts_forward`, except the values of ``top_k_index``.
+
+    Raises:
+        ValueError: a shape or device does not fit.
+        TypeError: a dtype is not supported.
+    """
+    shape, pairs = hidden_states.shape, top_k_index.shape
+    if len(shape) != 2 or shape[1] != features:
+        raise ValueError(f"hidden_states has shape {tuple(shape)}; it must be (tokens, {features})")
+    if len(pairs) != 2 or pairs[0] != shape[0]:
+        raise ValueError(f"top_k_index has shape {tuple(pairs)}; it must be ({shape[0]}, k)")
+    if top_k_weights.shape != pairs:
+        raise ValueError(
+            f"top_k_weights has shape {tuple(top_k_weights.shape)}; it must be {tuple(pairs)}"
+        )
+    if hidden_states.dtype not in INPUT_DTYPES:
+        dtype = hidden_states.dtype
+        raise TypeError(f"hidden_states is {dtype}; it must be float32, bfloat16 or float16")
+    if top_k_index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"top_k_index is {top_k_index.dtype}; it must be int64 or int32")
+    for name, given in (
+        ("hidden_states", hidden_states),
+        ("top_k_index", top_k_index),
+        ("top_k_weights", top_k_weights),
+    ):
+        if given.device != device:
+            raise ValueError(f"{name} is on {given.device} and the experts are on {device}")
+
+
+def _route(top_k_index: Tensor, experts: int, parallel: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Sort pairs of a token and an expert by expert.
+
+    Args:
+        top_k_index: (T, k), the experts of each token.
+        experts: the number of experts.
+        parallel: whether ids from ``experts`` on are experts of other ranks.
 
     Returns:
         The offsets of experts, the pair (token * k + position) of each row, and the rows of each
-        token (T, k). Rows of experts that do not exist are the last ones.
+        token (T, k). Rows of experts of other ranks are the last ones.
     """
     ids, order = torch.sort(top_k_index.reshape(-1))
+    # Reading an id on CUDA would wait for the device.
+    if ids.is_cpu and not torch.compiler.is_compiling() and not is_traced(ids) and ids.shape[0]:
+        first, last = int(ids[0]), int(ids[-1])
+        if first < 0 or (last >= experts and not parallel):
+            raise ValueError(
+                f"top_k_index has the expert {first if first < 0 else last}; ids must be at least "
+                f"0 and less than {experts}, the number of experts"
+            )
     each = torch.arange(experts, dtype=ids.dtype, device=ids.device)
     offs = torch.searchsorted(ids, each, right=True, out_int32=True)
     numbers = torch.arange(order.shape[0], device=order.device)

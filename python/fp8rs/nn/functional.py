@@ -130,6 +130,6 @@ def local_part(parameter: Any) -> Tensor:
 def cast_input(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return an input in autocast's dtype. Without autocast, return it in ``dtype`` if given."""
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     return x if dtype is None else x.to(dtype)

@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fp8rs._torch import gradients_needed
 from fp8rs.gemm import estimates
@@ -97,16 +96,24 @@ def _choose(x: Tensor, weight: Tensor, spec: GroupedSpec) -> estimates.GroupedCh
     return cast(estimates.GroupedChoice, _estimate(estimates.choose, x.shape[0], given))
 
 
-def prefers_gated_mlp(rows: int, down: Tensor) -> bool:
-    """Whether :func:`gated_mlp` is faster than two calls of :func:`grouped` with "auto".
+def prefers_gated_mlp(rows: int, gate_up: Tensor, down: Tensor, gemms: Gemms) -> bool:
+    """Whether experts run as :func:`gated_mlp`, and not as two calls of :func:`grouped`.
+
+    With "fp8" they do where the device has FP8 GEMMs for both weights. With "auto" they do if it is
+    faster, too.
 
     Args:
         rows: the number of rows.
+        gate_up: the first weight, (E, 2 * I, H).
         down: the second weight, (E, H, I).
+        gemms: "fp8" or "auto".
     """
-    experts, hidden, width = down.shape
-    given = estimates.GroupedWeight(experts, hidden, width, isinstance(down, QuantizedTensor))
-    return bool(_estimate(estimates.prefers_gated_mlp, rows, given))
+    if gemms == "auto":
+        experts, hidden, width = down.shape
+        given = estimates.GroupedWeight(experts, hidden, width, isinstance(down, QuantizedTensor))
+        if not _estimate(estimates.prefers_gated_mlp, rows, given):
+            return False
+    return has_grouped_gemm(down.device) and _are_supported(gate_up) and _are_supported(down)
 
 
 def _estimate(function: Callable[..., Any], rows: int, weight: estimates.GroupedWeight) -> Any:
@@ -142,8 +149,8 @@ def gated_mlp(
     """Compute the gated MLP of each token's experts on FP8 operands. Differentiable once.
 
     Each token is quantized once for the first GEMM, and its codes are copied to its rows. The
-    permuted tokens never exist in high precision. The activation is quantized as it is computed. On
-    devices without FP8 GEMMs, all of this is in the dtype of ``x``.
+    permuted tokens never exist in high precision. The activation is quantized as it is computed.
+    `prefers_gated_mlp` says whether the device supports this.
 
     Args:
         x: the tokens (T, H), float32, bfloat16 or float16.
@@ -159,21 +166,11 @@ def gated_mlp(
     Returns:
         (rows, H), with the dtype of ``x``.
     """
-    spec = grouped_spec_for(key)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # as in `grouped`
         gate_up, down = gate_up.detach(), down.detach()
-    if _has_fp8_gemms(spec, gate_up) and _has_fp8_gemms(spec, down):
-        how = _How(spec, False, zero_tail, estimates.FP8)
-        y: Tensor = _GatedMlp.apply(x, gate_up, down, index, places, offs, activation, how)
-        return y
-    how = _How(spec, False, zero_tail, estimates.HIGH_PRECISION)
-    h: Tensor = _Grouped.apply(x.index_select(0, index), gate_up, offs, None, how)
-    gate, up = h.chunk(2, -1)
-    gate = (
-        functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
-    )
-    rows: Tensor = _Grouped.apply(gate * up, down, offs, None, how)
-    return rows
+    how = _How(grouped_spec_for(key), False, zero_tail, estimates.FP8)
+    y: Tensor = _GatedMlp.apply(x, gate_up, down, index, places, offs, activation, how)
+    return y
 
 
 def check_sizes(weight: Tensor) -> None:
@@ -218,14 +215,16 @@ def check(
         raise ValueError(f"offs has shape {tuple(offs.shape)}; it must be ({experts},)")
     if offs.dtype != torch.int32:
         raise TypeError(f"offs is {offs.dtype}; it must be torch.int32")
-    if x.dtype not in INPUT_DTYPES:
-        raise TypeError(f"x is {x.dtype}; it must be float32, bfloat16 or float16")
+    for name, given in (("x", x), ("weight", weight)):
+        if given.dtype not in INPUT_DTYPES:
+            raise TypeError(f"{name} is {given.dtype}; it must be float32, bfloat16 or float16")
     if bias is not None and bias.shape != (experts, n):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({experts}, {n})")
     for name, other in (("weight", weight), ("offs", offs), ("bias", bias)):
         if other is not None and other.device != x.device:
             raise ValueError(f"{name} is on {other.device} and x is on {x.device}")
-    if torch.is_autocast_enabled(x.device.type):
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # torch has no autocast for meta
         return
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and other.dtype != x.dtype:
@@ -345,19 +344,15 @@ def _quantize(
     index: Tensor | None = None,
 ) -> _Codes:
     """Quantize rows. ``factors`` are multiplied into the columns of the rowwise codes only."""
-
-    def run(x: Tensor, rowwise: bool, columnwise: bool) -> Any:
-        return _quantize_groups(
-            x, *bounds, _E4M3, rowwise, columnwise, index=index, **spec.scale_options
-        )
-
+    options: dict[str, Any] = {"index": index, **spec.scale_options}
     if factors is None or not rowwise:
-        return _Codes(*run(x, rowwise, columnwise))
+        return _Codes(*_quantize_groups(x, *bounds, _E4M3, rowwise, columnwise, **options))
     group, _ = _groups(bounds[0], x.shape[0])
-    row, row_scale, _, _ = run(x * factors[group], True, False)
-    if not columnwise:
-        return _Codes(row, row_scale, row, row_scale)
-    return _Codes(row, row_scale, *run(x, False, True)[2:])
+    codes = _Codes(*_quantize_groups(x * factors[group], *bounds, _E4M3, True, False, **options))
+    if columnwise:
+        _, _, col, col_scale = _quantize_groups(x, *bounds, _E4M3, False, True, **options)
+        codes = codes._replace(col=col, col_scale=col_scale)
+    return codes
 
 
 # --- GEMMs ---------------------------------------------------------------------------------------
@@ -444,7 +439,7 @@ class _GatedMlp(torch.autograd.Function):
         activation: str,
         how: _How,
     ) -> Tensor:
-        _, needs_gate_up, needs_down = ctx.needs_input_grad[:3]
+        needs_x, needs_gate_up, needs_down = ctx.needs_input_grad[:3]
         spec = how.spec
         # The bounds depend on the number of rows only, which `index` has too.
         ends, padded_ends = _group_bounds(offs.contiguous(), index)
@@ -464,7 +459,8 @@ class _GatedMlp(torch.autograd.Function):
             ctx.save_for_backward(
                 *((a.col, a.col_scale) if needs_gate_up else (None, None)),
                 *((g.col, g.col_scale) if needs_down else (None, None)),
-                *(h, *first, *second, places, ends, padded_ends),
+                h if needs_x or needs_gate_up else None,
+                *(*first, *second, places, ends, padded_ends),
             )
             ctx.rest = how, activation, x.dtype, (gate_up.dtype, down.dtype)
         return y

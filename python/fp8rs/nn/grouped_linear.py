@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from fp8rs.quantize.recipes import Recipe, RecipeName, describe, resolve_recipe
 from .function import prepare_compilers
 from .functional import cast_input, key_of, local_part
 from .grouped import Gemms, check, grouped
+from .init import reset_linear
 
 
 class GroupedLinear(nn.Module):
@@ -59,10 +59,12 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (("in_features", in_features), ("out_features", out_features)):
-            if value % ALIGNMENT:
-                raise ValueError(f"{name} is {value}; it must be a multiple of {ALIGNMENT}")
-        if num_groups >= MAX_GROUPS:
-            raise ValueError(f"num_groups is {num_groups}; it must be less than {MAX_GROUPS}")
+            if value < 0 or value % ALIGNMENT:
+                needed = f"a multiple of {ALIGNMENT} and not negative"
+                raise ValueError(f"{name} is {value}; it must be {needed}")
+        if not 0 <= num_groups < MAX_GROUPS:
+            needed = f"less than {MAX_GROUPS} and not negative"
+            raise ValueError(f"num_groups is {num_groups}; it must be {needed}")
         self.num_groups, self.in_features = num_groups, in_features
         self.out_features = out_features
         self.recipe = resolve_recipe(recipe)
@@ -77,10 +79,11 @@ class GroupedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize each matrix and its bias like torch.nn.Linear."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -bound, bound)
+        """Initialize each matrix and its bias like torch.nn.Linear.
+
+        Sharded parameters do not depend on the number of ranks. All ranks of their mesh call this.
+        """
+        reset_linear(self)
 
     def forward(self, input: Tensor, offs: Tensor) -> Tensor:
         """Map (rows, in_features) to (rows, out_features).

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8rs._torch import dtensor_like, is_distributed, local_shape_and_offset, local_tensor
 
@@ -24,12 +24,14 @@ def is_sharded(parameter: Any) -> bool:
 
 
 @torch.no_grad()
-def reset_linear(layer: nn.Linear) -> None:
-    """Initialize sharded parameters like ``nn.Linear``: uniform in +-1 / sqrt(fan_in).
+def reset_linear(layer: Any) -> None:
+    """Initialize the weight and the bias of a layer: uniform in +-1 / sqrt(fan_in).
 
-    All ranks of the mesh call it. The seed is drawn from the first rank's default generator.
+    If they are sharded, all ranks of the mesh call it. The seed is drawn from the first rank's
+    default generator.
     """
-    bound = 1 / math.sqrt(layer.weight.shape[1]) if layer.weight.shape[1] else 0.0
+    fan_in = layer.weight.shape[-1]
+    bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
     for parameter in (layer.weight, layer.bias):
         if parameter is not None:
             uniform_(parameter, bound)
