@@ -198,11 +198,12 @@ def usual_units(root: nn.Module) -> set[str]:
     units = {name for name, m in root.named_modules() if name and type(m).__name__ in kinds}
     if units:
         return units
-    lists: list[str] = []
+    lists: tuple[str, ...] = ()
     for name, module in root.named_modules():
-        if isinstance(module, nn.ModuleList) and not name.startswith(tuple(f"{n}." for n in lists)):
-            lists.append(name)
-            units |= {f"{name}.{child}".lstrip(".") for child, _ in module.named_children()}
+        if isinstance(module, nn.ModuleList) and not name.startswith(lists):
+            prefix = f"{name}." if name else ""
+            lists += (prefix,)
+            units |= {f"{prefix}{child}" for child, _ in module.named_children()}
     return units
 
 
