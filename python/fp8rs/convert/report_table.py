@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fp8rs.convert.experts import IF_CALLED
 from fp8rs.convert.memory import Memory
 from fp8rs.convert.select import counted, listed
 from fp8rs.gemm.estimates import CHOICE
@@ -52,7 +53,8 @@ class Report:
         experts: the argument, or the mode in which the model was converted.
         gemms: by name of a weight of experts, its GEMMs on Hopper by rows per expert: "FP8", "FP8,
             high-precision wgrad" or "high precision".
-        gemm_reasons: by name of a weight of experts, why all its GEMMs run in high precision. Other
+        gemm_reasons: by name of a weight of experts, why all its GEMMs run in high precision, or
+            that they run as named if the module's forward calls torch's grouped GEMMs. Other
             weights have FP8 GEMMs, or the number of rows decides.
         left: parameters that stay in high precision, by reason.
         units: names of the modules that ``fully_shard`` is called on. The root is "".
@@ -141,7 +143,7 @@ def _gemms(r: Report) -> list[str]:
     counts = "".join(f"{count:<27,}" for count in next(iter(r.gemms.values())))
     lines = ["", "grouped GEMMs on Hopper, by rows per expert", f"  {counts}".rstrip()]
     lines += [f"  {cells}{listed(names)}{reason}" for (cells, reason), names in rows.items()]
-    if r.experts == "auto" and len(r.gemm_reasons) < len(r.gemms):
+    if r.experts == "auto" and any(r.gemm_reasons.get(n, IF_CALLED) == IF_CALLED for n in r.gemms):
         lines.append(CHOICE)
     return lines
 
