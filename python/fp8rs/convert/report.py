@@ -18,7 +18,7 @@ from fp8rs.convert.memory import STATES, States, memory_of
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import Selection, converted, select
-from fp8rs.convert.sizes import Layouts, groups_of, layouts_of
+from fp8rs.convert.sizes import Layouts, groups_of, is_sharded_by_fsdp, layouts_of
 from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_module, describe
 
@@ -189,7 +189,7 @@ def _states(optimizer: str | float) -> States:
 
 
 def _ranks(world_size: int | None, model: nn.Module) -> int:
-    for parameter in model.parameters():
+    for parameter in model.parameters() if is_sharded_by_fsdp(model) else ():
         if isinstance(parameter, DTensor):
             found = ShardSpec.from_dtensor(parameter).num_shards
             if world_size not in (None, found):

@@ -131,6 +131,11 @@ class Group:
         return any(p.spec.num_shards > 1 for p in self.parameters)
 
 
+def is_sharded_by_fsdp(root: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on a module of a model."""
+    return any(isinstance(module, FSDPModule) for module in root.modules())
+
+
 #: The layout of each parameter that is gathered in FP8, by the ``id`` of its module and its name.
 Layouts = dict[tuple[int, str], AllGatherLayout]
 
@@ -168,10 +173,11 @@ def groups_of(
     """
 
     def sharded(module: nn.Module, name: str, parameter: nn.Parameter) -> ShardedParameter:
-        if isinstance(parameter, DTensor):
+        if is_sharded and isinstance(parameter, DTensor):
             spec = ShardSpec.from_dtensor(parameter)
         else:
-            shape = tuple(parameter.shape) or (1,)
+            # FSDP2 shards the part of this rank if another parallelism has divided a parameter.
+            shape = tuple(own_part(parameter).shape) or (1,)
             start = (0,) * len(shape)
             kind = parameter.device.type
             spec = ShardSpec(kind, (), (), world_size, 0, 0, shape, shape, start)
@@ -181,7 +187,7 @@ def groups_of(
         is_fp8 = fp8_weights or isinstance(own_part(parameter), QuantizedTensor)
         return ShardedParameter(parameter, spec, gathered, layout, layout is not None and is_fp8)
 
-    groups = []
+    groups, is_sharded = [], is_sharded_by_fsdp(root)
     for unit, parameters in _owned(root, unit_fn):
         again = (unit != "") if reshard_after_forward is None else reshard_after_forward
         groups.append(Group(unit, tuple(sharded(*p) for p in parameters), 2 if again else 1))
@@ -213,7 +219,7 @@ _Place = tuple[nn.Module, str, nn.Parameter]
 
 def _owned(root: nn.Module, unit_fn: UnitFn | None) -> list[tuple[str, list[_Place]]]:
     """Return the names of units, and the parameters that FSDP2 gathers for each."""
-    if any(isinstance(m, FSDPModule) for m in root.modules()):
+    if is_sharded_by_fsdp(root):
         return _fsdp_groups(root)
     usual = usual_units(root)
     is_unit = unit_fn or (lambda _, name: name in usual)
