@@ -698,7 +698,9 @@ def test_sharded_experts_are_refused(rig):
 def test_gemms_that_depend_on_the_forward_are_reported_with_the_condition(caplog):
     """Llama 4 calls torch.bmm, so that only its all-gathers are in FP8."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    config = transformers.Llama4TextConfig(hidden_size=64, intermediate_size=48, num_local_experts=4)
+    config = transformers.Llama4TextConfig(
+        hidden_size=64, intermediate_size=48, num_local_experts=4
+    )
     experts = transformers.models.llama4.modeling_llama4.Llama4TextExperts(config)
     nn.init.normal_(experts.gate_up_proj)
     nn.init.normal_(experts.down_proj)
