@@ -123,9 +123,7 @@ def convert_to_float8_training(
     return module
 
 
-def convert_model(
-    root: nn.Module, options: Options, selected: Selection, keep_init: bool
-) -> None:
+def convert_model(root: nn.Module, options: Options, selected: Selection, keep_init: bool) -> None:
     """Convert a model, after all its layers and experts have been checked.
 
     Args:
