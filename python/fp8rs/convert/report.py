@@ -134,9 +134,9 @@ def report(
         gemm_reasons={fqn: one.reason for one in found.experts for fqn in one.fqns if one.reason},
         left=_left(model, found),
         units=tuple(group.name for group in fp8),
-        gathered=sum(group.gathers * group.gathered_bytes for group in fp8),
-        gathered_high_precision=sum(group.gathers * group.gathered_bytes for group in plain),
-        scattered=sum(group.scattered_bytes(reduce_dtype) for group in fp8),
+        gathered=sum(g.gathers * g.gathered_bytes for g in fp8 if g.is_sharded),
+        gathered_high_precision=sum(g.gathers * g.gathered_bytes for g in plain if g.is_sharded),
+        scattered=sum(group.reduced_bytes(reduce_dtype) for group in fp8 if group.is_sharded),
         memory=memory_of(fp8, reduce_dtype, states),
         memory_high_precision=memory_of(plain, reduce_dtype, states),
     )

@@ -109,26 +109,18 @@ class Group:
     gathers: int
 
     @property
-    def gathered_bytes(self) -> int:
-        """Bytes of an all-gather's output, padding included. 0 with one rank."""
-        return self.whole_bytes if self._is_sharded else 0
+    def is_sharded(self) -> bool:
+        """Whether there are several ranks, so that the group has collectives."""
+        return any(p.spec.num_shards > 1 for p in self.parameters)
 
     @property
-    def whole_bytes(self) -> int:
-        """Bytes of the unsharded parameters."""
+    def gathered_bytes(self) -> int:
+        """Bytes of the unsharded parameters, which an all-gather returns. Padding is included."""
         return sum(p.gathered_bytes for p in self.parameters)
 
-    def scattered_bytes(self, reduce_dtype: torch.dtype | None) -> int:
-        """Return the bytes of a reduce-scatter's input, padding included. 0 with one rank."""
-        return self.reduced_bytes(reduce_dtype) if self._is_sharded else 0
-
     def reduced_bytes(self, reduce_dtype: torch.dtype | None) -> int:
-        """Return the bytes of the unsharded gradients as they are reduced."""
+        """Return the bytes of the unsharded gradients, the input of a reduce-scatter."""
         return sum(p.reduced_bytes(reduce_dtype) for p in self.parameters)
-
-    @property
-    def _is_sharded(self) -> bool:
-        return any(p.spec.num_shards > 1 for p in self.parameters)
 
 
 def is_sharded_by_fsdp(root: nn.Module) -> bool:
