@@ -737,7 +737,7 @@ def test_another_experts_implementation_multiplies_dequantized_weights(rig, othe
     assert loss != before
     loss.backward()
     found = fp8rs.report(model)
-    reason = f"the selected experts implementation is '{other}'"
+    reason = f"the experts implementation is '{other}', not 'fp8rs'"
     assert set(found.gemm_reasons.values()) == {reason}
     assert {text for by in found.gemms.values() for text in by.values()} == {"high precision"}
     model.set_experts_implementation("fp8rs")

@@ -80,7 +80,8 @@ class Experts:
         if gemms != "gather" and uses_registry(module):
             selected = module.config._experts_implementation
             if selected != TRANSFORMERS_KEY:
-                gemms, reason = "gather", f"the selected experts implementation is {selected!r}"
+                gemms = "gather"
+                reason = f"the experts implementation is {selected!r}, not {TRANSFORMERS_KEY!r}"
         activation = getattr(module, "_fp8_activation", None)
         return cls(name, module, tuple(module._fp8_params), gemms, reason, activation)
 

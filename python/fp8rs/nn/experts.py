@@ -44,15 +44,17 @@ class Float8Experts(Float8Params):
             empty string.
         _fp8_activation: the gated activation of experts of transformers that `gated_mlp` supports,
             or None.
+        config: transformers' config of the model, if the module calls `experts_forward`.
     """
 
+    config: Any
     _gemms: Gemms
     _gemms_reason: str = ""
     _fp8_activation: str | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if uses_registry(self):
+        if uses_registry(self) and self.config._experts_implementation == TRANSFORMERS_KEY:
             register_experts_forward()  # another process may have converted the module
 
 
