@@ -111,7 +111,7 @@ def as_text(findings: Findings) -> str:
     lines.append(
         "fp8rs.comm.set_fsdp_comm: "
         + (f"no symmetric memory ({why}); reduce-scatters in bf16" if why else "symmetric memory")
-        + ". Call fp8rs.report(model) after it for the choice for each module"
+        + ". Print what it returns for the choice for each module"
     )
     lines += ["", f"{'recipe':<10}{'device':<9}{'path':<13}why"]
     lines += [f"{p.recipe:<10}{p.device:<9}{p.path:<13}{p.reason}" for p in f.recipes]

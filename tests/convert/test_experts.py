@@ -4,6 +4,8 @@ import copy
 import logging
 import pickle
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -688,3 +690,152 @@ def test_sharded_experts_are_refused(rig):
     fully_shard(model, mesh=rig.mesh())
     with pytest.raises(ValueError, match="w1_EFD is sharded already: convert before fully_shard"):
         convert(model)
+
+
+# --- what the report and other processes say -----------------------------------------------------
+
+
+def test_gemms_that_depend_on_the_forward_are_reported_with_the_condition(caplog):
+    """Llama 4 calls torch.bmm, so that only its all-gathers are in FP8."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    config = transformers.Llama4TextConfig(
+        hidden_size=64, intermediate_size=48, num_local_experts=4
+    )
+    experts = transformers.models.llama4.modeling_llama4.Llama4TextExperts(config)
+    nn.init.normal_(experts.gate_up_proj)
+    nn.init.normal_(experts.down_proj)
+    condition = "if the module's forward calls torch's grouped GEMMs"
+    model = nn.ModuleDict({"llama": experts, "titan": Titan()})
+    planned = fp8rs.report(model)
+    assert planned.gemm_reasons == dict.fromkeys(
+        ["llama.gate_up_proj", "llama.down_proj"], condition
+    )
+    assert f"  llama.gate_up_proj, llama.down_proj: {condition}\n" in str(planned)
+    x = torch.randn(40, 64)
+    expected = experts(x)
+    with caplog.at_level(logging.INFO, "fp8rs"):
+        convert(model)
+    assert f"FP8 where it is faster ({condition}): llama.gate_up_proj" in caplog.text
+    assert fp8rs.report(model) == planned
+    assert torch.equal(model["llama"](x), expected)
+    alone = fp8rs.report(Unknown(), experts="fp8")
+    assert alone.gemm_reasons == {"batch": condition}
+    assert "FP8 is chosen where" in str(fp8rs.report(nn.ModuleDict({"llama": experts})))
+
+
+@ranks(2)
+@pytest.mark.parametrize("other", ["grouped_mm", "eager"])
+def test_another_experts_implementation_multiplies_dequantized_weights(rig, other):
+    """The report says so, and the implementation can be selected again."""
+    model = convert(mixture("mixtral", rig.device), experts="fp8", filter_fqns=["lm_head"])
+    gather = convert(mixture("mixtral", rig.device), experts="gather", filter_fqns=["lm_head"])
+    shard(model, rig), shard(gather, rig)
+    before, planned = loss_of(model, rig), fp8rs.report(model)
+    model.set_experts_implementation(other)
+    loss, expected = loss_of(model, rig), loss_of(gather, rig)
+    torch.testing.assert_close(loss, expected)
+    assert loss != before
+    loss.backward()
+    found = fp8rs.report(model)
+    reason = f"the experts implementation is '{other}', not 'fp8rs'"
+    assert set(found.gemm_reasons.values()) == {reason}
+    assert {text for by in found.gemms.values() for text in by.values()} == {"high precision"}
+    model.set_experts_implementation("fp8rs")
+    assert fp8rs.report(model) == planned
+    assert torch.equal(loss_of(model, rig), before)
+
+
+def distribute(model, **sizes):
+    """Shard a model as transformers does when it loads one with a DistributedConfig."""
+    distributed = pytest.importorskip("transformers.distributed")
+    config = distributed.DistributedConfig(**sizes)
+    config, _, mesh = model.prepare_distribute_model(config)
+    return model.maybe_distribute_model(model, config, mesh)
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe, mode", [("current", "fp8"), ("mxfp8", "gather")])
+def test_a_converted_model_trains_under_expert_parallelism_of_transformers(rig, recipe, mode):
+    model = mixture("qwen3_moe", rig.device)
+    options = {"recipe": recipe, "experts": mode, "filter_fqns": ["lm_head"]}
+    whole, parallel = (convert(copy.deepcopy(model), **options) for _ in range(2))
+    distribute(parallel, fsdp_size=2, ep_size=2)
+    results = []
+    for one in (shard(whole, rig), parallel):
+        loss = loss_of(one, rig)
+        loss.backward()
+        gradients = {n: p.grad.full_tensor() for n, p in one.named_parameters()}
+        results.append((loss.detach(), gradients))
+    torch.testing.assert_close(*results)
+
+
+@ranks(2)
+def test_a_model_that_transformers_has_sharded_is_refused(rig):
+    model = distribute(mixture("qwen3_moe", rig.device), fsdp_size=2, ep_size=2)
+    with pytest.raises(ValueError, match="q_proj is sharded already: convert before fully_shard"):
+        convert(model)
+
+
+@ranks(2)
+def test_experts_are_converted_after_tensor_parallelism_of_transformers(rig):
+    """It replaces the forwards of linear layers, which stay in high precision with a warning."""
+    model = mixture("qwen3_moe", rig.device)
+    whole = convert(copy.deepcopy(model), experts="fp8", filter_fqns=["lm_head", "attn"])
+    distribute(model, tp_size=2, ep_size=2)
+    with pytest.warns(UserWarning, match="for example tensor parallelism of transformers"):
+        convert(model, experts="fp8", filter_fqns=["lm_head"])
+    assert converted(model) == converted(whole)
+    torch.testing.assert_close(loss_of(model, rig), loss_of(whole, rig))
+
+
+def test_a_saved_model_computes_in_another_process(tmp_path):
+    """The process must register the experts implementation, which no conversion has done there."""
+    model = convert(mixture("mixtral"), experts="fp8")
+    tokens = torch.arange(64).view(2, 32)
+    torch.save((model, tokens, model(tokens).logits), tmp_path / "model.pt")
+    code = (
+        "import sys, torch\n"
+        "model, tokens, logits = torch.load(sys.argv[1], weights_only=False)\n"
+        "assert torch.equal(model(tokens).logits, logits)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "model.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@ranks(1)
+def test_sharded_modules_are_recognized_by_their_own_class(rig):
+    """FSDP2 gives them a class of torch."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Unknown(4, 512, 512)
+
+        def forward(self):
+            raise NotImplementedError
+
+    for sharded in (False, True):
+        model = Model()
+        if sharded:
+            fully_shard(model.part, mesh=rig.mesh())
+        reasons = {name: left.reason for left in fp8rs.report(model).left for name in left.names}
+        assert reasons["part.batch"] == "not known as experts, see experts='gather'"
+    with pytest.raises(ValueError, match=r"part\.batch is sharded already: convert before"):
+        convert(model, experts="gather", filter_fqns=["head"])
+
+
+def test_quantized_init_leaves_experts_alone_that_were_built_before():
+    layer = fp8rs.nn.GroupedLinear(4, 32, 32)
+    with fp8rs.quantized_init("current"):
+        model = nn.Sequential(layer, nn.Linear(32, 32))
+    assert not isinstance(layer.weight, QuantizedTensor)
+    assert isinstance(model[1].weight, QuantizedTensor)
+
+
+def test_quantized_init_converts_a_module_at_the_address_of_a_former_child():
+    with fp8rs.quantized_init("current"):
+        parent = nn.Sequential(nn.ReLU())
+        parent[0] = nn.Tanh()
+        layers = [nn.Linear(32, 32) for _ in range(4)]
+    assert all(isinstance(layer.weight, QuantizedTensor) for layer in layers)

@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import fp8rs
 from distributed.models import ADAMWS, RECIPES, Stack
 from fp8rs.__main__ import main
+from fp8rs.convert.sizes import usual_units
 
 
 class Experts(nn.Module):
@@ -155,6 +156,8 @@ def test_without_an_fp8_gather_no_bytes_are_saved(way: str) -> None:
 
 def test_units_are_blocks_and_the_root() -> None:
     assert fp8rs.report(stack()).units == ("", "blocks.0", "blocks.1")
+    nested = nn.ModuleList([nn.ModuleList([nn.Linear(32, 32, device="meta")]), nn.ReLU()])
+    assert usual_units(nested) == {"0", "1"}
     alone = fp8rs.report(stack(), fsdp_unit_fn=lambda m, name: False)
     assert alone.units == ("",)
     transformers = pytest.importorskip("transformers")

@@ -3,7 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import fp8rs
 from cases import each_kind_of_recipe
@@ -53,6 +59,23 @@ def test_bytes_are_those_of_the_collectives(rig, recipe, hidden):
     assert (found.gathered, found.scattered) == (gathered, scattered)
     assert found.world_size == rig.world_size
     assert len(found.converted) == (5 if recipe else 0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("fp8_weights", [True, False])
+def test_parts_of_tensor_parallelism_are_planned_as_fsdp2_shards_them(rig, fp8_weights):
+    """Ranks of the tensor-parallel mesh are not shards."""
+    model = make(EVEN, device=rig.device, fp8_weights=fp8_weights)
+    mesh = init_device_mesh(rig.device.type, (1, 2), mesh_dim_names=("dp", "tp"))
+    whole = fp8rs.report(model, world_size=1)
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    planned = fp8rs.report(model, world_size=1)
+    assert planned.memory.parameters < whole.memory.parameters
+    assert fp8rs.report(model, world_size=4).memory.parameters < planned.memory.parameters
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["dp"], mp_policy=BF16)
+    assert fp8rs.report(model) == planned
 
 
 @ranks(2)

@@ -119,19 +119,19 @@ def convert_to_float8_training(
             "preserve_high_precision_init_val=True requires fp8_weights=True: other weights keep "
             "their high-precision values anyway"
         )
-    convert_model(module, options, preserve_high_precision_init_val)
+    convert_model(module, options, select(module, options), preserve_high_precision_init_val)
     return module
 
 
-def convert_model(root: nn.Module, options: Options, keep_init: bool) -> None:
+def convert_model(root: nn.Module, options: Options, selected: Selection, keep_init: bool) -> None:
     """Convert a model, after all its layers and experts have been checked.
 
     Args:
         root: the model.
         options: the arguments of the conversion, resolved.
+        selected: the layers and experts to convert.
         keep_init: whether to keep the weights' values before quantization on the CPU.
     """
-    selected = select(root, options)
     weights = selected.parameters()
     for name, reason in selected.left.items():
         if reason == SHARDED:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,7 +19,14 @@ from fp8rs.gemm.estimates import (
     prefers_gated_mlp,
 )
 from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS
-from fp8rs.nn.experts import Float8Experts, GroupedExperts, batched_parameters, experts_forward
+from fp8rs.nn.experts import (
+    TRANSFORMERS_KEY,
+    Float8Experts,
+    GroupedExperts,
+    batched_parameters,
+    register_experts_forward,
+    uses_registry,
+)
 from fp8rs.nn.fp8_params import Float8Params, add_fp8_params
 from fp8rs.nn.grouped import Gemms
 from fp8rs.nn.grouped_linear import GroupedLinear
@@ -31,11 +37,11 @@ from fp8rs.tensor.formats import INPUT_DTYPES
 #: The reason of ``filter_fqns``.
 NAMED = "named by filter_fqns"
 
+#: The condition of GEMMs that `GroupedGemms` replaces. For example, Llama 4 calls torch.bmm.
+IF_CALLED = "if the module's forward calls torch's grouped GEMMs"
+
 #: 3-D parameters of other modules with at least this many elements are reported.
 _LARGE = 1 << 20
-
-#: The name of `experts_forward` in the registry of transformers.
-TRANSFORMERS_KEY = "fp8rs"
 
 #: Activations of transformers that a kernel computes, by class.
 _ACTIVATIONS = {
@@ -55,7 +61,7 @@ class Experts:
         module: the module.
         parameters: the names of its weights.
         gemms: which of its grouped GEMMs run on FP8 operands.
-        reason: why all GEMMs run in high precision, or an empty string.
+        reason: why all GEMMs run in high precision, or `IF_CALLED`, or an empty string.
         activation: the activation of experts of transformers that `gated_mlp` supports, or None.
     """
 
@@ -71,6 +77,11 @@ class Experts:
         """Return a converted module."""
         gemms: Any = getattr(module, "_gemms", "gather")
         reason = getattr(module, "_gemms_reason", "")
+        if gemms != "gather" and uses_registry(module):
+            selected = module.config._experts_implementation
+            if selected != TRANSFORMERS_KEY:
+                gemms = "gather"
+                reason = f"the experts implementation is {selected!r}, not {TRANSFORMERS_KEY!r}"
         activation = getattr(module, "_fp8_activation", None)
         return cls(name, module, tuple(module._fp8_params), gemms, reason, activation)
 
@@ -188,6 +199,8 @@ def _experts(
     elif not whole:
         reason = "another weight of the module is in high precision"
     gemms = cast(Gemms, "gather" if reason else options.experts)
+    if not (reason or _calls_grouped_gemms(module)):
+        reason = IF_CALLED
     return Experts(name, module, parameters, gemms, reason, _activation(module, recipe, gemms))
 
 
@@ -196,10 +209,15 @@ def is_known(module: nn.Module) -> bool:
 
     These are experts of transformers 5, torchtitan's GroupedExperts, and `GroupedLinear`.
     """
-    if isinstance(module, GroupedLinear) or callable(getattr(module, "_grouped_mm", None)):
-        return True
     weights = batched_parameters(module)
-    return "down_proj" in weights and ("gate_up_proj" in weights or "up_proj" in weights)
+    names = "down_proj" in weights and ("gate_up_proj" in weights or "up_proj" in weights)
+    return names or _calls_grouped_gemms(module)
+
+
+def _calls_grouped_gemms(module: nn.Module) -> bool:
+    """Whether a module is known to run its GEMMs as grouped ones, which can be FP8."""
+    of_torchtitan = callable(getattr(module, "_grouped_mm", None))
+    return of_torchtitan or isinstance(module, GroupedLinear) or uses_registry(module)
 
 
 def is_expert(module: nn.Module, weight: Tensor) -> bool:
@@ -211,14 +229,11 @@ def is_expert(module: nn.Module, weight: Tensor) -> bool:
 def _may_be(module: nn.Module) -> bool:
     """Whether a module's batched parameters may be weights of experts.
 
-    Convolutions and other modules of torch have parameters of three dimensions too.
+    Convolutions and other modules of torch have parameters of three dimensions too. FSDP2 replaces
+    the class of any module by a class of torch.
     """
-    return not type(module).__module__.startswith("torch.")
-
-
-def uses_registry(module: nn.Module) -> bool:
-    """Whether transformers dispatches a module's forward through its registry."""
-    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+    bases = type(module).__mro__
+    return not all(base.__module__.startswith(("torch.", "builtins")) for base in bases)
 
 
 def _batch(weight: Any) -> tuple[int, int, int]:
@@ -254,9 +269,7 @@ def convert_experts(state: ModelState, modules: Iterable[Experts]) -> None:
             experts.gemms != "gather" or module.config._experts_implementation == "grouped_mm"
         ):
             module._fp8_activation = experts.activation
-            # transformers has built the module, so it is imported.
-            registry: Any = sys.modules["transformers.integrations.moe"]
-            registry.ALL_EXPERTS_FUNCTIONS.register(TRANSFORMERS_KEY, experts_forward)
+            register_experts_forward()
             module.config._experts_implementation = TRANSFORMERS_KEY
 
 

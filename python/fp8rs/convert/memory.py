@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -88,9 +89,9 @@ def memory_of(groups: Sequence[Group], reduce_dtype: torch.dtype | None, states:
         if p.trained:
             gradients += p.plain_bytes
             optimizer += states.nbytes(p)
-    whole = {group.name: 0 for group in groups}
+    whole = Counter[str]()
     for group in groups:
-        whole[group.name] += group.whole_bytes
+        whole[group.name] += group.gathered_bytes
     if all(group.gathers == 1 for group in groups):
         gathered = sum(whole.values())
     else:

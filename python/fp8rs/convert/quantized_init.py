@@ -62,26 +62,25 @@ def quantized_init(
         experts=experts,
     ).resolved()
     quantizes_early = module_filter_fn is None and not options.filter_fqns
+    # Modules that got parameters or children here, and the children. Only modules that are built
+    # here get parameters. References keep ids unique.
     built: dict[int, nn.Module] = {}
-    children: set[int] = set()
-    # Modules that were built before can get children here. They do not get parameters.
-    with_parameters: set[int] = set()
+    parents: dict[int, nn.Module] = {}
+    children: dict[int, nn.Module] = {}
 
     def on_parameter(module: nn.Module, name: str, parameter: Any) -> None:
         built[id(module)] = module
-        with_parameters.add(id(module))
 
     def on_child(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is None:
             return
-        built[id(parent)] = parent
-        children.add(id(child))
-        if quantizes_early and id(child) in with_parameters and _can_be_converted(child):
+        parents[id(parent)] = parent
+        children[id(child)] = child
+        if quantizes_early and id(child) in built and _can_be_converted(child):
             quantize_weight(child, "weight", options.recipe, preserve_high_precision_init_val)
 
     def keep(module: nn.Module, name: str) -> bool:
-        built_here = id(module) in with_parameters
-        return built_here and (module_filter_fn is None or module_filter_fn(module, name))
+        return id(module) in built and (module_filter_fn is None or module_filter_fn(module, name))
 
     hooks = (
         register_module_parameter_registration_hook(on_parameter),
@@ -93,15 +92,13 @@ def quantized_init(
         for hook in hooks:
             hook.remove()
     at_exit = replace(options, module_filter_fn=keep)
-    for root in (module for key, module in built.items() if key not in children):
-        linears = (m for m in root.modules() if isinstance(m, nn.Linear))
-        inside = [m for m in linears if id(m) in with_parameters]
-        if not inside:
-            found = select(root, at_exit).experts
-            if not any(id(each.module) in built for each in found):
-                continue
-        convert_model(root, at_exit, preserve_high_precision_init_val)
-        for layer in inside:
+    for root in (module for key, module in {**built, **parents}.items() if key not in children):
+        layers = [m for m in root.modules() if isinstance(m, nn.Linear) and id(m) in built]
+        selected = select(root, at_exit)
+        selected.experts[:] = [each for each in selected.experts if id(each.module) in built]
+        if layers or selected.experts:
+            convert_model(root, at_exit, selected, preserve_high_precision_init_val)
+        for layer in layers:
             if not isinstance(layer, Float8Linear):
                 dequantize_weight(layer)  # tied or changed after it was registered
 

@@ -18,7 +18,7 @@ from fp8rs.convert.memory import STATES, States, memory_of
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import Selection, converted, select
-from fp8rs.convert.sizes import Layouts, groups_of, layouts_of
+from fp8rs.convert.sizes import Layouts, groups_of, is_sharded_by_fsdp, layouts_of
 from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_module, describe
 
@@ -134,9 +134,9 @@ def report(
         gemm_reasons={fqn: one.reason for one in found.experts for fqn in one.fqns if one.reason},
         left=_left(model, found),
         units=tuple(group.name for group in fp8),
-        gathered=sum(group.gathers * group.gathered_bytes for group in fp8),
-        gathered_high_precision=sum(group.gathers * group.gathered_bytes for group in plain),
-        scattered=sum(group.scattered_bytes(reduce_dtype) for group in fp8),
+        gathered=sum(g.gathers * g.gathered_bytes for g in fp8 if g.is_sharded),
+        gathered_high_precision=sum(g.gathers * g.gathered_bytes for g in plain if g.is_sharded),
+        scattered=sum(group.reduced_bytes(reduce_dtype) for group in fp8 if group.is_sharded),
         memory=memory_of(fp8, reduce_dtype, states),
         memory_high_precision=memory_of(plain, reduce_dtype, states),
     )
@@ -189,7 +189,7 @@ def _states(optimizer: str | float) -> States:
 
 
 def _ranks(world_size: int | None, model: nn.Module) -> int:
-    for parameter in model.parameters():
+    for parameter in model.parameters() if is_sharded_by_fsdp(model) else ():
         if isinstance(parameter, DTensor):
             found = ShardSpec.from_dtensor(parameter).num_shards
             if world_size not in (None, found):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fp8rs.convert.experts import IF_CALLED
 from fp8rs.convert.memory import Memory
 from fp8rs.convert.select import counted, listed
 from fp8rs.gemm.estimates import CHOICE
@@ -52,7 +53,8 @@ class Report:
         experts: the argument, or the mode in which the model was converted.
         gemms: by name of a weight of experts, its GEMMs on Hopper by rows per expert: "FP8", "FP8,
             high-precision wgrad" or "high precision".
-        gemm_reasons: by name of a weight of experts, why all its GEMMs run in high precision. Other
+        gemm_reasons: by name of a weight of experts, why all its GEMMs run in high precision, or
+            that they run as named if the module's forward calls torch's grouped GEMMs. Other
             weights have FP8 GEMMs, or the number of rows decides.
         left: parameters that stay in high precision, by reason.
         units: names of the modules that ``fully_shard`` is called on. The root is "".
@@ -83,7 +85,39 @@ class Report:
     memory_high_precision: Memory
 
     def __str__(self) -> str:
-        return _text(self)
+        high = _dtype(self.param_dtype)
+        parameters = [(f"converted: {self.summary}", self.converted_parameters, "")]
+        parameters += [(left.reason, left.parameters, listed(left.names)) for left in self.left]
+        width = max(40, *(len(row[0]) for row in parameters))
+        mode = f"experts={self.experts!r}; " if self.gemms or self.experts != "auto" else ""
+        lines = [
+            f"recipe {describe(self.recipe)}; {counted(self.world_size, 'rank')}; "
+            f"{counted(len(self.units), 'FSDP2 unit')}; {mode}"
+            f"gradients are reduced in {_dtype(self.reduce_dtype)}",
+            "",
+            f"{'parameters':<{width + 2}}{'elements':>18}{'share':>8}",
+        ]
+        for what, elements, names in parameters:
+            share = elements / max(self.parameters, 1)
+            lines.append(f"  {what:<{width}}{elements:>18,}{share:>8.1%}  {names}".rstrip())
+        lines += _gemms(self)
+        plain, fp8 = self.memory_high_precision, self.memory
+        sizes = [
+            ("all-gathers of a step", self.gathered_high_precision, self.gathered),
+            ("reduce-scatters of a step", self.scattered, self.scattered),
+            ("memory", plain.total, fp8.total),
+            ("  sharded parameters", plain.parameters, fp8.parameters),
+            ("  gradients", plain.gradients, fp8.gradients),
+            (f"  optimizer states ({self.optimizer})", plain.optimizer, fp8.optimizer),
+            ("  gathered: root and two largest units", plain.gathered, fp8.gathered),
+            ("  gradients in reduction", plain.reduced, fp8.reduced),
+        ]
+        width = max(40, *(len(row[0]) for row in sizes))
+        lines += ["", f"{'bytes per rank':<{width + 2}}{high:>14}{'FP8':>14}{'ratio':>8}"]
+        for what, before, after in sizes:
+            ratio = f"{after / before:>8.3f}" if before else ""
+            lines.append(f"  {what:<{width}}{_size(before):>14}{_size(after):>14}{ratio}")
+        return "\n".join([*lines, f"Not counted: {NOT_COUNTED}."])
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON. A dtype is its name, and the recipe is its repr."""
@@ -92,42 +126,6 @@ class Report:
         for name in ("param_dtype", "reduce_dtype"):
             fields[name] = None if fields[name] is None else _dtype(fields[name])
         return fields
-
-
-def _text(r: Report) -> str:
-    high = _dtype(r.param_dtype)
-    parameters = [(f"converted: {r.summary}", r.converted_parameters, "")]
-    parameters += [(left.reason, left.parameters, listed(left.names)) for left in r.left]
-    width = max(40, *(len(row[0]) for row in parameters))
-    mode = f"experts={r.experts!r}; " if r.gemms or r.experts != "auto" else ""
-    lines = [
-        f"recipe {describe(r.recipe)}; {counted(r.world_size, 'rank')}; "
-        f"{counted(len(r.units), 'FSDP2 unit')}; {mode}"
-        f"gradients are reduced in {_dtype(r.reduce_dtype)}",
-        "",
-        f"{'parameters':<{width + 2}}{'elements':>18}{'share':>8}",
-    ]
-    for what, elements, names in parameters:
-        share = elements / max(r.parameters, 1)
-        lines.append(f"  {what:<{width}}{elements:>18,}{share:>8.1%}  {names}".rstrip())
-    lines += _gemms(r)
-    plain, fp8 = r.memory_high_precision, r.memory
-    sizes = [
-        ("all-gathers of a step", r.gathered_high_precision, r.gathered),
-        ("reduce-scatters of a step", r.scattered, r.scattered),
-        ("memory", plain.total, fp8.total),
-        ("  sharded parameters", plain.parameters, fp8.parameters),
-        ("  gradients", plain.gradients, fp8.gradients),
-        (f"  optimizer states ({r.optimizer})", plain.optimizer, fp8.optimizer),
-        ("  gathered: root and two largest units", plain.gathered, fp8.gathered),
-        ("  gradients in reduction", plain.reduced, fp8.reduced),
-    ]
-    width = max(40, *(len(row[0]) for row in sizes))
-    lines += ["", f"{'bytes per rank':<{width + 2}}{high:>14}{'FP8':>14}{'ratio':>8}"]
-    for what, before, after in sizes:
-        ratio = f"{after / before:>8.3f}" if before else ""
-        lines.append(f"  {what:<{width}}{_size(before):>14}{_size(after):>14}{ratio}")
-    return "\n".join([*lines, f"Not counted: {NOT_COUNTED}."])
 
 
 def _gemms(r: Report) -> list[str]:
@@ -141,7 +139,7 @@ def _gemms(r: Report) -> list[str]:
     counts = "".join(f"{count:<27,}" for count in next(iter(r.gemms.values())))
     lines = ["", "grouped GEMMs on Hopper, by rows per expert", f"  {counts}".rstrip()]
     lines += [f"  {cells}{listed(names)}{reason}" for (cells, reason), names in rows.items()]
-    if r.experts == "auto" and len(r.gemm_reasons) < len(r.gemms):
+    if r.experts == "auto" and any(r.gemm_reasons.get(n, IF_CALLED) == IF_CALLED for n in r.gemms):
         lines.append(CHOICE)
     return lines
 

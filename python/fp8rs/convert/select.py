@@ -100,7 +100,7 @@ def why_not(layer: nn.Linear, tied: Iterable[str] = ()) -> Reason | None:
         return Reason("its weight has no size yet: run a forward first")
     if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
         return Reason("its parent (nn.MultiheadAttention) reads its weight without calling it")
-    if _is_from_torchao(layer):
+    if any(base.__module__.startswith("torchao.") for base in kind.__mro__):
         return Reason(TORCHAO)
     if "forward" in layer.__dict__:  # for example by torch's or another library's hooks
         return Reason(
@@ -120,10 +120,6 @@ def why_not(layer: nn.Linear, tied: Iterable[str] = ()) -> Reason | None:
             f"the weight is {weight.dtype}, not float32, bfloat16 or float16",
         )
     return None
-
-
-def _is_from_torchao(layer: nn.Module) -> bool:
-    return any(base.__module__.startswith("torchao.") for base in type(layer).__mro__)
 
 
 @dataclass(frozen=True)

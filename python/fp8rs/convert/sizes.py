@@ -109,26 +109,23 @@ class Group:
     gathers: int
 
     @property
-    def gathered_bytes(self) -> int:
-        """Bytes of an all-gather's output, padding included. 0 with one rank."""
-        return self.whole_bytes if self._is_sharded else 0
+    def is_sharded(self) -> bool:
+        """Whether there are several ranks, so that the group has collectives."""
+        return any(p.spec.num_shards > 1 for p in self.parameters)
 
     @property
-    def whole_bytes(self) -> int:
-        """Bytes of the unsharded parameters."""
+    def gathered_bytes(self) -> int:
+        """Bytes of the unsharded parameters, which an all-gather returns. Padding is included."""
         return sum(p.gathered_bytes for p in self.parameters)
 
-    def scattered_bytes(self, reduce_dtype: torch.dtype | None) -> int:
-        """Return the bytes of a reduce-scatter's input, padding included. 0 with one rank."""
-        return self.reduced_bytes(reduce_dtype) if self._is_sharded else 0
-
     def reduced_bytes(self, reduce_dtype: torch.dtype | None) -> int:
-        """Return the bytes of the unsharded gradients as they are reduced."""
+        """Return the bytes of the unsharded gradients, the input of a reduce-scatter."""
         return sum(p.reduced_bytes(reduce_dtype) for p in self.parameters)
 
-    @property
-    def _is_sharded(self) -> bool:
-        return any(p.spec.num_shards > 1 for p in self.parameters)
+
+def is_sharded_by_fsdp(root: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on a module of a model."""
+    return any(isinstance(module, FSDPModule) for module in root.modules())
 
 
 #: The layout of each parameter that is gathered in FP8, by the ``id`` of its module and its name.
@@ -168,10 +165,11 @@ def groups_of(
     """
 
     def sharded(module: nn.Module, name: str, parameter: nn.Parameter) -> ShardedParameter:
-        if isinstance(parameter, DTensor):
+        if is_sharded and isinstance(parameter, DTensor):
             spec = ShardSpec.from_dtensor(parameter)
         else:
-            shape = tuple(parameter.shape) or (1,)
+            # FSDP2 shards the part of this rank if another parallelism has divided a parameter.
+            shape = tuple(own_part(parameter).shape) or (1,)
             start = (0,) * len(shape)
             kind = parameter.device.type
             spec = ShardSpec(kind, (), (), world_size, 0, 0, shape, shape, start)
@@ -181,7 +179,7 @@ def groups_of(
         is_fp8 = fp8_weights or isinstance(own_part(parameter), QuantizedTensor)
         return ShardedParameter(parameter, spec, gathered, layout, layout is not None and is_fp8)
 
-    groups = []
+    groups, is_sharded = [], is_sharded_by_fsdp(root)
     for unit, parameters in _owned(root, unit_fn):
         again = (unit != "") if reshard_after_forward is None else reshard_after_forward
         groups.append(Group(unit, tuple(sharded(*p) for p in parameters), 2 if again else 1))
@@ -198,11 +196,12 @@ def usual_units(root: nn.Module) -> set[str]:
     units = {name for name, m in root.named_modules() if name and type(m).__name__ in kinds}
     if units:
         return units
-    lists: list[str] = []
+    lists: tuple[str, ...] = ()
     for name, module in root.named_modules():
-        if isinstance(module, nn.ModuleList) and not name.startswith(tuple(f"{n}." for n in lists)):
-            lists.append(name)
-            units |= {f"{name}.{child}".lstrip(".") for child, _ in module.named_children()}
+        if isinstance(module, nn.ModuleList) and not name.startswith(lists):
+            prefix = f"{name}." if name else ""
+            lists += (prefix,)
+            units |= {f"{prefix}{child}" for child, _ in module.named_children()}
     return units
 
 
@@ -212,7 +211,7 @@ _Place = tuple[nn.Module, str, nn.Parameter]
 
 def _owned(root: nn.Module, unit_fn: UnitFn | None) -> list[tuple[str, list[_Place]]]:
     """Return the names of units, and the parameters that FSDP2 gathers for each."""
-    if any(isinstance(m, FSDPModule) for m in root.modules()):
+    if is_sharded_by_fsdp(root):
         return _fsdp_groups(root)
     usual = usual_units(root)
     is_unit = unit_fn or (lambda _, name: name in usual)

@@ -105,11 +105,6 @@ class Stored(NamedTuple):
     parameter: nn.Parameter
     parts: list[Part]
 
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the parameter is converted."""
-        return is_fp8(self.module, self.key)
-
 
 def parameters_of(modules: list[Named], stored_as: dict[str, list[Part]]) -> Iterator[Stored]:
     """Yield the parameters of modules. A tied parameter comes several times."""
@@ -133,7 +128,7 @@ def kept_layers(model: nn.Module) -> tuple[list[str], list[str]]:
         dims = p.parameter.dim()
         # Routers are not linear layers in transformers, but in servers they are.
         is_layer = dims == 2 and p.key == "weight" and not isinstance(p.module, nn.Embedding)
-        if (is_layer or dims > 2) and not p.is_fp8:
+        if (is_layer or dims > 2) and not is_fp8(p.module, p.key):
             names = [p.name.rpartition(".")[0], *(part.module for part in p.parts)]
             kept.update(dict.fromkeys(names))
             if dims > 2:
@@ -153,7 +148,7 @@ def named_modules(model: nn.Module) -> list[Named]:
 
 def check_layers(model: nn.Module, serving: ServingFormat) -> None:
     """Raise ValueError if no layer is converted, or a layer does not support the format."""
-    weights = [p for p in parameters_of(named_modules(model), {}) if p.is_fp8]
+    weights = [p for p in parameters_of(named_modules(model), {}) if is_fp8(p.module, p.key)]
     if not weights:
         raise ValueError(
             f"model has no converted layers, which format {serving.name!r} requires. Convert it "
@@ -198,63 +193,67 @@ def units(model: nn.Module) -> dict[Any, list[Named]]:
     return found
 
 
+@torch.no_grad()
 def _tensors(
     model: nn.Module, serving: ServingFormat, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    yielded: set[int] = set()
+    """Yield the tensors of each unit. A unit is unsharded only if codes are exported unchanged."""
     stored_as = stored_parts(model)
+    yielded: set[int] = set()
     reshard(model)  # a weight that a forward left unsharded may be outdated
     for unit, modules in units(model).items():
-        yield from _unit_tensors(unit, modules, serving, dtype, yielded, stored_as)
-
-
-@torch.no_grad()
-def _unit_tensors(
-    unit: Any,
-    modules: list[Named],
-    serving: ServingFormat,
-    dtype: torch.dtype,
-    yielded: set[int],
-    stored_as: dict[str, list[Part]],
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of one unit. It is unsharded only if codes are exported unchanged."""
-    parameters = []
-    for p in parameters_of(modules, stored_as):
-        if id(p.parameter) not in yielded:
-            yielded.add(id(p.parameter))
-            parameters.append(p)
-    exports_codes = [
-        p.is_fp8 and can_export_codes(serving, p, fsdp=unit is not None) for p in parameters
-    ]
-    gather = unit is not None and any(exports_codes)
-    if gather:
-        unit.unshard()
-    try:
-        for p, codes in zip(parameters, exports_codes, strict=True):
-            now: Any = p.module._parameters[p.key]
-            if codes:
-                plane = forward_plane(p.module, now)
-                for part in p.parts:
-                    yield from stored(part.name, plane_of(plane, part), serving)
-            elif serving.spec is not None and p.is_fp8:
-                values = whole(p.parameter)
-                for part in p.parts:
-                    yield from stored(part.name, quantized(serving.spec, part.of(values)), serving)
-            else:
-                # FSDP2's mixed-precision policy may have rounded the unsharded parameter.
-                needed = min(dtype.itemsize, p.parameter.dtype.itemsize)
-                exact = now if now.dtype.itemsize >= needed else p.parameter
-                values = whole(exact, dtype)
-                for part in p.parts:
-                    yield part.name, part.of(values)
-        for name, module in modules:
-            for key, buffer in persistent_buffers(module):
-                full = f"{name}.{key}".lstrip(".")
-                for part in stored_as.get(full, [Part(full)]):
-                    yield part.name, whole(buffer, dtype)
-    finally:
+        parameters = []
+        for p in parameters_of(modules, stored_as):
+            if id(p.parameter) not in yielded:
+                yielded.add(id(p.parameter))
+                parameters.append(p)
+        exports_codes = [
+            is_fp8(p.module, p.key) and can_export_codes(serving, p, fsdp=unit is not None)
+            for p in parameters
+        ]
+        gather = unit is not None and any(exports_codes)
         if gather:
-            unit.reshard()
+            unit.unshard()
+        try:
+            for p, codes in zip(parameters, exports_codes, strict=True):
+                yield from _parameter_tensors(p, codes, serving, dtype)
+            for name, module in modules:
+                for key, buffer in persistent_buffers(module):
+                    full = f"{name}.{key}".lstrip(".")
+                    for part in stored_as.get(full, [Part(full)]):
+                        yield part.name, whole(buffer, dtype)
+        finally:
+            if gather:
+                unit.reshard()
+
+
+def _parameter_tensors(
+    p: Stored, codes: bool, serving: ServingFormat, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of one parameter.
+
+    Args:
+        p: the parameter, whose unit is unsharded if codes are exported.
+        codes: whether to export the codes that the layer computes on.
+        serving: the format.
+        dtype: the dtype of tensors that are not quantized.
+    """
+    now: Any = p.module._parameters[p.key]
+    if codes:
+        plane = forward_plane(p.module, now)
+        for part in p.parts:
+            yield from stored(part.name, plane_of(plane, part), serving)
+    elif serving.spec is not None and is_fp8(p.module, p.key):
+        values = whole(p.parameter)
+        for part in p.parts:
+            yield from stored(part.name, quantized(serving.spec, part.of(values)), serving)
+    else:
+        # FSDP2's mixed-precision policy may have rounded the unsharded parameter.
+        needed = min(dtype.itemsize, p.parameter.dtype.itemsize)
+        exact = now if now.dtype.itemsize >= needed else p.parameter
+        values = whole(exact, dtype)
+        for part in p.parts:
+            yield part.name, part.of(values)
 
 
 def quantized(spec: QuantSpec, values: Tensor, scale: Tensor | None = None) -> Plane:

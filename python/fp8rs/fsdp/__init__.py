@@ -60,8 +60,11 @@ def set_links(
 
     It is the former name, and will be removed in the next release.
     """
-    from fp8rs.comm import set_fsdp_comm
+    from fp8rs.comm.fsdp_comm import ALL_GATHERS, REDUCE_SCATTERS, set_fsdp_comm
+    from fp8rs.quantize.recipes import check_choice
 
+    check_choice("gather", gather, ALL_GATHERS)
+    check_choice("reduction", reduction, REDUCE_SCATTERS)
     warnings.warn(
         "fp8rs.fsdp.set_links is deprecated: call fp8rs.comm.set_fsdp_comm(model, all_gather=..., "
         "reduce_scatter=...)",

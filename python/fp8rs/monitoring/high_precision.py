@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8rs.nn.debug import GEMMS, set_debug
 
-from .layers import batched_weights, linear_layers, no_layers
+from .layers import fp8_operands
 
 
 def high_precision(
@@ -45,9 +45,7 @@ def high_precision(
     chosen = (gemms,) if isinstance(gemms, str) else tuple(gemms)
     if unknown := [gemm for gemm in chosen if gemm not in GEMMS]:
         raise ValueError(f"gemms must be among {', '.join(GEMMS)}, not {unknown[0]!r}")
-    layers, experts = linear_layers(model), batched_weights(model)
-    if not layers and not experts:
-        raise no_layers()
+    layers, experts = fp8_operands(model)
     found: dict[str, None] = {}
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         names = [name for name in layers if fnmatchcase(name, pattern)]

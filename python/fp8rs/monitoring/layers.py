@@ -13,31 +13,29 @@ from fp8rs.quantize.recipes import check_module
 ROOT = "root"
 
 
-def linear_layers(model: nn.Module) -> dict[str, Float8Linear]:
-    """Return the converted layers by name, in model order.
+#: A converted module and the name of one of its weights of experts.
+BatchedWeight = tuple[Float8Params, str]
+
+
+def fp8_operands(model: nn.Module) -> tuple[dict[str, Float8Linear], dict[str, BatchedWeight]]:
+    """Return the converted layers and weights of experts by name, in model order.
 
     Raises:
         TypeError: ``model`` is not a module.
+        ValueError: ``model`` is not converted.
     """
     check_module("model", model)
-    return {
-        plain_name(name) or ROOT: module
-        for name, module in model.named_modules()
-        if isinstance(module, Float8Linear)
-    }
-
-
-def batched_weights(model: nn.Module) -> dict[str, tuple[Float8Params, str]]:
-    """Return the converted weights of experts by name: the module, and the parameter's name."""
-    return {
-        plain_name(f"{name}.{key}".lstrip(".")): (module, key)
-        for name, module in model.named_modules()
-        if isinstance(module, Float8Params)
-        for key in module._fp8_params
-        if module.get_parameter(key).dim() > 2
-    }
-
-
-def no_layers() -> ValueError:
-    """Return the error for a model that is not converted."""
-    return ValueError("model has no FP8 layer: call fp8rs.convert_to_float8_training(model) first")
+    layers: dict[str, Float8Linear] = {}
+    weights: dict[str, BatchedWeight] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear):
+            layers[plain_name(name) or ROOT] = module
+        elif isinstance(module, Float8Params):
+            for key in module._fp8_params:
+                if module.get_parameter(key).dim() > 2:
+                    weights[plain_name(f"{name}.{key}".lstrip("."))] = module, key
+    if not layers and not weights:
+        raise ValueError(
+            "model has no FP8 layer: call fp8rs.convert_to_float8_training(model) first"
+        )
+    return layers, weights

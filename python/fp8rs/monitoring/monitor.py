@@ -19,7 +19,7 @@ from fp8rs.nn.spec import ROLES
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, check_int
 
 from .experts import plane_of
-from .layers import batched_weights, linear_layers, no_layers
+from .layers import fp8_operands
 from .records import Lossy, Record, append, name_of, worst
 
 
@@ -45,9 +45,7 @@ class Monitor:
         self.every = every
         self.latest: dict[str, float] = {}
         self._step = first_step
-        self._layers, self._weights = linear_layers(model), batched_weights(model)
-        if not self._layers and not self._weights:
-            raise no_layers()
+        self._layers, self._weights = fp8_operands(model)
         self._group = group
         self._file = None if file is None else Path(file)
         operands = len(self._layers) * len(ROLES)

@@ -12,6 +12,7 @@ All other operators dequantize a gathered weight.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ from .fp8_params import Float8Params
 from .functional import as_stored, cast_input, key_of, local_part
 from .grouped import Gemms, check, gated_mlp, grouped, prefers_gated_mlp
 
+#: The name of `experts_forward` in the registry of transformers.
+TRANSFORMERS_KEY = "fp8rs"
+
 _combine_rows = torch.ops.fp8rs.combine_rows.default
 _combine_rows_backward = torch.ops.fp8rs.combine_rows_backward.default
 
@@ -37,14 +41,22 @@ class Float8Experts(Float8Params):
 
     Attributes:
         _gemms: which grouped GEMMs run on FP8 operands, if recipe and device have such GEMMs.
-        _gemms_reason: why all of them run in high precision, or an empty string.
+        _gemms_reason: why all of them run in high precision, or a condition of ``_gemms``, or an
+            empty string.
         _fp8_activation: the gated activation of experts of transformers that `gated_mlp` supports,
             or None.
+        config: transformers' config of the model, if the module calls `experts_forward`.
     """
 
+    config: Any
     _gemms: Gemms
     _gemms_reason: str = ""
     _fp8_activation: str | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if uses_registry(self) and self.config._experts_implementation == TRANSFORMERS_KEY:
+            register_experts_forward()  # another process may have converted the module
 
 
 class GroupedExperts(Float8Experts):
@@ -157,6 +169,17 @@ def experts_forward(
     weights = top_k_weights if top_k_weights.dtype == y.dtype else top_k_weights.float()
     combined: Tensor = _Combine.apply(y, places, weights.contiguous())
     return combined.to(hidden_states.dtype)
+
+
+def uses_registry(module: nn.Module) -> bool:
+    """Whether transformers dispatches a module's forward through its registry."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+
+
+def register_experts_forward() -> None:
+    """Add `experts_forward` to the registry of transformers, which has been imported."""
+    registry: Any = sys.modules["transformers.integrations.moe"]
+    registry.ALL_EXPERTS_FUNCTIONS.register(TRANSFORMERS_KEY, experts_forward)
 
 
 def _check_routed(
