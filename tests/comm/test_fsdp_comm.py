@@ -67,9 +67,6 @@ def test_set_links_is_a_deprecated_alias(rig):
     with pytest.warns(DeprecationWarning, match=r"call fp8rs\.comm\.set_fsdp_comm"):
         comm = set_links(model, gather="torch", reduction="bf16")
     assert {(c.all_gather, c.reduce_scatter) for c in comm.choices} == {("torch", "bf16")}
-    for name in ("gather", "reduction"):
-        with pytest.raises(ValueError, match=f"^{name} must be 'auto' or .*, not 'x'"):
-            set_links(model, **{name: "x"})
 
 
 @ranks(2)

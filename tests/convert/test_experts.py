@@ -1,6 +1,7 @@
 """Which experts a conversion converts, with which GEMMs, and their training under FSDP2."""
 
 import copy
+import inspect
 import logging
 import pickle
 import re
@@ -748,6 +749,8 @@ def test_another_experts_implementation_multiplies_dequantized_weights(rig, othe
 def distribute(model, **sizes):
     """Shard a model as transformers does when it loads one with a DistributedConfig."""
     distributed = pytest.importorskip("transformers.distributed")
+    if "ep_size" not in inspect.signature(distributed.DistributedConfig).parameters:
+        pytest.skip("this release of transformers has no DistributedConfig(ep_size=...)")
     config = distributed.DistributedConfig(**sizes)
     config, _, mesh = model.prepare_distribute_model(config)
     return model.maybe_distribute_model(model, config, mesh)

@@ -66,7 +66,7 @@ def test_a_write_to_a_copy_of_a_shard_while_the_weight_is_gathered_is_not_a_writ
     rig, recipe
 ):
     """A moving average of the shards is such a copy. Its values overwrote the weights."""
-    model = make(UNEVEN, recipe=recipe, device=rig.device, fp8_weights=True)
+    model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device, fp8_weights=True)
     shard(model, rig, reshard_after_forward=False)
     model(batch(rig))
     reshard(model)

@@ -374,7 +374,7 @@ def test_rows_of_a_token_are_summed_by_one_operator_each_way(device, mode, suppo
     Or it adds them in any order, so that gradients differ from run to run.
     """
     if not supported:
-        monkeypatch.setattr("fp8rs.nn.grouped.has_grouped_gemm", lambda device: False)
+        monkeypatch.setattr(grouped, "has_grouped_gemm", lambda device: False)
     block = block_of("qwen3_moe", device, mode)
     x, index, weights = routed(block, tokens(device))
     with Operators() as seen:

@@ -17,14 +17,12 @@ precision and quantized for each all-gather, or an FP8 weight, which is gathered
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from fp8rs.comm import FSDPComm, set_fsdp_comm
+    from fp8rs.comm import set_fsdp_comm
+    from fp8rs.comm.fsdp_comm import set_links
 
     from .float8_shard import Float8Shard
     from .master_weight import MasterWeight
@@ -44,6 +42,7 @@ _LAZY = {
     "MasterWeight": "fp8rs.fsdp.master_weight",
     "precompute_float8_dynamic_scale_for_fsdp": "fp8rs.fsdp.sharded_model",
     "set_fsdp_comm": "fp8rs.comm",
+    "set_links": "fp8rs.comm.fsdp_comm",
 }
 
 
@@ -51,24 +50,3 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
-
-
-def set_links(
-    model: nn.Module, *, gather: str = "auto", reduction: str = "auto", **kwargs: Any
-) -> FSDPComm:
-    """Call `fp8rs.comm.set_fsdp_comm`, with a DeprecationWarning.
-
-    It is the former name, and will be removed in the next release.
-    """
-    from fp8rs.comm.fsdp_comm import ALL_GATHERS, REDUCE_SCATTERS, set_fsdp_comm
-    from fp8rs.quantize.recipes import check_choice
-
-    check_choice("gather", gather, ALL_GATHERS)
-    check_choice("reduction", reduction, REDUCE_SCATTERS)
-    warnings.warn(
-        "fp8rs.fsdp.set_links is deprecated: call fp8rs.comm.set_fsdp_comm(model, all_gather=..., "
-        "reduce_scatter=...)",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return set_fsdp_comm(model, all_gather=gather, reduce_scatter=reduction, **kwargs)

@@ -113,7 +113,7 @@ class Float8ParamHandle(ParamHandle):
         state = self.state_if_any
         root = None if state is None else state.root
         parts = [] if root is None else map(own_part, sharded_parameters(root))
-        shards = [part._storage for part in parts if isinstance(part, QuantizedTensor)]
+        shards = (part._storage for part in parts if isinstance(part, QuantizedTensor))
         own = [shard for shard in shards if shard.observer is self]
         return not own or storage in own
 

@@ -283,10 +283,9 @@ class BlockwiseShardQuantizer(ShardQuantizer):
 
     def __init__(self, quant_spec: QuantSpec) -> None:
         super().__init__(quant_spec)
-        self.height = self.layout.height
         #: The shape of blocks whose amaxes are reduced, in the plane whose blocks are split.
         self.split_block = (
-            [self.height, 1] if self.layout.columnwise else list(quant_spec.format.block)
+            [self.layout.height, 1] if self.layout.columnwise else list(quant_spec.format.block)
         )
 
     @override
@@ -376,7 +375,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
 
     def block_offset(self, shard: LocalShard) -> int:
         """Return how many rows of the shard's first row of blocks are on the ranks before it."""
-        return shard.shard_spec.row_offset % self.height
+        return shard.shard_spec.row_offset % self.layout.height
 
     def places(
         self, shard: LocalShard, grid: Tensor, rows_of: RowsOf
@@ -388,7 +387,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
             grid: (..., rows, columns of blocks) that the shard touches.
             rows_of: the rows to reduce.
         """
-        first, count = shard.shard_spec.row_offset // self.height, grid.shape[-2]
+        first, count = shard.shard_spec.row_offset // self.layout.height, grid.shape[-2]
         rows = enumerate(rows_of(shard.shard_spec))
         found = {row - first: i for i, row in rows if 0 <= row - first < count}
         return tuple(found), tuple(found.values())
