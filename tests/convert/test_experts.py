@@ -746,16 +746,24 @@ def test_another_experts_implementation_multiplies_dequantized_weights(rig, othe
     assert torch.equal(loss_of(model, rig), before)
 
 
-def distribute(model, **sizes):
-    """Shard a model as transformers does when it loads one with a DistributedConfig."""
+@pytest.fixture
+def ep_size():
+    """Skip the test if the DistributedConfig of this release of transformers has no ``ep_size``."""
     distributed = pytest.importorskip("transformers.distributed")
     if "ep_size" not in inspect.signature(distributed.DistributedConfig).parameters:
-        pytest.skip("this release of transformers has no DistributedConfig(ep_size=...)")
-    config = distributed.DistributedConfig(**sizes)
+        pytest.skip("transformers has no DistributedConfig(ep_size=...)")
+
+
+def distribute(model, **sizes):
+    """Shard a model as transformers does when it loads one with a DistributedConfig."""
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(**sizes)
     config, _, mesh = model.prepare_distribute_model(config)
     return model.maybe_distribute_model(model, config, mesh)
 
 
+@pytest.mark.usefixtures("ep_size")
 @ranks(2)
 @pytest.mark.parametrize("recipe, mode", [("current", "fp8"), ("mxfp8", "gather")])
 def test_a_converted_model_trains_under_expert_parallelism_of_transformers(rig, recipe, mode):
@@ -772,6 +780,7 @@ def test_a_converted_model_trains_under_expert_parallelism_of_transformers(rig, 
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.usefixtures("ep_size")
 @ranks(2)
 def test_a_model_that_transformers_has_sharded_is_refused(rig):
     model = distribute(mixture("qwen3_moe", rig.device), fsdp_size=2, ep_size=2)
@@ -779,6 +788,7 @@ def test_a_model_that_transformers_has_sharded_is_refused(rig):
         convert(model)
 
 
+@pytest.mark.usefixtures("ep_size")
 @ranks(2)
 def test_experts_are_converted_after_tensor_parallelism_of_transformers(rig):
     """It replaces the forwards of linear layers, which stay in high precision with a warning."""
