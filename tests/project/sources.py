@@ -6,8 +6,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import fp8rs
+
 TESTS = Path(__file__).parents[1]
-FP8RS = TESTS.parent / "python" / "fp8rs"
+FP8RS = Path(fp8rs.__file__).parent
 
 
 def modules(folder: Path) -> dict[str, ast.Module]:
