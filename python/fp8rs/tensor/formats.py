@@ -1,8 +1,8 @@
 """The table of quantized formats: one row is one way to scale a matrix.
 
 A block shape and a scale dtype define a format. Tensors, all-gathers, layers and optimizers are
-written for any of them, so a new format is a row here, its GEMMs in :mod:`fp8rs.gemm`, a recipe
-that names it, and its block in ``src/ops/blocks.rs``. Each matrix of a batch is scaled by itself.
+written for any of them. CONTRIBUTING.md lists what a new format needs. Each matrix of a batch is
+scaled by itself.
 """
 
 from __future__ import annotations
