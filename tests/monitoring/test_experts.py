@@ -17,6 +17,7 @@ from fp8rs.monitoring.records import read
 from fp8rs.nn import GroupedLinear, observe
 from fp8rs.quantize.recipes import resolve_recipe
 from internals import run_in_fp8
+from language_models import mixture
 from oracle import statistics
 from oracle.linear import blocks_of
 
@@ -140,6 +141,20 @@ def test_a_model_with_experts_only_is_monitored_and_plotted(tmp_path):
     assert monitor.worst()[0].layer == "up.weight"
     plot(read(file), tmp_path / "monitor.png")
     assert (tmp_path / "monitor.png").stat().st_size > 5_000
+
+
+def test_weights_of_another_experts_implementation_are_not_quantized():
+    model = mixture("mixtral")
+    fp8rs.convert_to_float8_training(model, experts="fp8", filter_fqns=["attn", "lm_head"])
+    monitor = fp8rs.monitor(model, every=1)
+    name = next(name for name, _ in model.named_parameters() if name.endswith("down_proj"))
+    found = []
+    for following in ("eager", "fp8rs"):
+        model(torch.arange(64).view(2, 32)).logits.sum().backward()
+        model.set_experts_implementation(following)
+        found.append(statistics_of(monitor.step(), name))  # observes the weights of the next step
+    assert found[0]["sqnr_db"] > 20
+    assert not found[1]
 
 
 def test_other_steps_do_not_read_the_weights(monkeypatch):

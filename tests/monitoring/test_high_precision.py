@@ -182,12 +182,39 @@ def test_an_fp8_weight_written_since_the_forward_is_an_error():
         y.sum().backward()
 
 
-@pytest.mark.parametrize("gemms", [("forward", "dgrad", "wgrad"), ("wgrad",)])
-def test_double_backward_is_refused(gemms):
+@pytest.mark.parametrize(
+    "gemms, owner",
+    [(GEMMS, "high-precision layers whose operands are cast"), (("wgrad",), "FP8 linear layers")],
+)
+def test_double_backward_is_refused(gemms, owner):
     """Its operands are cast, so that second derivatives would lack terms."""
     model = build("current")
     fp8rs.high_precision(model, "0", gemms=gemms)
     with torch.autocast("cpu", torch.bfloat16):
         y = model[0](torch.randn(8, 64, requires_grad=True))
-    with pytest.raises(RuntimeError, match="FP8 linear layers do not support double backward"):
+    with pytest.raises(RuntimeError, match=f"{owner}.* do not support double backward"):
         torch.autograd.grad(y.float().square().sum(), model[0].weight, create_graph=True)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_gradient_penalty_of_layers_in_high_precision_is_that_of_torch(recipe, dtype):
+    found = []
+    for model in (build(dtype=dtype), build(recipe, dtype)):
+        if found:
+            fp8rs.high_precision(model, "*")
+        torch.manual_seed(1)
+        x = torch.randn(8, 64, dtype=dtype, requires_grad=True)
+        (dx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        dx.square().sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_dequantized_weight_refuses_double_backward():
+    model = nn.Sequential(nn.Linear(64, 96))
+    fp8rs.convert_to_float8_training(model, recipe="current", fp8_weights=True)
+    fp8rs.high_precision(model, "0")
+    x = torch.randn(8, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="operands are cast or dequantized do not support"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)

@@ -24,6 +24,7 @@ from fp8rs.nn.experts import (
     Float8Experts,
     GroupedExperts,
     batched_parameters,
+    other_implementation,
     register_experts_forward,
     uses_registry,
 )
@@ -77,11 +78,9 @@ class Experts:
         """Return a converted module."""
         gemms: Any = getattr(module, "_gemms", "gather")
         reason = getattr(module, "_gemms_reason", "")
-        if gemms != "gather" and uses_registry(module):
-            selected = module.config._experts_implementation
-            if selected != TRANSFORMERS_KEY:
-                gemms = "gather"
-                reason = f"the experts implementation is {selected!r}, not {TRANSFORMERS_KEY!r}"
+        if gemms != "gather" and (other := other_implementation(module)):
+            gemms = "gather"
+            reason = f"the experts implementation is {other!r}, not {TRANSFORMERS_KEY!r}"
         activation = getattr(module, "_fp8_activation", None)
         return cls(name, module, tuple(module._fp8_params), gemms, reason, activation)
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,7 +132,7 @@ class AllGatherLayout:
         storage: PlaneStorage,
         outputs: Sequence[Tensor],
         spec: ShardSpec,
-        scale: Any,
+        scale: Tensor | None,
     ) -> Planes | None:
         """Return the planes of the last unshard if FSDP2 gathered into their memory, else None.
 
@@ -143,6 +142,7 @@ class AllGatherLayout:
         planes = storage.rowwise, storage.columnwise
         tensors = tensors_of(planes)
         if self.gathers_codes_alone(spec):
+            assert scale is not None
             same = is_alias(tensors[0], outputs[0])
             return (Plane(tensors[0], scale, self.format), None) if same else None
         same = len(tensors) == len(outputs) and all(map(is_alias, tensors, outputs))
@@ -152,7 +152,7 @@ class AllGatherLayout:
         self,
         outputs: Sequence[Tensor],
         spec: ShardSpec,
-        scale: Any,
+        scale: Tensor | None,
         columnwise: Plane | None = None,
     ) -> Planes:
         """Return the planes of the unsharded weight, over the gathered tensors.
@@ -166,6 +166,7 @@ class AllGatherLayout:
         format = self.format
         codes = self.codes(outputs[0], torch.Size(spec.unsharded_shape))
         if self.gathers_codes_alone(spec):
+            assert scale is not None
             return Plane(codes, scale, format), None
         if spec.batched:
             rows, cols = spec.matrix_shape

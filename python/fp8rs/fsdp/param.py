@@ -112,7 +112,7 @@ class ParamHandle:
     @property
     def shard_spec(self) -> ShardSpec:
         """How the parameter is sharded, or was sharded before the module held it unsharded."""
-        parameter, known = self.module._parameters[self.name], self._shard_spec
+        parameter, known = self.parameter, self._shard_spec
         # Reading a mesh's groups is slow. The DTensor's specification stays the same object.
         if known is None or dtensor_spec(parameter) is not known[0]:
             if local_of(parameter) is not None:

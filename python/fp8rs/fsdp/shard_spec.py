@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fp8rs._torch import local_tensor
 from fp8rs.tensor.formats import split_batch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +116,8 @@ class ShardSpec:
         return (offset,)
 
     @classmethod
-    def from_dtensor(cls, parameter: Any) -> ShardSpec:
-        """Return how FSDP2 has sharded a parameter, which is a DTensor."""
+    def from_dtensor(cls, parameter: DTensor) -> ShardSpec:
+        """Return how FSDP2 has sharded a parameter."""
         mesh = parameter.device_mesh
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "ranks outside the mesh hold no shard"
@@ -145,12 +148,12 @@ class ShardSpec:
         )
 
 
-def local_part(values: Tensor, parameter: Any) -> Tensor:
+def local_part(values: Tensor, parameter: DTensor) -> Tensor:
     """Return a copy of the part of a parameter's values that this rank's shard holds.
 
     Args:
         values: values of the whole parameter, or of the part that FSDP2 gathers.
-        parameter: the sharded parameter, a DTensor.
+        parameter: the sharded parameter.
     """
     shard_spec = ShardSpec.from_dtensor(parameter)
     if values.shape != shard_spec.unsharded_shape:

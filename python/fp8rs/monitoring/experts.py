@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8rs._torch import is_distributed, own_part
 from fp8rs.gemm.grouped import has_grouped_gemm, reads_format
+from fp8rs.nn.experts import other_implementation
 from fp8rs.nn.spec import spec_for
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -42,7 +43,12 @@ def plane_of(module: Any, key: str, device: torch.device) -> tuple[Tensor | None
 
 def _has_fp8_gemms(module: Any, spec: QuantSpec, device: torch.device) -> bool:
     asked = getattr(module, "_gemms", "gather") != "gather"
-    return asked and reads_format(spec.format) and has_grouped_gemm(device)
+    return (
+        asked
+        and not other_implementation(module)
+        and reads_format(spec.format)
+        and has_grouped_gemm(device)
+    )
 
 
 def _shard_plane(module: Any, key: str, values: Tensor, spec: QuantSpec) -> Plane | None:

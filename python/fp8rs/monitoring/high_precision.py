@@ -25,6 +25,9 @@ def high_precision(
     all-gather or as an FP8 weight, is dequantized. To gather high-precision weights under FSDP2,
     convert with ``enable_fsdp_float8_all_gather=False``.
 
+    A layer whose GEMMs all run in high precision supports double backward if its input, weight and
+    bias have the dtype of its output and the weight is not quantized. Other layers refuse it.
+
     Layers compute in the dtype of their output. Copies of a layer do not inherit the setting. Call
     this on every rank.
 

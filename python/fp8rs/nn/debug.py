@@ -7,7 +7,7 @@ selects or compiles another graph.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +74,9 @@ def debugged_linear(
     quantized: Callable[..., Tensor] = functools.partial(linear, stats=stats)
     if not any(high):
         return quantized(x, weight, bias, key, out_dtype, *delayed)
+    operands = [t for t in (x, weight, bias) if t is not None]
+    if all(high) and not _are_cast(operands, out_dtype):
+        return F.linear(x, weight, bias)
     y = None
     if not all(high):
         # Detach the operands whose gradients are computed in high precision.
@@ -89,8 +92,20 @@ def debugged_linear(
     return out
 
 
+def _are_cast(operands: Iterable[Tensor], dtype: torch.dtype) -> bool:
+    """Whether an operand is quantized or has another dtype than the GEMMs.
+
+    For such operands, `_HighPrecision` casts the weight again in the backward. torch's own function
+    would save the cast weight.
+    """
+    return any(isinstance(t, QuantizedTensor) or t.dtype != dtype for t in operands)
+
+
 class _HighPrecision(torch.autograd.Function):
-    """Runs the GEMMs in high precision. The FP8 layer that runs the others has the output ``y``."""
+    """Runs the GEMMs in high precision. The FP8 layer that runs the others has the output ``y``.
+
+    It has no double backward, because casts in its forward are not recorded.
+    """
 
     @staticmethod
     def forward(
@@ -118,8 +133,12 @@ class _HighPrecision(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("FP8 linear layers")
         high, gathered, (x_dtype, weight_dtype, bias_dtype), dtype = ctx.rest
+        refuse_double_backward(
+            "high-precision layers whose operands are cast or dequantized"
+            if all(high)
+            else "FP8 linear layers"
+        )
         needs_x, needs_w, needs_bias, needs_y, *_ = gradients_needed(ctx)
         x, weight = ctx.saved_tensors
         values = _values(dy, dtype)

@@ -176,6 +176,17 @@ def uses_registry(module: nn.Module) -> bool:
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
 
 
+def other_implementation(module: Any) -> str | None:
+    """Return the experts implementation of transformers that runs instead of `experts_forward`.
+
+    None if `experts_forward` runs, or if the module does not select an implementation.
+    """
+    if not uses_registry(module):
+        return None
+    selected = str(module.config._experts_implementation)
+    return None if selected == TRANSFORMERS_KEY else selected
+
+
 def register_experts_forward() -> None:
     """Add `experts_forward` to the registry of transformers, which has been imported."""
     registry: Any = sys.modules["transformers.integrations.moe"]
