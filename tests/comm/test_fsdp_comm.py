@@ -178,14 +178,21 @@ def test_other_ranks_time_out_after_an_error_in_the_backward_of_one(rig):
 # --- training ------------------------------------------------------------------------------------
 
 BOUND = 1e-6
-"""Largest relative difference of the losses of four ranks to those of float32 reduce-scatters.
+"""Largest relative difference of the first 20 losses of four ranks to those of torch's reductions.
 
 The order of a sum of four bfloat16 numbers changes its float32 value only if one of them is about
 2^16 times smaller than another. That is the case for 7 in a million sums of normally distributed
 numbers, and changes the last bit, which the rounding of weights to bfloat16 nearly always hides.
-Measured (benches/RESULTS.md): no loss of 200 steps differs. Losses also do not differ if torch sums
-the ranks in another order. Reduce-scatters that sum in bfloat16 change losses by 3.5e-5 after 6
-steps, and by at most 2.7e-2 in 200 steps. The bound is ten times the last bit of a loss.
+Reduce-scatters that sum in bfloat16 change losses by 3.5e-5 after 6 steps. The bound is ten times
+the last bit of a loss.
+"""
+
+LATE_BOUND = 2e-3
+"""Largest relative difference in 200 steps, where a weight may round to another bfloat16 number.
+
+Measured (benches/RESULTS.md): after 114 steps, 22 of 1.7 million float32 weights differ, and 70 if
+torch sums the ranks in another order. Losses differ by at most 3.6e-4 from then on. Reduce-scatters
+that sum in bfloat16 change them by 2.7e-2.
 """
 
 
@@ -223,9 +230,10 @@ def check_training(rig, settings, recipe):
     if rig.world_size == 2:  # A sum of two numbers has one order.
         assert same_bytes(expected, found)
     else:
-        difference = ((expected - found).abs() / expected).max().item()
-        print(f"largest relative difference of losses: {difference:.2g}", file=sys.stderr)
-        assert difference <= BOUND
+        difference = (expected - found).abs() / expected
+        print(f"largest difference of losses: {difference.max():.2g}", file=sys.stderr)
+        assert difference[:20].max() <= BOUND
+        assert difference.max() <= LATE_BOUND
 
 
 @ranks(2, 4)
