@@ -62,8 +62,8 @@ def quantized_init(
         experts=experts,
     ).resolved()
     quantizes_early = module_filter_fn is None and not options.filter_fqns
-    # Modules that got parameters or children here, and the children. Only modules that are built
-    # here get parameters. References keep ids unique.
+    # Modules that registered a parameter, which only modules that are built here do, modules that
+    # registered a child, and the children, by id. The references keep ids unique.
     built: dict[int, nn.Module] = {}
     parents: dict[int, nn.Module] = {}
     children: dict[int, nn.Module] = {}

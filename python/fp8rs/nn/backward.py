@@ -1,4 +1,4 @@
-"""Shared by the backwards of layers: they read weights again, and run once.
+"""Helpers for the backwards of layers: reading weights again, and refusing double backward.
 
 Autograd saves plain weights. It does not save a quantized weight, because FSDP2 frees and refills
 the planes of a gathered weight.

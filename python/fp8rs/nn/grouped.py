@@ -99,8 +99,8 @@ def _choose(x: Tensor, weight: Tensor, spec: GroupedSpec) -> estimates.GroupedCh
 def prefers_gated_mlp(rows: int, gate_up: Tensor, down: Tensor, gemms: Gemms) -> bool:
     """Whether experts run as :func:`gated_mlp`, and not as two calls of :func:`grouped`.
 
-    With "fp8" they do where the device has FP8 GEMMs for both weights. With "auto" they do if it is
-    faster, too.
+    With "fp8", they do if the device has FP8 GEMMs for both weights. With "auto", it must also be
+    faster.
 
     Args:
         rows: the number of rows.
