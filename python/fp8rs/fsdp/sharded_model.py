@@ -394,12 +394,13 @@ def make_plain(
     quantized shard, whose scales are synchronized first.
     """
     state: Any = module._fp8_state
-    for name in module._fp8_params:  # type: ignore[union-attr]
-        value = state_dict.get(prefix + name)
+    params: Any = module._fp8_params
+    values = {name: state_dict.get(prefix + name) for name in params}
+    if any(isinstance(own_part(value), Float8Shard) for value in values.values()):
+        state.ensure_sharded_model().sync_module(module)
+    for name, value in values.items():
         local, kept = own_part(value), isinstance(value, (MasterWeight, nn.Parameter))
-        if isinstance(local, Float8Shard):
-            state.ensure_sharded_model().sync_module(module)
-        elif isinstance(local, MasterWeight) and not kept:
+        if isinstance(local, MasterWeight) and not kept:
             state_dict[prefix + name] = dtensor_like(value, local.high_precision)
 
 
