@@ -42,7 +42,7 @@ def mixture(kind, device="cpu", **options):
         "qwen3_moe": {"num_experts": 8, "head_dim": 16},
         "gpt_oss": {"intermediate_size": 48, "num_local_experts": 4, "head_dim": 16},
         "deepseek_v3": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "v_head_dim": 16}
-        | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+        | {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
         | {"num_key_value_heads": 4, "first_k_dense_replace": 1},
     }[kind]
     torch.manual_seed(0)

@@ -77,6 +77,9 @@ def values(found, name):
     return codes * scale
 
 
+SCALES = ("_scale", "_scale_inv")
+
+
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("case", list(CASES))
 def test_transformers_reads_the_exported_values(case, tmp_path):
@@ -88,8 +91,9 @@ def test_transformers_reads_the_exported_values(case, tmp_path):
     extra = {} if config is None else {"quantization_config": config}
     read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **extra)
     parameters = dict(read.named_parameters())
-    names = [name for name in given if not name.endswith(("_scale", "_scale_inv"))]
-    assert sorted(parameters) == sorted(names)
+    names = [name for name in given if not name.endswith(SCALES)]
+    # transformers 5.17 keeps the scales of dequantized weights.
+    assert sorted(name for name in parameters if not name.endswith(SCALES)) == sorted(names)
     for name in names:
         assert torch.equal(parameters[name], values(given, name).to(torch.bfloat16)), name
 
