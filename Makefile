@@ -22,8 +22,10 @@ PYTEST ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
 TIER ?= --strength 1 -k "not 4ranks"
 # With the oldest torch: without kernels' bytes and messages, which do not depend on torch's release.
 OLDEST_TIER ?= -m "not newest_torch"
-# Set for the second tier: --long runs tests with the marks long and long_on_cpu too.
+# Set for the second tier: --long runs tests with the marks long and long_on_cpu too, and --all
+# assembles every CUDA module.
 LONG ?=
+PTX ?=
 # What differs most between torch's releases: FSDP2, DCP, optimizers and compiled code.
 # The longest file is first, so that no process waits for it in the end.
 SMOKE := tests/nn/test_compile.py tests/fsdp/test_gather.py tests/fsdp/test_training.py \
@@ -76,6 +78,7 @@ test-all: TIER :=
 # Without --full, a run would replace the page's count of cases by a smaller one.
 test-all: MATRIX := --check
 test-all: LONG := --long
+test-all: PTX := --all
 test-all: test test-oldest test-clients matrix
 
 lint: lint-rust lint-python lint-ptx
@@ -95,10 +98,10 @@ lint-python: $(VENV)/.built
 	$(BIN)/python -m mypy.stubtest fp8rs._core --mypy-config-file tools/stubtest.ini
 	$(BIN)/lint-imports --no-cache --no-logo
 
-# The pinned compiler reproduces the checked-in PTX, and ptxas assembles it for every target without
-# spills.
+# The pinned compiler reproduces the checked-in PTX. ptxas assembles what has changed for every target
+# without spills.
 lint-ptx: $(VENV)/.builder
-	$(BIN)/python tools/build_ptx.py --check
+	$(BIN)/python tools/build_ptx.py --check $(PTX)
 
 # nextest if it is installed (cargo install cargo-nextest --locked), else cargo's own runner. nextest
 # does not run the examples in the documentation.

@@ -1,7 +1,8 @@
 """Build the checked-in PTX and machine code from src/cuda/kernels/*.cu, or check them.
 
     python tools/build_ptx.py            # rebuild src/cuda/ptx/*.lzma and src/cuda/cubin/*/*.lzma
-    python tools/build_ptx.py --check    # compare bytes, then assemble for every target
+    python tools/build_ptx.py --check    # compile, compare the PTX, assemble what the record lacks
+    python tools/build_ptx.py --check --all  # assemble every module for every target
 
 The compiler (NVRTC 12.4, whose PTX 8.4 requires driver 550) and the assemblers are wheels from
 PyPI, pinned below and stored in target/ptx-tools. No CUDA toolkit is required. The output depends
@@ -11,12 +12,19 @@ With machine code, the driver does not compile at first use. PTX covers other de
 Machine code comes from the oldest assembler that supports all targets, because drivers of CUDA 12
 reject code from CUDA 13. Both are stored compressed, 1 MB instead of 17, and compared after
 decompression, because compressors differ. target/ptx/ has the PTX as text.
+
+Assembling takes most of the time of a check, and its result depends on the PTX and the assemblers
+alone. src/cuda/cubin/assembled.json has the digests of each module's PTX and machine code, which
+were assembled for all targets without spills. A check without --all assembles only modules whose
+digests differ from these.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
+import json
 import lzma
 import re
 import subprocess
@@ -30,6 +38,7 @@ KERNELS = ROOT / "src" / "cuda" / "kernels"
 PTX = ROOT / "src" / "cuda" / "ptx"
 PTX_TEXT = ROOT / "target" / "ptx"
 CUBIN = ROOT / "src" / "cuda" / "cubin"
+RECORD = CUBIN / "assembled.json"
 TOOLS = ROOT / "target" / "ptx-tools"
 
 COMPILER = ["nvidia-cuda-nvrtc-cu12==12.4.127"]
@@ -176,10 +185,26 @@ def keep(path: Path, code: bytes, check: bool) -> list[str]:
     return []
 
 
+def digest(code: bytes) -> str:
+    """Return the SHA-256 digest of code."""
+    return hashlib.sha256(code).hexdigest()
+
+
+def digests(module: str, ptx: bytes) -> dict[str, str]:
+    """Return the record of a module, with the digests of its PTX and of its stored machine code."""
+    found = {"assemblers": " ".join([*ASSEMBLER, *NEWEST_ASSEMBLER, *ASSEMBLE_FOR])}
+    found["ptx"] = digest(ptx)
+    for target in MACHINE_CODE_FOR:
+        path = CUBIN / target / f"{module}.lzma"
+        found[target] = digest(lzma.decompress(path.read_bytes())) if path.exists() else ""
+    return found
+
+
 def main() -> None:
     """Build or check the modules that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    parser.add_argument("--all", action="store_true", help="with --check, assemble every module")
     parser.add_argument("--verbose", action="store_true", help="show each kernel's registers")
     parser.add_argument("modules", nargs="*", help="names of sources; all by default")
     arguments = parser.parse_args()
@@ -196,13 +221,15 @@ def main() -> None:
     if arguments.modules:
         sources = [s for s in sources if s.stem in arguments.modules]
     else:
-        built = [*PTX.glob("*"), *CUBIN.glob("*/*")]
+        built = [*PTX.glob("*.lzma"), *CUBIN.glob("*/*.lzma")]
         extra = {p.stem for p in built} - {s.stem for s in sources}
         if extra:
             raise SystemExit(f"these modules have no source: {sorted(extra)}")
 
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     wrong: list[str] = []
     jobs = []
+    compiled: dict[str, bytes] = {}
     for source in sources:
         module = source.stem
         ptx = compiler.compile(source)
@@ -211,6 +238,9 @@ def main() -> None:
         if changed := keep(PTX / f"{module}.lzma", ptx, arguments.check):
             wrong += changed
             continue
+        if arguments.check and not arguments.all and record.get(module) == digests(module, ptx):
+            continue
+        compiled[module] = ptx
         jobs += [(ptxas, path, target) for target in MACHINE_CODE_FOR]
         jobs += [(newest, path, target) for target in ASSEMBLE_FOR]
     with ThreadPoolExecutor(2) as pool:
@@ -223,9 +253,14 @@ def main() -> None:
                 wrong += keep(CUBIN / target / f"{path.stem}.lzma", code, arguments.check)
     if wrong:
         raise SystemExit("\n".join(wrong))
+    new = {**record, **{module: digests(module, ptx) for module, ptx in compiled.items()}}
+    new = {module: new[module] for module in sorted(new) if (KERNELS / f"{module}.cu").exists()}
+    if arguments.check and new != record:
+        raise SystemExit(f"{RECORD.relative_to(ROOT)} is outdated: run tools/build_ptx.py")
+    RECORD.write_text(json.dumps(new, indent=1) + "\n")
     verb = "compared" if arguments.check else "built"
     targets = ", ".join(dict.fromkeys([*MACHINE_CODE_FOR, *ASSEMBLE_FOR]))
-    print(f"{verb} {len(sources)} modules; assembled for {targets} without spills")
+    print(f"{verb} {len(sources)} modules; assembled {len(compiled)} for {targets} without spills")
 
 
 if __name__ == "__main__":

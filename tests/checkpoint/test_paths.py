@@ -15,20 +15,20 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import written
 from checkpoint_paths import PAGE, PLACE
 
-#: Without --full, one optimizer with masters and one without. Each case takes 9 s of CPU time. The
-#: first tier has the one that saves masters and histories.
-MARKS = {
-    "FP8 weights, AdamW with masters": (),
-    "FP8 weights, torch's AdamW": pytest.mark.second_tier,
-}
-SOME = [pytest.param(name, marks=MARKS.get(name, pytest.mark.long)) for name in KEPT]
+#: Without --long, one optimizer with masters and one without. Each case takes 9 s of CPU time, and
+#: test_states.py runs the same code in the first tier.
+SECOND_TIER = ("FP8 weights, AdamW with masters", "FP8 weights, torch's AdamW")
+SOME = [
+    pytest.param(name, marks=pytest.mark.second_tier if name in SECOND_TIER else pytest.mark.long)
+    for name in KEPT
+]
 
 
 @ranks(2, cuda=False, seconds=240)
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param("current", marks=pytest.mark.second_tier),
+        "current",
         "delayed",
         *(pytest.param(n, marks=pytest.mark.long) for n in list(RECIPES)[2:]),
     ],

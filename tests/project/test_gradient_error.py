@@ -14,8 +14,8 @@ from fp8rs.demo.train import Settings
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benches"))
 import gradient_error as bench
 
-#: Both sides run with one version of torch. test_gradients tests each release.
-pytestmark = pytest.mark.newest_torch
+#: Both sides run with one version of torch. test_gradients.py tests each release in the first tier.
+pytestmark = [pytest.mark.newest_torch, pytest.mark.second_tier]
 
 Trained = tuple[bench.Llama, torch.Tensor]
 

@@ -19,6 +19,7 @@ def pictures(cells: list[dict[str, Any]]) -> int:
     return sum("image/png" in output.get("data", {}) for output in outputs)
 
 
+@pytest.mark.second_tier
 def test_the_notebook_trains_monitors_and_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,6 +178,7 @@ def test_scripts_pause_before_they_destroy_the_process_group(script: str) -> Non
     assert re.search(r"^ *time\.sleep\(0\.1\).*\n *dist\.destroy_process_group\(\)$", code, re.M)
 
 
+@pytest.mark.second_tier
 def test_the_examples_of_lora_weight_streams_and_resumption_train(
     tmp_path: Path, device: str
 ) -> None:
