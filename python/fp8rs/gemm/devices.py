@@ -15,6 +15,8 @@ OLDEST_FOR_KERNELS: Capability = (8, 9)
 
 _PER_TENSOR = [((8, 9), "native", "torch._scaled_mm with per-tensor scales")]
 
+_NOT_HOPPER = "only Hopper's GEMMs take 1x128 scales; recipe mxfp8 runs here, or emulate=True"
+
 #: Rows (least compute capability, path, reason) by recipe name, newest first. A GPU uses the first
 #: row whose capability it reaches.
 _GPU_PATHS: dict[str, list[tuple[Capability, str, str]]] = {
@@ -22,12 +24,9 @@ _GPU_PATHS: dict[str, list[tuple[Capability, str, str]]] = {
     "delayed": _PER_TENSOR,
     "rowwise": [((8, 9), "native", "torch._scaled_mm with per-row scales")],
     "block": [
-        (
-            (10, 0),
-            "no",
-            "only Hopper's GEMMs take 1x128 scales; recipe mxfp8 runs here, or emulate=True",
-        ),
+        ((10, 0), "no", _NOT_HOPPER),
         ((9, 0), "native", "torch._scaled_mm with 1x128 and 128x128 scales"),
+        ((8, 9), "no", _NOT_HOPPER),
     ],
     "mxfp8": [
         ((10, 0), "native", "torch._scaled_mm with packed E8M0 scales; untested on hardware"),
@@ -48,15 +47,11 @@ def gpu_path(recipe: str, capability: Capability) -> tuple[str, str]:
     for least, path, why in _GPU_PATHS[recipe]:
         if capability >= least:
             return path, why
-    needed = _GPU_PATHS[recipe][-1][0]
-    if capability < OLDEST_FOR_KERNELS:
-        what = "FP8 conversion on CUDA"
-        needed, instead = OLDEST_FOR_KERNELS, "the recipe runs on the CPU"
-    else:
-        what = "its GEMM"
-        instead = "with emulate=True it runs on dequantized operands"
-    oldest, has = "{}.{}".format(*needed), "{}.{}".format(*capability)
-    return "no", f"{what} needs compute capability {oldest}, this is {has}; {instead}"
+    needed, has = ("{}.{}".format(*c) for c in (OLDEST_FOR_KERNELS, capability))
+    return "no", (
+        f"FP8 conversion on CUDA needs compute capability {needed}, this is {has}; the recipe runs "
+        "on the CPU"
+    )
 
 
 @functools.cache
