@@ -461,6 +461,20 @@ def fsdp_groups(root: Any) -> Iterator[tuple[str, Any]]:
                 yield name, group
 
 
+def reshards_after_forward(root: Any, unit: str, group: Any) -> bool:
+    """Return whether FSDP2 frees the parameters of a group after its forward.
+
+    The default of the model's root becomes False in its first forward.
+
+    Args:
+        root: the model.
+        unit: the name of the group's module.
+        group: one of `fsdp_groups`.
+    """
+    default = not unit and root._get_fsdp_state()._auto_reshard_after_forward
+    return group.post_forward_mesh_info is not None and not default
+
+
 def sharded_parameters(root: Any) -> list[Any]:
     """Return the sharded parameters below ``root``, even while modules hold unsharded ones."""
     return [p.sharded_param for _, group in fsdp_groups(root) for p in group.fsdp_params]

@@ -91,7 +91,26 @@ def test_bytes_follow_policy_and_resharding(rig, reshard, policy):
     planned = fp8rs.report(model, world_size=2, reshard_after_forward=reshard, **options)
     mp_policy = MixedPrecisionPolicy(**options)
     shard(model, rig, mp_policy=mp_policy, reshard_after_forward=reshard)
+    assert fp8rs.report(model, **options) == planned
     assert (planned.gathered, planned.scattered) == sent(model, rig)
+    assert fp8rs.report(model, **options) == planned
+
+
+@ranks(2)
+def test_groups_that_stay_unsharded_are_gathered_once(rig):
+    """As accelerate and transformers shard a model's last norm and head."""
+    model = make(EVEN, device=rig.device)
+    for part, reshard in ((model.blocks[0], True), (model.blocks[1], False), (model.head, False)):
+        fully_shard(part, mp_policy=BF16, reshard_after_forward=reshard)
+    fully_shard(model, mp_policy=BF16)
+    found = fp8rs.report(model)
+    assert (found.gathered, found.scattered) == sent(model, rig)
+    model.set_reshard_after_forward(False)
+    every = fp8rs.report(model)
+    assert (every.gathered, every.scattered) == sent(model, rig)
+    # The blocks are equal, and the first one is the only one to be gathered again.
+    assert 2 * (found.gathered - every.gathered) < every.gathered
+    assert found.memory.gathered == every.memory.gathered == every.gathered
 
 
 @ranks(4)

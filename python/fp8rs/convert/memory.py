@@ -56,9 +56,9 @@ class Memory:
         parameters: shards as they are stored. FP8 weights are codes and scales.
         gradients: gradients of the shards, in the dtype of the parameters.
         optimizer: states of the optimizer.
-        gathered: unsharded parameters of the root's group and of the two largest others, because
-            FSDP2 gathers a group while the previous one computes. If nothing is resharded after
-            the forward, all groups.
+        gathered: unsharded parameters of the root's group, of all groups that are not resharded
+            after the forward, and of the two largest others, because FSDP2 gathers a group while
+            the previous one computes.
         reduced: gradients of the largest group, before and during their reduction.
     """
 
@@ -89,13 +89,13 @@ def memory_of(groups: Sequence[Group], reduce_dtype: torch.dtype | None, states:
         if p.trained:
             gradients += p.plain_bytes
             optimizer += states.nbytes(p)
-    whole = Counter[str]()
+    gathered, others = 0, Counter[str]()
     for group in groups:
-        whole[group.name] += group.gathered_bytes
-    if all(group.gathers == 1 for group in groups):
-        gathered = sum(whole.values())
-    else:
-        gathered = whole.pop("", 0) + sum(sorted(whole.values())[-2:])
+        if group.gathers == 1 or not group.name:
+            gathered += group.gathered_bytes
+        else:
+            others[group.name] += group.gathered_bytes
+    gathered += sum(sorted(others.values())[-2:])
     reduced = max(
         (
             sum(p.gradient_bytes for p in group.parameters) + group.reduced_bytes(reduce_dtype)

@@ -49,8 +49,8 @@ def report(
     """Estimate communication volume and memory of ``model`` under FSDP2, without changing it.
 
     Parameters may be on the meta device. A converted model is reported as it is, with the reasons
-    that its conversion had. For a sharded model, groups and ranks come from FSDP2. Sizes are of
-    FSDP2's own collectives.
+    that its conversion had. For a sharded model, groups, ranks and resharding come from FSDP2.
+    Sizes are of FSDP2's own collectives.
 
     Args:
         model: the model, converted or not. For a converted model, omit the arguments of
@@ -67,7 +67,7 @@ def report(
         reduce_dtype: ``reduce_dtype`` of the policy. With None, torch 2.11 reduces gradients in
             their own dtype, and newer releases in the dtype of the stored parameter.
         reshard_after_forward: as in ``fully_shard``. With None, only the root's own parameters
-            stay unsharded between forward and backward.
+            stay unsharded between forward and backward, or what FSDP2 does with a sharded model.
         fsdp_unit_fn: called with each module and its name, returns whether ``fully_shard`` is
             called on it. The default is modules of the classes in a transformers model's
             ``_no_split_modules``, or else the members of each outermost nn.ModuleList. The root is

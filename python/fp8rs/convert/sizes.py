@@ -16,7 +16,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp8rs._torch import fsdp_groups, fsdp_place, own_part, reduces_in_stored_dtype
+from fp8rs._torch import (
+    fsdp_groups,
+    fsdp_place,
+    own_part,
+    reduces_in_stored_dtype,
+    reshards_after_forward,
+)
 from fp8rs.fsdp.layout import AllGatherLayout
 from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.quantize.recipes import Recipe, quant_spec
@@ -158,7 +164,7 @@ def groups_of(
         param_dtype: ``param_dtype`` of the mixed-precision policy. With None, parameters are
             gathered in their stored dtype.
         reshard_after_forward: as in ``fully_shard``. With None, only the root's parameters stay
-            unsharded between forward and backward.
+            unsharded between forward and backward, or what FSDP2 does with a sharded model.
         unit_fn: called with each module and its name, returns whether ``fully_shard`` is called on
             it. The default is :func:`usual_units`. The root is always sharded.
         fp8_weights: count all weights with a layout as FP8 weights, not only those that are.
@@ -180,8 +186,8 @@ def groups_of(
         return ShardedParameter(parameter, spec, gathered, layout, layout is not None and is_fp8)
 
     groups, is_sharded = [], is_sharded_by_fsdp(root)
-    for unit, parameters in _owned(root, unit_fn):
-        again = (unit != "") if reshard_after_forward is None else reshard_after_forward
+    for unit, parameters, reshards in _owned(root, unit_fn):
+        again = reshards if reshard_after_forward is None else reshard_after_forward
         groups.append(Group(unit, tuple(sharded(*p) for p in parameters), 2 if again else 1))
     return groups
 
@@ -209,8 +215,13 @@ def usual_units(root: nn.Module) -> set[str]:
 _Place = tuple[nn.Module, str, nn.Parameter]
 
 
-def _owned(root: nn.Module, unit_fn: UnitFn | None) -> list[tuple[str, list[_Place]]]:
-    """Return the names of units, and the parameters that FSDP2 gathers for each."""
+#: A unit's name, the parameters that FSDP2 gathers for it, and whether they are resharded after the
+#: forward.
+_Unit = tuple[str, list[_Place], bool]
+
+
+def _owned(root: nn.Module, unit_fn: UnitFn | None) -> list[_Unit]:
+    """Return the units of a model, as they are sharded or will be."""
     if is_sharded_by_fsdp(root):
         return _fsdp_groups(root)
     usual = usual_units(root)
@@ -225,13 +236,14 @@ def _owned(root: nn.Module, unit_fn: UnitFn | None) -> list[tuple[str, list[_Pla
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 owned[owner].append((module, name, parameter))
-    return [(name, parameters) for name, parameters in owned.items() if parameters]
+    return [(name, parameters, name != "") for name, parameters in owned.items() if parameters]
 
 
-def _fsdp_groups(root: nn.Module) -> list[tuple[str, list[_Place]]]:
+def _fsdp_groups(root: nn.Module) -> list[_Unit]:
     """Return the groups of a sharded model, with the sharded parameters."""
     # Modules that are sharded together share a group. It is listed under the first of them.
-    units: dict[int, tuple[str, list[_Place]]] = {}
+    units: dict[int, _Unit] = {}
     for unit, group in fsdp_groups(root):
-        units.setdefault(id(group), (unit, [fsdp_place(p) for p in group.fsdp_params]))
+        places = [fsdp_place(p) for p in group.fsdp_params]
+        units.setdefault(id(group), (unit, places, reshards_after_forward(root, unit, group)))
     return list(units.values())
