@@ -135,6 +135,17 @@ def test_new_memory_is_quantized_again(device, recipe):
 
 
 @every_recipe
+@pytest.mark.parametrize("geometry", [lambda x: x[:5], lambda x: x.t()], ids=["rows", "transposed"])
+def test_same_memory_in_another_geometry_is_quantized_again(device, recipe, geometry):
+    a, b = layers(device, recipe)
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    with torch.no_grad():
+        a(x)
+        x.data = geometry(x.data)
+        assert torch.equal(b(x), b(x.clone()))
+
+
+@every_recipe
 def test_write_through_data_inside_a_compiled_graph(device, recipe):
     a, b = layers(device, recipe)
 
