@@ -194,6 +194,26 @@ def test_vmap_is_refused(device):
         torch.func.vmap(a)(xs)
 
 
+@pytest.mark.parametrize("dual", ["input", "weight"])
+def test_tangents_are_refused(device, dual):
+    """Forward-mode differentiation would return derivatives of 0 for layers without gradients."""
+    (a,) = layers(device, "current", 1)
+    a.requires_grad_(False)
+    given = {"weight": a.weight.detach(), "input": data(device)}
+
+    def call(x):
+        x, weight = (x, given["weight"]) if dual == "input" else (given["input"], x)
+        return torch.func.functional_call(a, {"weight": weight}, x)
+
+    tangent = torch.ones_like(given[dual])
+    with pytest.raises(RuntimeError, match="apply it before the conversion"):
+        torch.func.jvp(call, (given[dual],), (tangent,))
+    _, of_the_rest = torch.func.jvp(
+        lambda x: call(given[dual]) + x.sum(), (given[dual],), (tangent,)
+    )
+    assert (of_the_rest == tangent.sum()).all()
+
+
 def test_evaluation_layers_do_not_share_recorded_amaxes(device):
     torch.manual_seed(0)
     model = nn.ModuleDict({"q": nn.Linear(32, 32), "k": nn.Linear(32, 32)}).to(device)
