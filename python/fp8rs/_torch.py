@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 #: A context for writes that autograd must not count. FSDP2 refills gathered tensors that a graph
@@ -130,6 +131,13 @@ def memory_of(x: Tensor) -> object:
                 "FP8 layers do not support torch.func.vmap: apply it before the conversion"
             ) from None
         return None
+
+
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Return whether forward-mode differentiation is running with a tangent of one of these."""
+    return forward_ad._current_level >= 0 and any(
+        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    )
 
 
 #: Like ``torch.compiler.disable``, but imports Dynamo only at the first call. Used by torch.optim.

@@ -135,6 +135,17 @@ def test_new_memory_is_quantized_again(device, recipe):
 
 
 @every_recipe
+@pytest.mark.parametrize("geometry", [lambda x: x[:5], lambda x: x.t()], ids=["rows", "transposed"])
+def test_same_memory_in_another_geometry_is_quantized_again(device, recipe, geometry):
+    a, b = layers(device, recipe)
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    with torch.no_grad():
+        a(x)
+        x.data = geometry(x.data)
+        assert torch.equal(b(x), b(x.clone()))
+
+
+@every_recipe
 def test_write_through_data_inside_a_compiled_graph(device, recipe):
     a, b = layers(device, recipe)
 
@@ -181,6 +192,26 @@ def test_vmap_is_refused(device):
     xs = torch.stack([data(device), data(device, 1)])
     with torch.no_grad(), pytest.raises(RuntimeError, match="vmap: apply it before the conversion"):
         torch.func.vmap(a)(xs)
+
+
+@pytest.mark.parametrize("dual", ["input", "weight"])
+def test_tangents_are_refused(device, dual):
+    """Forward-mode differentiation would return derivatives of 0 for layers without gradients."""
+    (a,) = layers(device, "current", 1)
+    a.requires_grad_(False)
+    given = {"weight": a.weight.detach(), "input": data(device)}
+
+    def call(x):
+        x, weight = (x, given["weight"]) if dual == "input" else (given["input"], x)
+        return torch.func.functional_call(a, {"weight": weight}, x)
+
+    tangent = torch.ones_like(given[dual])
+    with pytest.raises(RuntimeError, match="apply it before the conversion"):
+        torch.func.jvp(call, (given[dual],), (tangent,))
+    _, of_the_rest = torch.func.jvp(
+        lambda x: call(given[dual]) + x.sum(), (given[dual],), (tangent,)
+    )
+    assert (of_the_rest == tangent.sum()).all()
 
 
 def test_evaluation_layers_do_not_share_recorded_amaxes(device):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -108,6 +109,26 @@ def test_placements_without_a_rule_are_an_error(rig):
     x = distribute_tensor(torch.randn(8, 64), mesh, [Shard(0)])
     with pytest.raises(TypeError, match="Supported are input Replicate"):
         layer(x)
+
+
+@ranks(2)
+def test_an_uneven_head_computes_a_parallel_loss(rig):
+    """The output has the shape of the whole, not of this rank's part times the number of ranks."""
+    torch.manual_seed(0)
+    whole = fp8rs.convert_to_float8_training(nn.Linear(32, 17).to(rig.device), recipe="rowwise")
+    style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    split = parallelize_module(copy.deepcopy(whole), rig.mesh(), style)
+    x, labels = torch.randn(5, 32).to(rig.device), torch.arange(5).to(rig.device)
+    expected = torch.nn.functional.cross_entropy(whole(x), labels)
+    expected.backward()
+    with loss_parallel():
+        y = split(x)
+        loss = torch.nn.functional.cross_entropy(y, labels)
+        loss.backward()
+    assert y.shape == y.full_tensor().shape == (5, 17)
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    for one, two in zip(whole.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(two.grad.full_tensor(), one.grad, rtol=0.1, atol=0.01)
 
 
 @ranks(2)

@@ -17,7 +17,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fp8rs._torch import allow_in_graph, dispatch_when_traced, gradients_needed, is_traced
+from fp8rs._torch import (
+    allow_in_graph,
+    dispatch_when_traced,
+    gradients_needed,
+    has_tangent,
+    is_traced,
+)
 from fp8rs.gemm.operands import contracted_multiple, dgrad_column_scale, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.ops.inductor import fuse_maxima
@@ -77,6 +83,11 @@ def linear(
         # One tuple for everything but the tensors: an argument costs a third of a microsecond.
         y: Tensor = _Linear.apply(x, weight, bias, (spec, out_dtype, delayed, stats))
         return y
+    if has_tangent(x, weight, bias):  # the operators would drop it
+        raise RuntimeError(
+            "FP8 linear layers do not support forward-mode differentiation (torch.func.jvp, "
+            "jacfwd): apply it before the conversion"
+        )
     return _forward(spec, x, weight, bias, out_dtype, delayed, False, stats)[0]
 
 

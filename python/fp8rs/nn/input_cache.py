@@ -1,7 +1,7 @@
 """Quantize an input once for all layers that are called with it (q, k and v; w1 and w3).
 
 Each thread caches the planes of the last input while the input tensor is alive. Another layer
-reuses them if it is called with the same tensor at the same version, memory and stream.
+reuses them if it is called with the same tensor at the same version, memory, shape and stream.
 
 Writes through ``.data`` and writes of collectives into a receive buffer do not change a tensor's
 version. Therefore the cache serves each weight once, and is cleared when a model's forward begins.
@@ -33,7 +33,9 @@ def input_token(x: Tensor, key: Any) -> tuple[Any, ...] | None:
     # Two weak references to one mode are one object. One to a dead mode equals no other.
     running = None if mode is None else weakref.ref(mode)
     stream = current_stream_id(x.device.index) if x.is_cuda else 0
-    return id(x), x._version, memory_of(x), stream, running, key
+    # Assigning to ``x.data`` may keep the address and change the rest.
+    geometry = x.shape, x.stride(), x.dtype
+    return id(x), x._version, memory_of(x), geometry, stream, running, key
 
 
 @dataclass(eq=False, slots=True)

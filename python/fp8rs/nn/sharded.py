@@ -9,9 +9,11 @@ torch.distributed.tensor takes seconds to import.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -62,7 +64,9 @@ def on_shards(
         dw.to_local(grad_placements=weight_grads),
         local_bias,
     )
-    out = DTensor.from_local(y, mesh, outputs, run_check=False)
+    shape = torch.Size((*dx.shape[:-1], dw.shape[0]))  # shards may be uneven
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    out = DTensor.from_local(y, mesh, outputs, run_check=False, shape=shape, stride=stride)
     if partial and reduce is not None:
         out = reduce(out)
     if bias is None or not partial:
