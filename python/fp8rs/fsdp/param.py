@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import dtensor_spec, own_part
+from fp8rs._torch import dtensor_spec, own_part, reshard
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -120,6 +120,12 @@ class ParamHandle:
                 self._shard_spec = known
             assert known is not None, f"{self.fqn} is not sharded"
         return known[1]
+
+    def reshard(self) -> None:
+        """Make modules hold their shards again if FSDP2 has this weight gathered."""
+        part, root = self.parameter_part, self.state.root
+        if isinstance(part, QuantizedTensor) and part._storage.gathered and root is not None:
+            reshard(root)
 
     # --- scales and writes -----------------------------------------------------------------------
 
