@@ -74,8 +74,17 @@ def test_accumulated_gradients_are_sent_in_float32(rig, reshard):
 
 
 @ranks(2)
-def test_ranks_that_accumulated_different_gradients_send_the_same_dtype(rig):
-    """Only rank 0 runs the middle block in the first micro-batch. Only its gradient is float32."""
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_ranks_that_accumulated_different_gradients_send_the_same_dtype(rig, reentrant):
+    """Only rank 0 runs the middle block in the first micro-batch. Only its gradient is float32.
+
+    A reentrant checkpoint runs the first forward of the model without gradients.
+    """
+
+    def backward(model, rig, step=0):
+        x = batch(rig, step).requires_grad_(reentrant)
+        y = checkpoint(model, x, use_reentrant=True) if reentrant else model(x)
+        y.float().square().mean().backward()
 
     def build():
         return shard(make((64, 64, 64), device=rig.device), rig, mp_policy=BF16)
@@ -88,9 +97,8 @@ def test_ranks_that_accumulated_different_gradients_send_the_same_dtype(rig):
         else:
             skipped = blocks[1]
             # The block is gathered, as on rank 0, but its output is not used.
-            x = batch(rig)
             handle = skipped.register_forward_hook(lambda module, args, out: args[0])
-            model(x).float().square().mean().backward()
+            backward(model, rig)
             handle.remove()
         model.set_requires_gradient_sync(True)
         backward(model, rig, 1)

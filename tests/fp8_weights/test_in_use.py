@@ -484,6 +484,18 @@ def test_inference(rig, recipe, mode):
     assert_same_training(rig, model, whole)
 
 
+@ranks(2)
+@recipes
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_first_forward_in_inference_mode(rig, recipe, offload):
+    """FSDP2 pads the shards in it."""
+    policy = CPUOffloadPolicy(pin_memory=rig.device_type == "cuda")
+    whole, model = pair(rig, recipe, **({"offload_policy": policy} if offload else {}))
+    with torch.inference_mode():
+        for n in range(2):
+            assert same_bytes(whole(batch(rig, n)), model(batch(rig, n)))
+
+
 # --- adapters over a frozen base -----------------------------------------------------------------
 
 

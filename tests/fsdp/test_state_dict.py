@@ -130,6 +130,20 @@ def test_assign_does_not_drop_the_masters(rig, hidden, forward_first):
     other(batch(rig)).sum().backward()
 
 
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_values_are_assigned_to_weights_that_stay_gathered(rig, recipe, fp8_weights):
+    """FSDP2 leaves the root's own parameters gathered after an evaluation."""
+    options = {"recipe": RECIPES[recipe], "fp8_weights": fp8_weights, "device": rig.device}
+    model, other = (shard(make(UNEVEN, seed=seed, **options), rig) for seed in range(2))
+    state = {n: v.clone() for n, v in model.state_dict().items()}
+    with torch.no_grad():
+        other(batch(rig))
+    other.load_state_dict(state, assign=True)
+    assert torch.equal(other(batch(rig)), model(batch(rig)))
+
+
 @ranks(1, 2)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
 def test_assigned_parameters_replace_the_old_shards(rig, recipe):

@@ -50,6 +50,8 @@ class FSDPComm:
     #: The `fp8rs.comm.symmetric.DoubleBuffer` of each group and collective.
     _buffers: dict[Any, Any] = field(default_factory=dict, repr=False)
     _forwards: int = 0
+    #: Whether gradients were enabled in the last forward outside of a backward.
+    _had_grad: bool = False
 
     @property
     def all_gather_bytes(self) -> int:
@@ -86,6 +88,11 @@ class FSDPComm:
 
     @not_traced
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        """Count a forward that a backward may follow. Recomputed forwards do not count."""
-        if torch.is_grad_enabled() and not in_backward():
-            self._forwards += 1
+        """Count a forward that a backward may follow.
+
+        A recomputed forward counts if it first ran without gradients (reentrant checkpoints).
+        """
+        grad, recomputed = torch.is_grad_enabled(), in_backward()
+        self._forwards += grad and not (recomputed and self._had_grad)
+        if not recomputed:
+            self._had_grad = grad

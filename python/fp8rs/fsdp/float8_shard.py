@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import is_distributed, is_traced, own_part, reshard, sharded_parameters
+from fp8rs._torch import is_distributed, is_traced, own_part, sharded_parameters
 from fp8rs.scaling.histories import set_next_scales
 from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -93,12 +93,6 @@ class Float8ParamHandle(ParamHandle):
         # A layer that was made with a recipe is sharded without all-gather hooks.
         sharded = self.in_place and is_distributed(self.parameter)
         return ShardSpec.from_dtensor(self.parameter).element_offsets if sharded else (0,)
-
-    def reshard(self) -> None:
-        """Make modules hold their shards again if FSDP2 has this weight gathered."""
-        part, root = self.parameter_part, self.state.root
-        if isinstance(part, QuantizedTensor) and part._storage.gathered and root is not None:
-            reshard(root)
 
     # --- writes ----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import dtensor_spec, own_part
+from fp8rs._torch import dtensor_spec, own_part, reshard
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -35,7 +35,9 @@ class ParamHandle:
             batched parameter (E, N, K), the scales (E,) of the shard's matrices. On Shard(1), all
             scales of the whole parameter, in every format.
         amaxes: amaxes of the blocks that the shard touches, if shard boundaries split blocks.
-        ready: the work that computed ``scale`` and ``amaxes``.
+        unrecorded: with delayed scaling, the amax of the shard in its last cast for a forward, if
+            that was an evaluation.
+        ready: the work that computed ``scale``, ``amaxes`` and ``unrecorded``.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -45,6 +47,7 @@ class ParamHandle:
         self.written_on: torch.cuda.Stream | torch.cuda.Event | None = None
         self.scale: Tensor | None = None
         self.amaxes: Tensor | None = None
+        self.unrecorded: Tensor | None = None
         self.ready: StreamDependency | None = None
         #: The forward and the number of writes that the scale was computed for.
         self._forward_id = self._writes_seen = -1
@@ -120,6 +123,12 @@ class ParamHandle:
                 self._shard_spec = known
             assert known is not None, f"{self.fqn} is not sharded"
         return known[1]
+
+    def reshard(self) -> None:
+        """Make modules hold their shards again if FSDP2 has this weight gathered."""
+        part, root = self.parameter_part, self.state.root
+        if isinstance(part, QuantizedTensor) and part._storage.gathered and root is not None:
+            reshard(root)
 
     # --- scales and writes -----------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ all-reduce per process group for all shards together. `cast` quantizes shards wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -137,6 +137,12 @@ class ShardQuantizer:
         """Quantize master weights with the scales on their handles, and pack them."""
         raise NotImplementedError
 
+    def record_gathered(self, handles: Iterable[ParamHandle]) -> None:
+        """Record the amaxes of weights that an evaluation gathered and that are still gathered.
+
+        A forward in training mode begins, which does not cast them again.
+        """
+
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
         """Quantize values that are written to whole FP8 weights, with scales from these values."""
         raise NotImplementedError
@@ -257,11 +263,23 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
         amaxes = recorded[slots] if record else torch.zeros_like(scales)
         used = _multi_quantize_delayed([s.data for s in shards], scales, amaxes, codes)
         set_scales(shards, used)
-        ready = StreamDependency(shards[0].device, [s.handle.scale for s in shards])
-        for shard in shards:
+        ready = StreamDependency(shards[0].device, [*(s.handle.scale for s in shards), amaxes])
+        for shard, amax in zip(shards, amaxes.unbind(), strict=True):
             shard.handle.ready = ready
+            shard.handle.unrecorded = None if record else amax
         if record and not isinstance(slots, slice):
             recorded[slots] = amaxes
+
+    @override
+    def record_gathered(self, handles: Iterable[ParamHandle]) -> None:
+        for handle in handles:
+            amax = handle.unrecorded
+            if amax is not None and handle.local is None:
+                assert handle.ready is not None
+                handle.ready.wait()
+                recorded, slot = self._histories.pack(amax.device).weight_amaxes([handle.index])
+                recorded[slot] = recorded[slot].maximum(amax)
+                handle.unrecorded = None
 
     def _recorded(self, shards: Sequence[LocalShard]) -> tuple[Tensor, Any]:
         """Return the recorded amaxes of all weights (layers,), and the shards' places in them."""

@@ -350,6 +350,8 @@ class ShardedModel:
         """
         # All-gathers of this forward wait for writes before it, not for its own computation.
         record_write_events(self._all_handles())
+        if self.state.tracker.training:
+            self.quantizer.record_gathered(self._all_handles())
         if not self._checked:
             self._compare([p.device_mesh for p in sharded_parameters(root)])
             self._check_settings()

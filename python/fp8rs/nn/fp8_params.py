@@ -241,6 +241,7 @@ def _before_load(
     reset_scales(module)
     for name in names if local_metadata.get("assign_to_params_buffers", False) else ():
         value = state_dict[prefix + name]
+        module._fp8_params[name].reshard()  # FSDP2's own hook runs later
         if not value.is_meta:
             _materialize(module, value.device)
         state_dict[prefix + name] = _copy_into_fp8_weight(module, name, value)

@@ -80,6 +80,11 @@ def _to_copy(
     return t.map(lambda x: move(x.contiguous()), move, dtype)
 
 
+@implements(aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other)
+def _to(func: Any, t: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return func.decompose(t, *args, **kwargs)  # in inference mode, torch does not decompose it
+
+
 @implements(aten._pin_memory.default)
 def _pin(func: Any, t: QuantizedTensor, device: Any = None) -> Any:
     if t.planes == (None, None):

@@ -75,6 +75,8 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
 # --- padded shards --------------------------------------------------------------------------------
 
 
+# FSDP2 pads shards in the first forward. If that is in inference mode, later writes must not fail.
+@torch.inference_mode(False)
 def new_shard(like: PlaneStorage, shape: Iterable[int], device: Any) -> PlaneStorage:
     """Allocate planes of zeros for another shard of the weight that a storage belongs to.
 
@@ -106,6 +108,7 @@ def new_shard(like: PlaneStorage, shape: Iterable[int], device: Any) -> PlaneSto
     return new
 
 
+@torch.inference_mode(False)
 def fill_shard(storage: PlaneStorage, to: Box, source: PlaneStorage, part: Box) -> bool:
     """Copy codes and scales of a part of another storage to the front of a padded shard.
 
