@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from .parts import SCALE, distribute_like, parts_of
 
 #: The name that ``fp8rs.optim`` gives to masters in a parameter's state.
 MASTER = "master"
+#: What optimizers count in a parameter's state, with the values before the first step.
+COUNTERS = {"step": 0, "mu_product": 1}
 
 
 class Model:
@@ -142,7 +144,13 @@ class Optimizer:
                     f"{type(optimizer).__name__} steps {other} tensors that are not parameters of "
                     "model. Create the optimizer after fully_shard, which replaces parameters"
                 )
-        return get_optimizer_state_dict(self.model, self.optimizers)
+        fresh = [optimizer for optimizer in self.optimizers if not optimizer.state]
+        found = get_optimizer_state_dict(self.model, self.optimizers)
+        # torch creates a missing state by a step of length 0, which must not count.
+        for own in chain.from_iterable(optimizer.state.values() for optimizer in fresh):
+            for name in COUNTERS.keys() & own.keys():
+                own[name] = own[name] * 0 + COUNTERS[name]
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict. State that it does not contain is unchanged.
@@ -171,6 +179,8 @@ class Optimizer:
                         state = {k: v for k, v in kept if k != MASTER} | state
                     if state:
                         packed["state"][key] = state
+            if not self._had_state:
+                optimizer.state.clear()  # parameters without a saved state have none
             optimizer.load_state_dict(packed)
 
 

@@ -87,6 +87,8 @@ class MasterWeightOptimizer(Optimizer):
             state["master"] = p.new_master()
             if p.weight is not None:
                 self._seen[p.param] = p.last_write
+            if p.delayed is not None:
+                state["scale"] = p.plane.scale.clone()
         if p.handle is not None:
             p.handle.forget_init()  # also if masters were loaded
         master: Tensor | None = state.get("master")
