@@ -52,12 +52,21 @@ class Model:
         """Return plain tensors that share memory with the weights, and copies of histories.
 
         All ranks call it, because it synchronizes the scales that shards share.
+
+        Raises:
+            ValueError: a parameter or buffer has the name of an FP8 weight's scales.
         """
         state: dict[str, Any] = get_model_state_dict(self.model)
         found: dict[str, Tensor] = {}
         split = []
         for name, value in state.items():
             parts = parts_of(value) if is_fp8(value) else {"": value}
+            for suffix in parts or ():
+                if suffix and name + suffix in state:
+                    raise ValueError(
+                        f"the model has a {name + suffix}, which is also the name of a part of the "
+                        f"FP8 weight {name} in a checkpoint: give it another name"
+                    )
             if parts is None:
                 split.append(name)
                 parts = {"": distribute_like(value, own_part(value).dequantize())}
