@@ -119,10 +119,26 @@ def test_damaged_metadata_loads_or_raises(saved, inputs):
 
 @pytest.mark.parametrize("put", [b"r\x00\x00\x00\x01", b"p16777216\n"], ids=["binary", "text"])
 def test_metadata_with_a_large_memo_index_is_not_unpickled(saved, put):
-    data = (saved / ".metadata").read_bytes()
+    data = pickle.dumps(parse_metadata((saved / ".metadata").read_bytes()))
     assert data.endswith(b".")
     with pytest.raises(pickle.UnpicklingError, match="memo index 16777216 in a pickle of"):
         parse_metadata(data[:-1] + put + b".")
+
+
+def test_no_single_bit_changes_metadata_unnoticed(saved):
+    """A bit of an offset could make the parts of two ranks overlap, and leave a gap."""
+    data = (saved / ".metadata").read_bytes()
+    parse_metadata(data)
+    unnoticed = []
+    for place in range(0, len(data), 5):
+        found = bytearray(data)
+        found[place] ^= 1 << place % 8
+        try:
+            parse_metadata(bytes(found))
+        except Exception:
+            continue
+        unnoticed.append(place)
+    assert not unnoticed
 
 
 def test_metadata_cannot_call_arbitrary_functions(tmp_path):

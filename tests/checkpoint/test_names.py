@@ -403,3 +403,44 @@ def test_a_resumed_training_saves_a_checkpoint_that_resumes(rig, recipe, kept):
         checkpoint.save(state_of(model, optimizer), f"{folder}/{number}")
         model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed=1 + number)
         checkpoint.load(state_of(model, optimizer), f"{folder}/{number}")
+
+
+class Scaled(nn.Module):
+    """A layer, and a weight of its own with a trained scale."""
+
+    def __init__(self, scale=True):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.weight = nn.Parameter(torch.randn(8))
+        if scale:
+            self.weight_scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_a_missing_parameter_is_reported_if_its_name_ends_in_scale(tmp_path, fp8_weights):
+    saved, loading = Scaled(scale=False), Scaled()
+    for model in (saved, loading):
+        fp8rs.convert_to_float8_training(model, recipe="current", fp8_weights=fp8_weights)
+    checkpoint.save({"model": Model(saved)}, tmp_path / "saved")
+    before = loading.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"model.weight_scale: not in the checkpoint"):
+        checkpoint.load({"model": Model(loading)}, tmp_path / "saved")
+    assert torch.equal(loading.weight, before)
+
+
+class ScaledLinear(nn.Linear):
+    """A layer with a parameter that has the name of an FP8 weight's scales."""
+
+    def __init__(self):
+        super().__init__(32, 32)
+        self.weight_scale = nn.Parameter(torch.ones(3))
+
+
+def test_a_parameter_with_the_name_of_a_weights_scales_is_refused():
+    model = nn.Sequential(ScaledLinear())
+    fp8rs.convert_to_float8_training(model, recipe="current", fp8_weights=True)
+    with pytest.raises(ValueError, match=r"0.weight_scale, which is also the name of a part"):
+        Model(model).state_dict()

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
+import fp8rs
 from cases import each_kind_of_recipe
 from checkpoint.layouts import KEPT, batch, contents, lay_out, size_of, state_of
 from distributed import ranks
@@ -24,6 +25,7 @@ from distributed.folders import shared_folder
 from distributed.models import HIDDEN, RECIPES, UNEVEN, make, same_bytes, train
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError, Model
+from fp8rs.optim import AdamW, MasterWeights
 
 FP8 = "FP8 weights, AdamW with masters"
 #: With --full, every optimizer of each kind of weights.
@@ -124,8 +126,6 @@ BLOCKS = {
 
 def test_files_contain_plain_one_byte_tensors_that_load_without_fp8rs(tmp_path):
     """One process reads the files of all recipes, because it takes seconds to import torch."""
-    import fp8rs
-
     folders, weights = {}, {}
     for recipe, block in BLOCKS.items():
         torch.manual_seed(0)
@@ -233,3 +233,78 @@ def test_an_optimizer_is_saved_alone_after_an_evaluation(rig, tmp_path):
     state = {"optimizer": checkpoint.Optimizer(model, optimizer)}
     checkpoint.save(state, tmp_path / "saved")
     checkpoint.load(state, tmp_path / "saved")
+
+
+FRESH = {
+    "AdamW": lambda p: AdamW(p, lr=1e-2),
+    "AdamW without masters": lambda p: AdamW(p, lr=1e-2, master_weights=False),
+    "MasterWeights around Adam": lambda p: MasterWeights(p, torch.optim.Adam, lr=1e-2),
+    "torch's NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+}
+each_fresh = pytest.mark.parametrize("optimizer", list(FRESH))
+
+
+def fresh(optimizer, recipe="delayed", seed=0):
+    model = make(HIDDEN["even"], recipe=recipe, fp8_weights=True, seed=seed)
+    return model, FRESH[optimizer](model.parameters())
+
+
+def losses(model, optimizer, steps=range(3)):
+    found = []
+    for n in steps:
+        loss = model(torch.randn(8, 32, generator=torch.Generator().manual_seed(n))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@each_fresh
+@pytest.mark.filterwarnings("ignore:.*FP8 weights, and keeps no masters")
+def test_a_checkpoint_from_before_the_first_step_changes_no_training(tmp_path, optimizer):
+    """torch creates the state of a fresh optimizer by a step, which must not count as one."""
+    wanted = losses(*fresh(optimizer))
+    saved, failed, resumed = fresh(optimizer), fresh(optimizer), fresh(optimizer, seed=1)
+    checkpoint.save(state_of(*saved), tmp_path / "saved")
+    assert losses(*saved) == wanted
+    with pytest.raises(CheckpointError, match="does not exist"):
+        checkpoint.load(state_of(*failed), tmp_path / "absent")
+    assert losses(*failed) == wanted
+    checkpoint.load(state_of(*resumed), tmp_path / "saved")
+    assert losses(*resumed) == wanted
+
+
+@each_fresh
+@pytest.mark.filterwarnings("ignore:.*FP8 weights, and keeps no masters")
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8 of 1x32"])
+def test_a_model_and_its_optimizer_load_one_after_the_other(tmp_path, optimizer, recipe):
+    recipe = RECIPES[recipe]
+    trained, resumed = fresh(optimizer, recipe), fresh(optimizer, recipe, seed=1)
+    losses(*trained)
+    checkpoint.save(state_of(*trained), tmp_path / "saved")
+    for key, value in state_of(*resumed).items():
+        checkpoint.load({key: value}, tmp_path / "saved")
+    assert same(contents(*resumed), contents(*trained))
+    assert losses(*resumed, range(3, 6)) == losses(*trained, range(3, 6))
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_parameter_without_a_gradient_before_the_save_has_no_state_after_the_load(
+    tmp_path, recipe
+):
+    """Its master is the loaded weight, and no value of the fresh model."""
+
+    def make_two(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+        fp8rs.convert_to_float8_training(model, recipe=recipe, fp8_weights=True)
+        return model, AdamW(model.parameters(), lr=1e-2)
+
+    trained, resumed = make_two(0), make_two(1)
+    losses(trained[0][0], trained[1])
+    checkpoint.save(state_of(*trained), tmp_path / "saved")
+    checkpoint.load(state_of(*resumed), tmp_path / "saved", strict=False)
+    assert all(not resumed[1].state.get(p) for p in resumed[0][1].parameters())
+    assert losses(*resumed, range(3, 6)) == losses(*trained, range(3, 6))
+    assert same(contents(*resumed), contents(*trained))

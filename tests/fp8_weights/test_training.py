@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_optimizer_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -30,8 +31,9 @@ from distributed.models import (
     same_bytes,
     shard,
     shardings,
+    train,
 )
-from fp8rs.optim import AdamW
+from fp8rs.optim import AdamW, MasterWeights
 from fp8rs.optim.param import Param
 from fp8rs.tensor.quantized import QuantizedTensor
 from internals import local_of, storage_of
@@ -488,6 +490,25 @@ def test_a_step_with_a_learning_rate_of_0_keeps_codes_and_scales(rig, recipe):
     for p, tensors, moment in zip(fp8_of(model), before, moments, strict=True):
         assert all(same_bytes(a, b) for a, b in zip(storage_of(p).tensors(), tensors, strict=True))
         assert not torch.equal(optimizer.state[p]["exp_avg"].to_local(), moment)
+
+
+@ranks(2)
+@recipes
+@pytest.mark.parametrize("kind", ["AdamW", "MasterWeights"])
+def test_the_step_that_creates_masters_keeps_codes_and_scales_if_its_learning_rate_is_0(
+    rig, recipe, kind
+):
+    """torch takes such a step before it loads a state into a fresh optimizer."""
+    model = shard(make_fp8("uneven", recipe, rig), rig)
+    train(model, AdamW(model.parameters(), lr=1e-2), [batch(rig, n) for n in range(3)])
+    before = [[t.clone() for t in storage_of(p).tensors()] for p in fp8_of(model)]
+    params = list(model.parameters())
+    fresh = AdamW(params) if kind == "AdamW" else MasterWeights(params, torch.optim.Adam)
+    get_optimizer_state_dict(model, fresh)
+    for p, tensors in zip(fp8_of(model), before, strict=True):
+        assert all(same_bytes(a, b) for a, b in zip(storage_of(p).tensors(), tensors, strict=True))
+        values = local_of(p).dequantize(torch.float32)
+        assert same_bytes(local_of(fresh.state[p]["master"]), values)
 
 
 def fp8_of(model):

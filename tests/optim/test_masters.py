@@ -578,6 +578,34 @@ def test_a_checkpoint_on_disk_contains_the_masters(rig):
     assert wanted and all(same_bytes(found[key], wanted[key]) for key in wanted)
 
 
+class Nested(torch.optim.Optimizer):
+    """An optimizer whose state has containers of tensors."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["rows"] = [torch.zeros_like(p)]
+                state["kept"] = {"sum": torch.zeros_like(p)}
+            state["rows"][0].add_(p.grad / 3)
+            state["kept"]["sum"].sub_(p.grad / 7)
+
+
+def test_a_state_in_containers_keeps_its_dtypes():
+    weight = parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((8, 8), 0).bfloat16()))
+    optimizer, other = MasterWeights([weight], Nested), MasterWeights([weight], Nested)
+    train(optimizer, 2)
+    other.load_state_dict(optimizer.state_dict())
+    wanted, found = optimizer.state[weight], other.state[weight]
+    for key, part in (("rows", 0), ("kept", "sum")):
+        assert same_bytes(found[key][part], wanted[key][part])
+        assert found[key][part] is not wanted[key][part]
+
+
 # --- the warning ---------------------------------------------------------------------------------
 
 

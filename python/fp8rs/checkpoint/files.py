@@ -9,6 +9,7 @@ import pickle
 import pickletools
 import shutil
 import zipfile
+import zlib
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -148,6 +149,14 @@ class Writer(FileSystemWriter):
         """
         self._check_written(results)
         super().finish(metadata, results)
+        path = self.fs.concat_path(self.path, METADATA)
+        with self.fs.create_stream(path, "rb") as file:
+            data = file.read()
+        with self.fs.create_stream(path, "wb") as file:
+            file.write(data + checksum(data))
+            if self.local:
+                file.flush()
+                os.fsync(file.fileno())
         if self.local:
             Path(self.path).rename(self.directory)
 
@@ -276,6 +285,11 @@ def find_damage(data: bytes, length: int) -> str | None:
     return None if broken is None else f"{broken} does not match its checksum"
 
 
+def checksum(data: bytes) -> bytes:
+    """Return the checksum that follows the pickle of metadata. Unpicklers do not read it."""
+    return zlib.crc32(data).to_bytes(4, "big")
+
+
 class _Unpickler(pickle.Unpickler):
     """Unpickler that refuses every global except the classes of DCP's metadata."""
 
@@ -295,9 +309,13 @@ def parse_metadata(data: bytes) -> Metadata:
     """
     # The unpickler allocates its memo up to the largest index, which can take 64 GB. Each entry of
     # a memo has an opcode, so no index reaches the length of the pickle.
-    for opcode, index, _ in pickletools.genops(data):
+    end = 0
+    for opcode, index, position in pickletools.genops(data):
         if opcode.name.endswith("PUT") and (index or 0) >= len(data):
             raise pickle.UnpicklingError(f"memo index {index} in a pickle of {len(data)} bytes")
+        end = (position or 0) + 1  # of STOP, which is the last one
+    if data[end:] not in (b"", checksum(data[:end])):  # DCP's own writer writes no checksum
+        raise ValueError("it does not match its checksum")
     metadata = _Unpickler(io.BytesIO(data)).load()
     if not isinstance(metadata, Metadata):
         raise ValueError("it is not a checkpoint's metadata")

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
 from fp8rs._torch import own_part
 from fp8rs.scaling.histories import BUFFERS
-from fp8rs.tensor.formats import INPUT_DTYPES
+from fp8rs.tensor.formats import FP8_MAX, INPUT_DTYPES
 from fp8rs.tensor.quantized import is_fp8
 
 from .parts import COLUMNWISE, SCALE, distribute_like
@@ -378,8 +378,8 @@ def _adapt(owner: dict[str, Any], path: str, key: Any, saved: dict[str, Any]) ->
         there = saved.get(path + weight)
         if not isinstance(there, TensorStorageMetadata):
             return
-        if weight in owner and there.properties.dtype in INPUT_DTYPES:
-            codes = owner[weight]
+        codes: Any = owner.get(weight)
+        if getattr(codes, "dtype", None) in FP8_MAX and there.properties.dtype in INPUT_DTYPES:
             values = torch.empty_like(own_part(codes), dtype=there.properties.dtype)
             owner[weight] = distribute_like(codes, values)
             for suffix in (SCALE, COLUMNWISE, COLUMNWISE + SCALE):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from .parts import SCALE, distribute_like, parts_of
 
 #: The name that ``fp8rs.optim`` gives to masters in a parameter's state.
 MASTER = "master"
+#: What optimizers count in a parameter's state, with the values before the first step.
+COUNTERS = {"step": 0, "mu_product": 1}
 
 
 class Model:
@@ -50,12 +52,21 @@ class Model:
         """Return plain tensors that share memory with the weights, and copies of histories.
 
         All ranks call it, because it synchronizes the scales that shards share.
+
+        Raises:
+            ValueError: a parameter or buffer has the name of an FP8 weight's scales.
         """
         state: dict[str, Any] = get_model_state_dict(self.model)
         found: dict[str, Tensor] = {}
         split = []
         for name, value in state.items():
             parts = parts_of(value) if is_fp8(value) else {"": value}
+            for suffix in parts or ():
+                if suffix and name + suffix in state:
+                    raise ValueError(
+                        f"the model has a {name + suffix}, which is also the name of a part of the "
+                        f"FP8 weight {name} in a checkpoint: give it another name"
+                    )
             if parts is None:
                 split.append(name)
                 parts = {"": distribute_like(value, own_part(value).dequantize())}
@@ -142,7 +153,13 @@ class Optimizer:
                     f"{type(optimizer).__name__} steps {other} tensors that are not parameters of "
                     "model. Create the optimizer after fully_shard, which replaces parameters"
                 )
-        return get_optimizer_state_dict(self.model, self.optimizers)
+        fresh = [optimizer for optimizer in self.optimizers if not optimizer.state]
+        found = get_optimizer_state_dict(self.model, self.optimizers)
+        # torch creates a missing state by a step of length 0, which must not count.
+        for own in chain.from_iterable(optimizer.state.values() for optimizer in fresh):
+            for name in COUNTERS.keys() & own.keys():
+                own[name] = own[name] * 0 + COUNTERS[name]
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict. State that it does not contain is unchanged.
@@ -171,6 +188,8 @@ class Optimizer:
                         state = {k: v for k, v in kept if k != MASTER} | state
                     if state:
                         packed["state"][key] = state
+            if not self._had_state:
+                optimizer.state.clear()  # parameters without a saved state have none
             optimizer.load_state_dict(packed)
 
 

@@ -176,16 +176,21 @@ class AdamW(MasterWeightOptimizer):
 
     def _state(
         self, group: dict[str, Any], p: Param
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return a parameter's moments, step counter and master. Create those that are missing."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+        """Return a parameter's moments, step counter and master, and whether the master is new.
+
+        Create those that are missing.
+        """
         state = self.state[p.param]
+        new = "master" not in state
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.part.device)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = state_like(p, getattr(torch, group["state_dtype"]))
         master = self._master(p, group["master_weights"], self._rounds_stochastically(group))
         exp_avg, exp_avg_sq = (own_part(state[name]) for name in ("exp_avg", "exp_avg_sq"))
-        return exp_avg, exp_avg_sq, state["step"], None if master is None else own_part(master)
+        local = None if master is None else own_part(master)
+        return exp_avg, exp_avg_sq, state["step"], local, new
 
     def _check_group(self, saved: dict[str, Any]) -> None:
         check_options({**self.defaults, **saved})

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fp8rs._torch import not_traced, own_part
 from fp8rs.optim import weights
 from fp8rs.optim.masters import MASTER_STATE_KEYS, MasterWeightOptimizer
+from fp8rs.optim.missing_masters import has_zero_lr
 from fp8rs.optim.param import Param
 
 
@@ -82,6 +83,9 @@ class MasterWeights(MasterWeightOptimizer):
         params = [Param(param) for group in self.param_groups for param in group["params"]]
         weights.prepare(params)
         params = [p for p in params if p.param.grad is not None]
+        # torch takes a step with a learning rate of 0 to create the state of a fresh optimizer.
+        kept = {p for p in params if p.weight is not None and "master" not in self.state[p.param]}
+        kept = kept if has_zero_lr(self) else set()
         masters = {p: master for p in params if (master := self._master(p)) is not None}
         # Plain parameters are stepped through an alias, which receives the converted gradient.
         self._step(
@@ -90,10 +94,10 @@ class MasterWeights(MasterWeightOptimizer):
         plain = [p for p in masters if p.weight is None]
         if plain:
             torch._foreach_copy_([p.part for p in plain], [own_part(masters[p]) for p in plain])
-        fp8 = [p for p in masters if p.weight is not None]
+        fp8 = [p for p in masters if p.weight is not None and p not in kept]
         if fp8:
             weights.write_masters(fp8, [own_part(masters[p]) for p in fp8])
-        self._wrote(params)
+        self._wrote([p for p in params if p not in kept])
 
     def _step(self, given: dict[Tensor, Tensor]) -> None:
         """Step other tensors in place of the parameters, with the parameters' state.

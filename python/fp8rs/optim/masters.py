@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from fp8rs._torch import check_graph_capture, own_part
 from fp8rs.optim import weights
@@ -87,6 +89,8 @@ class MasterWeightOptimizer(Optimizer):
             state["master"] = p.new_master()
             if p.weight is not None:
                 self._seen[p.param] = p.last_write
+            if p.delayed is not None:
+                state["scale"] = p.plane.scale.clone()
         if p.handle is not None:
             p.handle.forget_init()  # also if masters were loaded
         master: Tensor | None = state.get("master")
@@ -195,8 +199,9 @@ class MasterWeightOptimizer(Optimizer):
                 for name, value in given.items():
                     if name == "step":
                         state[name] = self._loaded_step(deepcopy(state[name]), p.part.device)
-                    elif isinstance(value, Tensor):
-                        state[name] = value.to(p.part.device, copy=True)
+                    else:  # a tensor, or a container of tensors
+                        to = partial(Tensor.to, device=p.part.device, copy=True)
+                        state[name] = tree_map_only(Tensor, to, value)
             if "master" in given:
                 if p.weight is not None or not p.is_rounded(own_part(state["master"])):
                     self._seen[param] = p.last_write

@@ -33,6 +33,7 @@ class ParamUpdate:
     Attributes:
         p: the parameter.
         grad, exp_avg, exp_avg_sq, step, master: its gradient and state.
+        new_master: whether it had no master before this step.
         index: its index in the optimizer, which selects its random numbers.
         options: the operator's keyword arguments for its group and device.
     """
@@ -43,6 +44,7 @@ class ParamUpdate:
     exp_avg_sq: Tensor
     step: Tensor
     master: Tensor | None
+    new_master: bool
     index: int
     options: Options
 
@@ -61,7 +63,7 @@ class ParamUpdate:
         torch takes a step with a learning rate of 0 to create the state of a fresh optimizer.
         """
         no_step = self.options["lr"] == 0 and self.options["lr_tensor"] is None
-        return self.p.weight is not None and self.master is None and no_step
+        return self.p.weight is not None and self.new_master and no_step
 
 
 class AdamWCall:
@@ -182,21 +184,19 @@ class Step:
 
     def _add(self, item: ParamUpdate) -> None:
         kind, master = item.kind, item.master
-        if item.keeps_codes:
-            values = item.p.codes.dequantize(torch.float32)
-            self._call(UpdateKind.PLAIN, item, None).add(item, values)
-        elif kind is UpdateKind.PLAIN:
+        if kind is UpdateKind.PLAIN:
             self._call(kind, item, master).add(item, item.p.part, master)
+        elif kind is UpdateKind.SEPARATE or item.keeps_codes:
+            values = item.p.codes.dequantize(torch.float32) if master is None else master
+            self._call(UpdateKind.PLAIN, item, None).add(item, values)
+            if not item.keeps_codes:
+                self._separate.append((item, values))
         elif kind is UpdateKind.CURRENT_SCALE:
             self._current.append(item)
         elif kind is UpdateKind.KNOWN_SCALE:
             self._known.append(item)
-        elif kind is UpdateKind.OWN_SCALES:
-            self._call(kind, item, master, item.p.codes.spec).add_codes(item, master)
         else:
-            values = item.p.codes.dequantize(torch.float32) if master is None else master
-            self._call(UpdateKind.PLAIN, item, None).add(item, values)
-            self._separate.append((item, values))
+            self._call(kind, item, master, item.p.codes.spec).add_codes(item, master)
 
     def _call(
         self,
