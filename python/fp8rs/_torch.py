@@ -86,6 +86,16 @@ def current_stream_id(index: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(index))
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return autocast's dtype for a device type, or None without autocast.
+
+    The public functions raise an error for the meta device.
+    """
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
 def in_fake_mode() -> bool:
     """Return whether a FakeTensorMode is active, alone or below other dispatch modes."""
     fake = torch._C._TorchDispatchModeKey.FAKE

@@ -17,9 +17,9 @@ from fp8rs.gemm.estimates import (
     MIN_SPEEDUP,
     GroupedWeight,
     choose,
+    gated_mlp_is_faster,
     gated_mlp_us,
     grouped_us,
-    prefers_gated_mlp,
 )
 
 FIGURES = Path(__file__).parents[2] / "docs/figures"
@@ -174,7 +174,7 @@ def choices(rows_per_expert, model, **options):
         GroupedWeight(experts, n, k, **options) for n, k in ((2 * width, hidden), (hidden, width))
     )
     rows = rows_per_expert * experts
-    return [choose(rows, gate_up), choose(rows, down)], prefers_gated_mlp(rows, down)
+    return [choose(rows, gate_up), choose(rows, down)], gated_mlp_is_faster(rows, down)
 
 
 @pytest.mark.parametrize("model", [MIXTRAL, DEEPSEEK])

@@ -233,7 +233,7 @@ def test_experts_of_transformers_compute_what_they_do_unconverted(device, kind, 
 @pytest.mark.parametrize("fused", [False, True])
 def test_auto_computes_what_it_chooses(device, kind, fused, monkeypatch):
     """A gated MLP, or what the functions choose for each weight."""
-    monkeypatch.setattr(estimates, "prefers_gated_mlp", lambda *sizes: fused)
+    monkeypatch.setattr(estimates, "gated_mlp_is_faster", lambda *sizes: fused)
     monkeypatch.setattr(estimates, "choose", lambda *sizes: estimates.HIGH_PRECISION)
     results = {}
     for mode in ("auto", "fp8", "gather"):

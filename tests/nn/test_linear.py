@@ -158,6 +158,14 @@ def test_mixed_dtypes_require_autocast(device, x_dtype, w_dtype, fp8_weights):
     assert module[0].weight.grad.dtype == w_dtype
 
 
+def test_meta_inputs_of_another_dtype_are_accepted_as_by_torch():
+    model = nn.Sequential(nn.Linear(32, 16, device="meta", dtype=torch.bfloat16))
+    x = torch.ones(4, 32, device="meta")
+    assert model(x).shape == (4, 16)
+    convert_to_float8_training(model, recipe="current")
+    assert model(x).shape == (4, 16)
+
+
 def test_autocast_sets_the_output_dtype(device):
     module = layer(device)
     x = data(device, 8, 16).requires_grad_()

@@ -16,7 +16,7 @@ from fp8rs.gemm.estimates import (
     GroupedChoice,
     GroupedWeight,
     choose,
-    prefers_gated_mlp,
+    gated_mlp_is_faster,
 )
 from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS
 from fp8rs.nn.experts import (
@@ -105,7 +105,7 @@ class Experts:
             return dict.fromkeys(weights, FP8 if self.gemms == "fp8" else HIGH_PRECISION)
         if self.activation:
             down = weights["down_proj"]
-            if prefers_gated_mlp(rows * down.experts, down):
+            if gated_mlp_is_faster(rows * down.experts, down):
                 return dict.fromkeys(weights, FP8)
         return {name: choose(rows * weight.experts, weight) for name, weight in weights.items()}
 

@@ -185,7 +185,7 @@ def choose(rows: int, weight: GroupedWeight) -> GroupedChoice:
     return best
 
 
-def prefers_gated_mlp(rows: int, down: GroupedWeight) -> bool:
+def gated_mlp_is_faster(rows: int, down: GroupedWeight) -> bool:
     """Return whether `fp8rs.nn.grouped.gated_mlp` is faster than the choices of its two weights.
 
     Like `choose`, this requires `MIN_SPEEDUP` and a saving, here `MIN_FUSED_SAVING` per weight,

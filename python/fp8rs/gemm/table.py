@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8rs._core import UnsupportedError
-from fp8rs._torch import depends_on_data
+from fp8rs._torch import autocast_dtype, depends_on_data
 from fp8rs.gemm import kernels
 from fp8rs.gemm.devices import check_cuda
 from fp8rs.tensor import formats
@@ -148,7 +148,7 @@ def _dequantized(
 ) -> Tensor:
     """Multiply in fp32. Per-tensor scales are applied to the product, as FP8 GEMMs do."""
     device = a.data.device
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+    if autocast_dtype(device.type) is not None:
         with torch.autocast(device.type, enabled=False):
             return _dequantized(a, b, bias, out_dtype, use_fast_accum)
     if a.format.per_tensor and b.format.per_tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8rs import _core
-from fp8rs._torch import constant_when_traced, is_distributed
+from fp8rs._torch import autocast_dtype, constant_when_traced, is_distributed
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
 from .function import prepare_compilers
@@ -129,7 +129,5 @@ def local_part(parameter: Any) -> Tensor:
 
 def cast_input(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return an input in autocast's dtype. Without autocast, return it in ``dtype`` if given."""
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(x.device.type) or dtype
     return x if dtype is None else x.to(dtype)

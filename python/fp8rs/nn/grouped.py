@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fp8rs._torch import gradients_needed
+from fp8rs._torch import autocast_dtype, gradients_needed
 from fp8rs.gemm import estimates
 from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS, has_grouped_gemm, reads_format
 from fp8rs.tensor.formats import INPUT_DTYPES
@@ -111,7 +111,7 @@ def prefers_gated_mlp(rows: int, gate_up: Tensor, down: Tensor, gemms: Gemms) ->
     if gemms == "auto":
         experts, hidden, width = down.shape
         given = estimates.GroupedWeight(experts, hidden, width, isinstance(down, QuantizedTensor))
-        if not _estimate(estimates.prefers_gated_mlp, rows, given):
+        if not _estimate(estimates.gated_mlp_is_faster, rows, given):
             return False
     return has_grouped_gemm(down.device) and _are_supported(gate_up) and _are_supported(down)
 
@@ -223,8 +223,7 @@ def check(
     for name, other in (("weight", weight), ("offs", offs), ("bias", bias)):
         if other is not None and other.device != x.device:
             raise ValueError(f"{name} is on {other.device} and x is on {x.device}")
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # torch has no autocast for meta
+    if autocast_dtype(x.device.type) is not None:
         return
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and other.dtype != x.dtype:

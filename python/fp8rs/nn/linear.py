@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fp8rs._torch import constant_when_traced, is_distributed
+from fp8rs._torch import autocast_dtype, constant_when_traced, is_distributed
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe
 from fp8rs.scaling.delayed import DelayedScalingState, keep_buffers_local, note_compiled
 from fp8rs.scaling.histories import Slots, slots
@@ -156,11 +156,9 @@ class Float8Linear(Float8Params, nn.Linear):
             raise TypeError(f"input must be float32, bfloat16 or float16, not {dtype}")
         # Reading `is_cuda` is faster than the device's type.
         device = "cuda" if input.is_cuda else input.device.type
-        if device == "meta":  # without autocast
-            pass
-        elif torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        elif dtype != weight.dtype:
+        if (autocast := autocast_dtype(device)) is not None:
+            dtype = autocast
+        elif dtype != weight.dtype and device != "meta":  # as nn.Linear
             raise RuntimeError(
                 f"input and weight must have the same dtype, but got {dtype} and {weight.dtype}: "
                 "cast one of them, or use torch.autocast"
