@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import is_alias, is_distributed, local_tensor
+from fp8rs._torch import is_alias, is_distributed, is_traced, local_tensor
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.formats import FP8_MAX
@@ -99,6 +100,8 @@ class Pack:
     """The buffers of all layers on one device, in the order of ``indices``."""
 
     indices: list[int]
+    buffers: list[Tensor]  # of one layer after the other, in the order of `BUFFERS`
+    addresses: list[int]  # of the buffers
     scale: Tensor  # (layers, 3, 4)
     amax: Tensor  # (layers, 4, 4)
     history: Tensor  # (amax_history_len, layers, 3)
@@ -146,29 +149,31 @@ class Pack:
 
 
 def are_intact(packs: Sequence[Pack], layers: Sequence[nn.Module | None]) -> bool:
-    """Return whether the layers' buffers are still views of these packs, each at its place.
+    """Return whether the layers have the buffers of these packs, with the memory of the packs.
 
-    A buffer's ``_base`` does not show this. ``fully_shard`` moves a buffer to another device by
-    assigning to its ``data``, and its ``_base`` stays.
+    Comparing the objects does not suffice. ``fully_shard`` moves a buffer to another device by
+    assigning to its ``data``.
     """
     seen = 0
     for pack in packs:
-        wholes = pack.scale, pack.amax, pack.history
-        parts = [
-            (name, whole, whole.stride(dim))
-            for (name, dim), whole in zip(BUFFERS.items(), wholes, strict=True)
-        ]
-        for place, index in enumerate(pack.indices):
-            layer = layers[index]
-            if layer is None:
-                return False
-            buffers: Any = layer._buffers
-            for name, whole, stride in parts:
-                buffer = buffers[name]
-                if not is_alias(buffer, whole) or buffer.storage_offset() != place * stride:
-                    return False
-        seen += len(pack.indices)
+        here = [layers[index] for index in pack.indices]
+        if None in here:
+            return False
+        buffers = _buffers_of(here)
+        if not all(map(is_, buffers, pack.buffers)) or _addresses(buffers) != pack.addresses:
+            return False
+        seen += len(here)
     return seen == sum(layer is not None for layer in layers)
+
+
+def _buffers_of(layers: Sequence[Any]) -> list[Tensor]:
+    """Return the buffers of layers, of one layer after the other."""
+    return [layer._buffers[name] for layer in layers for name in BUFFERS]
+
+
+def _addresses(buffers: Sequence[Tensor]) -> list[int]:
+    """Return the addresses of buffers. Fake tensors have none."""
+    return [] if is_traced(buffers[0]) else list(map(Tensor.data_ptr, buffers))
 
 
 @torch.no_grad()
@@ -183,15 +188,16 @@ def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
     with torch.inference_mode(False):
         for indices in by_device.values():
             here: Any = [layers[i]._buffers for i in indices]  # type: ignore[union-attr]
-            for buffers in here:
-                keep_local(buffers)
+            for own in here:
+                keep_local(own)
             wholes = []
             for name, dim in BUFFERS.items():
-                whole = torch.stack([buffers[name] for buffers in here], dim)
-                for place, buffers in enumerate(here):
-                    buffers[name] = whole.select(dim, place)
+                whole = torch.stack([own[name] for own in here], dim)
+                for place, own in enumerate(here):
+                    own[name] = whole.select(dim, place)
                 wholes.append(whole)
-            packs.append(Pack(indices, *wholes))
+            buffers = _buffers_of([layers[i] for i in indices])
+            packs.append(Pack(indices, buffers, _addresses(buffers), *wholes))
     return packs
 
 
