@@ -75,7 +75,6 @@ test: lint rust-test python-test docs
 
 # Takes more than an hour on two cores. `pytest --full` also runs every combination of parameters.
 test-all: TIER :=
-# Without --full, a run would replace the page's count of cases by a smaller one.
 test-all: MATRIX := --check
 test-all: LONG := --long
 test-all: PTX := --all

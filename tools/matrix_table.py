@@ -5,8 +5,8 @@
 
 Runs tests/fsdp/test_matrix.py and writes one table per device between the markers in the page.
 Tables of other torch versions and devices are not changed. Without ``--full``, a cover of all pairs
-of parameters runs, and each cell has the number of its trainings that ran. ``--check`` writes
-nothing, and fails if a cell differs from the page.
+of parameters runs. Its table is only compared with the page's if that one is of more cases.
+``--check`` writes nothing, and fails if a cell differs from the page.
 
 Run it where fp8rs is installed or on PYTHONPATH. Each torch version writes its own tables.
 """

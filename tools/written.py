@@ -65,6 +65,8 @@ def update(
 ) -> int:
     """Replace tables of a page by name, and print tables that differ. Other tables stay.
 
+    A table of fewer cases than the page's is compared with it, and does not replace it.
+
     Args:
         page: the page.
         tables: the new tables by name.
@@ -73,24 +75,33 @@ def update(
         last: parts to write after all tables.
 
     Returns:
-        An exit code: 1 if ``check`` is set and a table differs, 2 if a cell did not run, else 0.
+        An exit code: 1 if a table differs and does not replace the page's, 2 if a cell did not run,
+        else 0.
     """
     old = page.tables()
+    fewer = {name for name, table in tables.items() if cases(table) < cases(old.get(name, ""))}
     differ = False
     for name, table in tables.items():
         if any("not run" in row for row in rows(table)):
             print(f"rows or cells without a test:\n{table}")
             return 2
         if words(old.get(name, "")) != words(table):
-            differ = True
+            differ = differ or check or name in fewer
             print(f"{name}: {'differs from' if name in old else 'is not in'} the page\n{table}")
     if check:
         return int(differ)
     last = last or {}
-    kept = {name: part for name, part in {**old, **tables}.items() if name not in last}
+    new = {name: table for name, table in tables.items() if name not in fewer}
+    kept = {name: part for name, part in {**old, **new}.items() if name not in last}
     ordered = [*sorted(kept.items(), reverse=True), *last.items()]
     page.write("".join(f"\n### {name}\n\n{part}\n" for name, part in ordered))
-    return 0
+    return int(differ)
+
+
+def cases(table: str) -> int:
+    """Return how many cases of tests were run for a table, as its last line says. 0 without one."""
+    found = re.search(r"^([\d,]+) of [\d,]+ cases were run\.", table, re.MULTILINE)
+    return int(found[1].replace(",", "")) if found else 0
 
 
 def rows(table: str) -> list[list[str]]:

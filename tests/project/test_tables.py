@@ -63,6 +63,16 @@ def test_a_check_writes_nothing(page, cell, status, capsys):
     assert page.path.read_text() == PAGE
 
 
+@pytest.mark.parametrize(("cell", "status"), [("yes", 0), ("no", 1)])
+def test_a_table_of_fewer_cases_is_compared_and_not_written(page, cell, status):
+    table = "| | x |\n|---|---|\n| a | {} |\n\n{} of 1,536 cases were run."
+    assert update(page, {"torch 2, CPU": table.format("yes", "1,200")}) == 0
+    before = page.path.read_text()
+    assert "1,200 of 1,536" in before
+    assert update(page, {"torch 2, CPU": table.format(cell, "99")}) == status
+    assert page.path.read_text() == before
+
+
 def test_a_page_without_the_markers_is_an_error(page):
     page.path.write_text("# Before")
     with pytest.raises(SystemExit, match=r"no .*tools/a.py"):
