@@ -55,7 +55,7 @@ from distributed.sharded_pairs import (
 from fp8rs.fsdp import MasterWeight
 from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.optim import AdamW
-from internals import local_of, storage_of
+from internals import handle_of, local_of, storage_of
 from saving import reloaded
 
 # --- ways to train -------------------------------------------------------------------------------
@@ -446,6 +446,26 @@ def test_copies_of_parameters(rig, recipe):
     model(batch(rig)).sum().backward()
     model.reshard()
     assert same(contents(model), before)
+
+
+@ranks(2)
+@recipes
+@pytest.mark.parametrize("masters", [True, False])
+def test_steps_of_copies_leave_the_model(rig, recipe, masters):
+    _, model = pair(rig, recipe)
+    model(batch(rig)).sum().backward()
+    model.zero_grad()
+    handles = [handle_of(layer) for layer in linears(model).values()]
+    before, writes = contents(model), [handle.writes for handle in handles]
+    histories = [t.clone() for t in model.buffers()]
+    twins = [copy.deepcopy(layer.weight) for layer in linears(model).values()]
+    for twin in twins:
+        twin.grad = torch.full_like(twin, 100.0)
+    AdamW(twins, lr=0.5, master_weights=masters).step()
+    for twin, layer in zip(twins, linears(model).values(), strict=True):
+        assert not torch.equal(full(twin), full(layer.weight))
+    assert same(contents(model), before) and same(model.buffers(), histories)
+    assert [handle.writes for handle in handles] == writes
 
 
 @ranks(2)

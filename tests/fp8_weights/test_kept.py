@@ -14,8 +14,8 @@ from distributed import ranks
 from distributed.models import HIDDEN, RECIPES, batch, linears, make, recipes, shard, shardings
 from fp8rs.convert.fp8_weights import dequantize_weight
 from fp8rs.fsdp.shard_spec import ShardSpec
-from fp8rs.optim import AdamW
-from internals import gathered_bytes, local_of, storage_of
+from fp8rs.optim import AdamW, MasterWeights
+from internals import gathered_bytes, handle_of, local_of, storage_of
 
 
 def make_fp8(hidden, recipe, rig, **options):
@@ -99,6 +99,25 @@ def test_writing_a_copy_leaves_the_layer_as_it_is(recipe):
         copy.deepcopy(layer.weight).data.fill_(3.0)
     assert torch.equal(layer.weight.get_high_precision_init_val(), kept)
     assert all(torch.equal(a, b) for a, b in zip(layer._buffers.values(), slots, strict=True))
+
+
+@recipes
+@pytest.mark.parametrize(
+    "optimizer", [AdamW, lambda p: MasterWeights(p, torch.optim.SGD, lr=0.1)], ids=["adamw", "sgd"]
+)
+def test_a_step_of_a_copy_leaves_the_layer_as_it_is(recipe, optimizer):
+    layer = layer_of(recipe)[0]
+    kept = layer.weight.get_high_precision_init_val().clone()
+    slots = [t.clone() for t in layer._buffers.values()]
+    writes = handle_of(layer).writes
+    copies = [torch.nn.Parameter(layer.weight.detach().clone()), copy.deepcopy(layer.weight)]
+    for c in copies:
+        c.grad = torch.full(c.shape, 100.0)
+    optimizer(copies).step()
+    assert not any(torch.equal(c.dequantize(), layer.weight.dequantize()) for c in copies)
+    assert torch.equal(layer.weight.get_high_precision_init_val(), kept)
+    assert all(torch.equal(a, b) for a, b in zip(layer._buffers.values(), slots, strict=True))
+    assert handle_of(layer).writes == writes
 
 
 def test_a_state_dict_outlives_its_model():

@@ -336,6 +336,7 @@ class Keeper:
     """A stub of the handle of an unsharded weight that keeps its initial values."""
 
     sharded_model = slots = None
+    in_place = True
     writes = 0
 
     def __init__(self, init_value):

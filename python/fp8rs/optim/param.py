@@ -50,14 +50,20 @@ class Param:
     Attributes:
         part: its local part.
         weight: the local part of an FP8 weight, else None.
-        handle: the handle of a layer's FP8 weight (`fp8rs.fsdp.float8_shard`), else None.
+        handle: the handle of a layer's FP8 weight (`fp8rs.fsdp.float8_shard`), else None. A copy of
+            the weight has none.
     """
 
     def __init__(self, param: Tensor) -> None:
         self.param = param
         self.part: Tensor = own_part(param)
         self.weight = self.part if isinstance(self.part, QuantizedTensor) else None
-        self.handle: Any = None if self.weight is None else self.weight._storage.observer
+        self.handle: Any = None
+        if self.weight is not None:
+            storage = self.weight._storage
+            observer: Any = storage.observer  # which copies share
+            if observer is not None and (not observer.in_place or observer.observes(storage)):
+                self.handle = observer
 
     # --- layout ----------------------------------------------------------------------------------
 
@@ -113,7 +119,10 @@ class Param:
             # A spec with a group reduces amaxes as it quantizes.
             current = weight.spec.group is None
             return UpdateKind.CURRENT_SCALE if current else UpdateKind.SEPARATE
-        split = self.sharded_model is not None and self.handle.shares_scales
+        # A copy of a shard has its blocks, and no handle.
+        split = weight._storage.block_offset or (
+            self.sharded_model is not None and self.handle.shares_scales
+        )
         return (
             UpdateKind.OWN_SCALES
             if weight.format in BLOCK_SCALE_FORMATS and not split
