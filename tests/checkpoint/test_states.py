@@ -186,6 +186,39 @@ def test_one_error_lists_everything_that_does_not_fit_and_nothing_is_written(rig
     assert "model.head.weight: float8_e4m3fn (32, 32) in the checkpoint, float32" in message
 
 
+OTHER_RULES = {
+    "coupled": (lambda p: torch.optim.Adam(p, weight_decay=0.1), "Adam with weight_decay=0.1"),
+    "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True"),
+    "decoupled": (lambda p: torch.optim.AdamW(p, weight_decay=0.1), None),
+    "no decay": (torch.optim.Adam, None),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("rule", list(OTHER_RULES))
+def test_a_partial_load_refuses_another_update_rule(rig, rule):
+    folder = shared_folder(rig)
+    kept, (optimizer, message) = "master weights, torch's AdamW", OTHER_RULES[rule]
+    model, _, _ = lay_out(rig, "FSDP of 2", None, kept, UNEVEN)
+    saved = optimizer(model.parameters())
+    train(model, saved, [batch(rig, 0)])
+    checkpoint.save(state_of(model, saved), f"{folder}/saved")
+    other, _, _ = lay_out(rig, "FSDP of 2", None, kept, UNEVEN, seed=1)
+    resumed = AdamW(other.parameters(), lr=0.5)
+    train(other, resumed, [batch(rig, 1)])
+    before, state = contents(other, resumed), state_of(other, resumed)
+    if message is None:
+        checkpoint.load(state, f"{folder}/saved", strict=False)
+        assert same(contents(other, resumed), contents(model, saved))
+        assert resumed.param_groups[0]["weight_decay"] == saved.param_groups[0]["weight_decay"]
+        assert "decoupled_weight_decay" not in resumed.param_groups[0]
+        return
+    with pytest.raises(CheckpointError, match=f"rank 0, 1: ValueError: the state is .*{message}"):
+        checkpoint.load(state, f"{folder}/saved", strict=False)
+    assert same(contents(other, resumed), before)
+    assert resumed.param_groups[0]["lr"] == 0.5
+
+
 def test_a_quantized_tensor_in_a_state_is_refused(tmp_path):
     model = make(HIDDEN["even"], fp8_weights=True)
     checkpoint.save({"model": Model(model)}, tmp_path / "first")

@@ -19,6 +19,10 @@ from fp8rs._torch import own_part
 
 from .files import Reader, Writer, map_local
 from .plans import ABSENT, LoadPlanner, MismatchError, SavePlanner
+from .states import Optimizer
+
+#: The unfinished asynchronous saves of this process, with the process group and path of each.
+_unfinished: dict[Future[None], tuple[Any, Any]] = {}
 
 
 class CheckpointError(RuntimeError):
@@ -148,7 +152,6 @@ def load(
             written.
     """
     _check_state(state)
-    reader = Reader(directory)
     live = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
     # The planner raises an error for tensors on the meta device.
     read = map_local(live, lambda t: torch.empty_like(t, device=None if t.is_meta else "cpu"), str)
@@ -168,6 +171,13 @@ def load(
                 live[key] = written
             else:
                 state[key] = written
+
+    def check() -> None:
+        for key, value in state.items():
+            if isinstance(value, Optimizer):
+                value.check(live[key], read[str(key)])
+
+    reader = Reader(directory, check)
     for key, value in state.items():
         if isinstance(value, Stateful):
             value.load_state_dict(live[key])

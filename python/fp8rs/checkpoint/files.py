@@ -10,6 +10,7 @@ import pickletools
 import shutil
 import zipfile
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -198,11 +199,13 @@ class Reader(FileSystemReader):
 
     Args:
         directory: the directory or URL of the checkpoint.
+        check: called when this rank has read its entries. All ranks raise its errors.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], check: Callable[[], None]) -> None:
         located = locate(directory)
         super().__init__(located)
+        self.check = check
         if isinstance(located, str):
             self.fs, self.path = fsspec_file_system(located), cast(Any, located)
 
@@ -262,11 +265,14 @@ class Reader(FileSystemReader):
 
         Raises:
             DamagedError: a file is missing or damaged.
+            Exception: `check` raised it.
         """
         try:
-            return super().read_data(plan, planner)
+            done = super().read_data(plan, planner)
         except OSError as error:
             raise DamagedError(f"a file of {self.path} cannot be read: {error}") from None
+        self.check()
+        return done
 
 
 def find_damage(data: bytes, length: int) -> str | None:

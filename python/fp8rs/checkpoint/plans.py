@@ -166,6 +166,15 @@ class LoadPlanner(DefaultLoadPlanner):
             else:
                 del owner[path[-1]]
             del self.state_dict[name]
+        # Options that an optimizer lacks are read for `Optimizer.check`, and are not loaded.
+        for name, there in saved.items():
+            if (option := GROUP_OPTION.search(name)) is None or name in self.mappings:
+                continue
+            params = self.mappings.get(f"{name[: option.end()]}params")
+            if params is not None and not isinstance(there, TensorStorageMetadata):
+                group, key = params[:-1], name[option.end() :]
+                reduce(getitem, group, state_dict)[key] = self.state_dict[name] = None
+                self.mappings[name] = (*group, key)
 
     def create_local_plan(self) -> LoadPlan:
         """Compare this rank's state with the checkpoint, and plan reads if they match."""

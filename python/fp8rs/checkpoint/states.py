@@ -168,17 +168,13 @@ class Optimizer:
         stages save their groups under the same names, so that only one stage's group may be saved.
         A group without a match therefore gets the options of the saved group at its position.
         """
-        own = self._by_name()
-        states, saved = state_dict.get("state", {}), state_dict.get("param_groups", [])
-        of = {name: group for group in saved for name in group.get("params", ())}
-        groups = iter(enumerate(own["param_groups"]))
+        own, states = self._by_name(), state_dict.get("state", {})
+        groups = self._groups(own, state_dict)
         for optimizer in self.optimizers:
             packed: dict[str, Any] = {"state": {}, "param_groups": []}
             ids = count()
-            for position, group in islice(groups, len(optimizer.param_groups)):
+            for group, found in islice(groups, len(optimizer.param_groups)):
                 names = group["params"]
-                same_position = saved[position] if position < len(saved) else {}
-                found = next((of[name] for name in names if name in of), same_position)
                 keys = [next(ids) for _ in names]
                 packed["param_groups"].append({**group, **found, "params": keys})
                 for key, name in zip(keys, names, strict=True):
@@ -191,6 +187,30 @@ class Optimizer:
             if not self._had_state:
                 optimizer.state.clear()  # parameters without a saved state have none
             optimizer.load_state_dict(packed)
+
+    def check(self, own: dict[str, Any], saved: dict[str, Any]) -> None:
+        """Raise ValueError if an optimizer cannot continue with the options of a saved group.
+
+        Args:
+            own: the state dict before the load.
+            saved: the state dict to load, with all options that its groups were saved with.
+        """
+        groups = self._groups(own, saved)
+        for optimizer in self.optimizers:
+            for _, found in islice(groups, len(optimizer.param_groups)):
+                if hasattr(optimizer, "check_group"):  # of `fp8rs.optim`
+                    optimizer.check_group(found)
+
+    @staticmethod
+    def _groups(
+        own: dict[str, Any], saved: dict[str, Any]
+    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield each param group of a state dict with the saved group that it is loaded from."""
+        groups = saved.get("param_groups", [])
+        of = {name: group for group in groups for name in group.get("params", ())}
+        for position, group in enumerate(own["param_groups"]):
+            same_position = groups[position] if position < len(groups) else {}
+            yield group, next((of[n] for n in group["params"] if n in of), same_position)
 
 
 def _sync_scales(state: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fp8rs._torch import not_traced, own_part
 from fp8rs.optim import weights
@@ -192,7 +193,8 @@ class AdamW(MasterWeightOptimizer):
         local = None if master is None else own_part(master)
         return exp_avg, exp_avg_sq, state["step"], local, new
 
-    def _check_group(self, saved: dict[str, Any]) -> None:
+    @override
+    def check_group(self, saved: dict[str, Any]) -> None:
         check_options({**self.defaults, **saved})
         check_rule(saved)
 

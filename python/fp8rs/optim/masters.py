@@ -160,7 +160,7 @@ class MasterWeightOptimizer(Optimizer):
         def check(_: Optimizer, state_dict: dict[str, Any]) -> None:
             # torch raises if the numbers of groups or parameters differ.
             for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
-                self._check_group(saved)
+                self.check_group(saved)
                 for param, key in zip(group["params"], saved["params"], strict=False):
                     check_sizes(param, state_dict["state"].get(key, {}))
             loaded.append(state_dict)  # after all other hooks
@@ -178,7 +178,7 @@ class MasterWeightOptimizer(Optimizer):
             for hook in hooks:
                 hook.remove()
 
-    def _check_group(self, saved: dict[str, Any]) -> None:
+    def check_group(self, saved: dict[str, Any]) -> None:
         """Raise ValueError if this optimizer cannot continue with a saved group's options."""
 
     @torch.no_grad()
