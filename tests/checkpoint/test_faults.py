@@ -8,6 +8,8 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -162,6 +164,57 @@ def test_a_full_disk_leaves_the_previous_checkpoint(rig, how, full):
     other, resumed = trained(rig, seed=1)
     checkpoint.load(state_of(other, resumed), f"{folder}/first")
     assert same(contents(other, resumed), kept)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("place", ["path", "memory://"])
+def test_a_second_save_to_a_name_leaves_the_unfinished_one(tmp_path, monkeypatch, how, place):
+    folder = tmp_path / "saved" if place == "path" else f"memory://{tmp_path}/saved"
+    writing, finish = threading.Event(), Writer.finish
+
+    def slow_finish(*args, **kwargs):
+        writing.set()
+        time.sleep(0.5)
+        finish(*args, **kwargs)
+
+    monkeypatch.setattr(Writer, "finish", slow_finish)
+    first = checkpoint.async_save({"x": torch.ones(3)}, folder, process_group=None)
+    assert writing.wait(60)
+    with pytest.raises(CheckpointError, match="checkpoints are not overwritten"):
+        saved(how, {"x": torch.zeros(3)}, folder, None)
+    first.result()
+    state = {"x": torch.zeros(3)}
+    checkpoint.load(state, folder)
+    assert torch.equal(state["x"], torch.ones(3))
+
+
+@ranks(2)
+def test_two_asynchronous_saves_share_a_process_group(rig):
+    folder, group = shared_folder(rig), dist.new_group(backend="gloo")
+    prepare = Writer.set_up_storage_writer
+
+    def slow_on_one_rank(self, *args, **kwargs):
+        if rig.rank == 1 and "first" in str(self.path):
+            time.sleep(0.5)
+        return prepare(self, *args, **kwargs)
+
+    Writer.set_up_storage_writer = slow_on_one_rank
+    try:
+        states = {"first": {"x": torch.ones(3)}, "second": {"y": torch.zeros(5)}}
+        saves = [
+            checkpoint.async_save(state, f"{folder}/{name}", process_group=group)
+            for name, state in states.items()
+        ]
+        for save in saves:
+            save.result()
+    finally:
+        Writer.set_up_storage_writer = prepare
+    dist.barrier()
+    for name, state in states.items():
+        loaded = {key: torch.full_like(value, 7) for key, value in state.items()}
+        checkpoint.load(loaded, f"{folder}/{name}")
+        assert same(loaded, state)
 
 
 @ranks(2)

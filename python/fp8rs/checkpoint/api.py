@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,7 +72,7 @@ def save(
             removed.
     """
     _check_state(state)
-    writer = Writer(directory)
+    writer = _begin(directory, process_group)
     with _checkpoint_errors(f"{directory} was not saved", writer):
         state_dict_saver.save(
             state, storage_writer=writer, planner=SavePlanner(), process_group=process_group
@@ -84,18 +84,21 @@ def async_save(
 ) -> Future[None]:
     """Copy the state to the CPU and save it in a thread, while training continues.
 
+    If an earlier asynchronous save with this group or directory is not complete, `async_save` and
+    `save` wait for it first.
+
     Args:
         state: as in `save`.
         directory: as in `save`.
-        process_group: a group with a CPU backend that neither training nor another save uses in the
-            meantime, such as ``dist.new_group(backend="gloo")``. With a single process, None.
+        process_group: a group with a CPU backend that training does not use in the meantime, such
+            as ``dist.new_group(backend="gloo")``. With a single process, None.
 
     Returns:
         A future. Its ``result()`` waits until the checkpoint is complete, and raises the errors of
         `save`.
     """
     _check_state(state)
-    writer = Writer(directory)
+    writer = _begin(directory, process_group)
     what = f"{directory} was not saved"
     done: Future[None] = Future()
     with _checkpoint_errors(what, writer):
@@ -111,8 +114,21 @@ def async_save(
         except Exception as error:
             done.set_exception(error)
 
+    _unfinished[done] = process_group, writer.path
+    done.add_done_callback(_unfinished.pop)
     saving.add_done_callback(finish)
     return done
+
+
+def _begin(directory: str | os.PathLike[str], process_group: Any) -> Writer:
+    """Return the writer of a new save, after unfinished saves with its group or its path.
+
+    Collectives of two saves would mix, and the later save would remove the files of the earlier.
+    """
+    writer = Writer(directory)
+    saves = list(_unfinished.items())
+    wait([save for save, of in saves if of[0] is process_group or of[1] == writer.path])
+    return writer
 
 
 def load(
@@ -155,6 +171,13 @@ def load(
     live = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
     # The planner raises an error for tensors on the meta device.
     read = map_local(live, lambda t: torch.empty_like(t, device=None if t.is_meta else "cpu"), str)
+
+    def check() -> None:
+        for key, value in state.items():
+            if isinstance(value, Optimizer):
+                value.check(live[key], read[str(key)])
+
+    reader = Reader(directory, check)
     with _checkpoint_errors(f"{directory} was not loaded"):
         state_dict_loader.load(
             read,
@@ -171,13 +194,6 @@ def load(
                 live[key] = written
             else:
                 state[key] = written
-
-    def check() -> None:
-        for key, value in state.items():
-            if isinstance(value, Optimizer):
-                value.check(live[key], read[str(key)])
-
-    reader = Reader(directory, check)
     for key, value in state.items():
         if isinstance(value, Stateful):
             value.load_state_dict(live[key])
