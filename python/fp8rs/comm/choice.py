@@ -94,5 +94,4 @@ class FSDPComm:
         """
         grad, recomputed = torch.is_grad_enabled(), in_backward()
         self._forwards += grad and not (recomputed and self._had_grad)
-        if not recomputed:
-            self._had_grad = grad
+        self._had_grad = self._had_grad if recomputed else grad

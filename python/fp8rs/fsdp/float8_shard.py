@@ -31,9 +31,7 @@ class Float8Shard(QuantizedTensor):
 
     @property
     def _handle(self) -> Float8ParamHandle:
-        handle = self._storage.observer
-        assert isinstance(handle, Float8ParamHandle)
-        return handle
+        return cast(Float8ParamHandle, self._storage.observer)
 
     @property
     def _is_weight(self) -> bool:

@@ -78,8 +78,7 @@ def pre_all_gather(local: Any) -> Any:
 
 
 def _all_gather_inputs(local: Any, mesh: Any) -> Any:
-    handle: ParamHandle = local._handle
-    return handle.state.ensure_sharded_model().all_gather_inputs(handle, local)
+    return local._handle.state.ensure_sharded_model().all_gather_inputs(local._handle, local)
 
 
 def post_all_gather(
@@ -255,9 +254,7 @@ def is_copied_elsewhere(to: Any, values: Any) -> bool:
     if values._handle is not handle or to.traced or values.traced:
         return False
     local = local_of(handle.parameter)
-    if not isinstance(local, MasterWeight):
-        return False
-    return not is_alias(local.high_precision, to.high_precision)
+    return isinstance(local, MasterWeight) and not is_alias(local.high_precision, to.high_precision)
 
 
 def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

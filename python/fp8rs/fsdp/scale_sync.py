@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -225,15 +225,13 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
 
 def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane:
     """Return the plane whose blocks shard boundaries split."""
-    plane: Plane = shard.data.planes[quantizer.layout.columnwise]
-    return plane
+    return cast(Plane, shard.data.planes[quantizer.layout.columnwise])
 
 
 def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return the values of a shard (..., rows, columns), pending ones if there are any."""
-    pending: Tensor | None = shard.handle.pending
-    if pending is not None:
-        return pending.view(shard.data._storage.matrix)
+    if shard.handle.pending is not None:
+        return cast(Tensor, shard.handle.pending.view(shard.data._storage.matrix))
     values = _split_plane(quantizer, shard).dequantize(torch.float32)
     return values.t() if quantizer.layout.columnwise else values
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -350,10 +350,9 @@ class BlockwiseShardQuantizer(ShardQuantizer):
             return quant_spec.scale_from_amax(amaxes)
         zeros = amaxes.new_zeros(()).expand(amaxes.numel(), 32)
         options: dict[str, Any] = {**quant_spec.block_options, "amax": amaxes.view(-1, 1)}
-        scale: Tensor = _quantize_blocks(
-            zeros, quant_spec.fp8_dtype, (1, 32), quant_spec.format.scale_dtype, **options
-        )[1]
-        return scale.view(amaxes.shape)
+        dtypes = quant_spec.fp8_dtype, quant_spec.format.scale_dtype
+        scale = _quantize_blocks(zeros, dtypes[0], (1, 32), dtypes[1], **options)[1]
+        return cast(Tensor, scale.view(amaxes.shape))
 
     # --- blocks of several ranks -----------------------------------------------------------------
 
@@ -388,8 +387,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
     def block_amaxes(self, shard: LocalShard, values: Tensor) -> Tensor:
         """Return the amaxes of the blocks that a shard with these values touches."""
         offset, batched = self.block_offset(shard), shard.shard_spec.batched
-        amaxes: Tensor = _block_amax(values, self.split_block, offset, batched)
-        return amaxes
+        return cast(Tensor, _block_amax(values, self.split_block, offset, batched))
 
     def block_offset(self, shard: LocalShard) -> int:
         """Return how many rows of the shard's first row of blocks are on the ranks before it."""

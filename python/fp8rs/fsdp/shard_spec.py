@@ -157,9 +157,7 @@ def local_part(values: Tensor, parameter: DTensor) -> Tensor:
     """
     shard_spec = ShardSpec.from_dtensor(parameter)
     if values.shape != shard_spec.unsharded_shape:
-        for dim, (start, length) in enumerate(
-            zip(shard_spec.global_offset, shard_spec.unsharded_shape, strict=True)
-        ):
-            values = values.narrow(dim, start, length)
+        spans = zip(shard_spec.global_offset, shard_spec.unsharded_shape, strict=True)
+        values = values[tuple(slice(start, start + length) for start, length in spans)]
     length = local_tensor(parameter).shape[shard_spec.shard_dim]
     return values.narrow(shard_spec.shard_dim, shard_spec.shard_offset, length).clone()

@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,9 +87,7 @@ class ShardedModel:
     @property
     def state(self) -> ModelState:
         """The state of the converted model."""
-        state = self._state()
-        assert state is not None
-        return state
+        return cast(ModelState, self._state())
 
     # --- parameters ------------------------------------------------------------------------------
 
@@ -230,10 +228,9 @@ class ShardedModel:
             self._compare([group[0].parameter.device_mesh])
             self._check_settings()
             groups = group[0].shard_spec.shard_groups
-            stale = (h for h in self.handles() if h.is_stale(forward_id, backward))
-            self._update_scales(
-                [h for h in stale if h.shard_spec.shard_groups == groups], forward_id
-            )
+            stale = [h for h in self.handles() if h.is_stale(forward_id, backward)]
+            same_ranks = [h for h in stale if h.shard_spec.shard_groups == groups]
+            self._update_scales(same_ranks, forward_id)
         for h in group:
             if h.written and isinstance(h, Float8ParamHandle):
                 raise RuntimeError(
