@@ -80,9 +80,11 @@ def _to_copy(
     return t.map(lambda x: move(x.contiguous()), move, dtype)
 
 
+# In inference mode, torch does not decompose these.
 @implements(aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other)
+@implements(aten.pin_memory.default)
 def _to(func: Any, t: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return func.decompose(t, *args, **kwargs)  # in inference mode, torch does not decompose it
+    return func.decompose(t, *args, **kwargs)
 
 
 @implements(aten._pin_memory.default)
