@@ -1,6 +1,8 @@
 """The grouped linear layer against high-precision products of each group."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -446,6 +448,20 @@ def test_compiled_is_eager_and_any_number_of_rows_is_one_graph(device):
         assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
     assert counter.frame_count == 1
     torch._dynamo.reset()
+
+
+FIRST_USE = """
+import torch
+from fp8rs.nn.functional import grouped_linear
+x, weight = torch.ones(32, 64, requires_grad=True), torch.ones(2, 48, 64)
+offs = torch.tensor([10, 32], dtype=torch.int32)
+torch.compile(grouped_linear, backend="aot_eager", fullgraph=True)(x, weight, offs).sum().backward()
+"""
+
+
+def test_the_first_use_in_a_process_compiles():
+    """Other tests have created layers, which prepares compilers."""
+    subprocess.run([sys.executable, "-W", "error", "-c", FIRST_USE], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -91,19 +91,32 @@ def check_offsets() -> None:
     _core.check_offsets()
 
 
-@constant_when_traced
 def key_of(recipe: Recipe | RecipeName) -> str:
     """Return the key of a recipe, by which graphs refer to it.
 
-    A compiler calls this before it traces `grouped`, which it then puts into the graph.
+    Compilers trace this function. In the functions that it calls, torch 2.11 does not report that a
+    compiler is running.
     """
     if torch.compiler.is_compiling():
-        prepare_compilers()
-    return _key_of(recipe)
+        _prepare_compilers()
+    key: str = _key_of(recipe)
+    return key
+
+
+@constant_when_traced
+def _prepare_compilers() -> bool:
+    """Let a compiler put `grouped` into the graph that it traces."""
+    prepare_compilers()
+    return True
+
+
+@constant_when_traced
+def _key_of(recipe: Recipe | RecipeName) -> str:
+    return _registered(recipe)
 
 
 @lru_cache(maxsize=256)
-def _key_of(recipe: Recipe | RecipeName) -> str:
+def _registered(recipe: Recipe | RecipeName) -> str:
     return register(resolve_recipe(recipe), None)
 
 
