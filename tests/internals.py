@@ -46,7 +46,7 @@ quantize_operand = function._quantize
 refuse = aten._refuse
 
 #: The handlers of `aten` operators that return views.
-VIEW_HANDLERS = aten.any_view, aten._detach, aten._to
+VIEW_HANDLERS = aten.any_view, aten._detach, aten._decompose
 
 #: The handlers of `aten` operators that write, except operators of `fallback`.
 WRITE_HANDLERS = (

@@ -399,6 +399,11 @@ def write_item(fqn: str, tensor: Any) -> Any:
     return planner_helpers._create_write_item_for_tensor(fqn, tensor)
 
 
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor. Torch has no public function for this."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 def dtensor_like(parameter: Any, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """Return a DTensor with another local tensor and the placements of a parameter.
 
@@ -415,8 +420,7 @@ def dtensor_like(parameter: Any, local: Tensor, shape: tuple[int, ...] | None = 
     spec: Any = parameter._spec
     meta = spec.tensor_meta
     if shape is not None:
-        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+        meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), local.dtype)
     if (local.dtype, shape) != (spec.tensor_meta.dtype, None):
         meta = TensorMeta(meta.shape, meta.stride, local.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)

@@ -28,7 +28,7 @@ from .parts import SCALE, distribute_like, parts_of
 
 #: The name that ``fp8rs.optim`` gives to masters in a parameter's state.
 MASTER = "master"
-#: What optimizers count in a parameter's state, with the values before the first step.
+#: Entries of a parameter's state that change in each step, with the values before the first one.
 COUNTERS = {"step": 0, "mu_product": 1}
 
 

@@ -9,13 +9,14 @@ torch.distributed.tensor takes seconds to import.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from fp8rs._torch import contiguous_stride
 
 #: Maps local input, weight and bias to the output.
 Local = Callable[[Tensor, Tensor, Any], Tensor]
@@ -65,7 +66,7 @@ def on_shards(
         local_bias,
     )
     shape = torch.Size((*dx.shape[:-1], dw.shape[0]))  # shards may be uneven
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    stride = contiguous_stride(shape)
     out = DTensor.from_local(y, mesh, outputs, run_check=False, shape=shape, stride=stride)
     if partial and reduce is not None:
         out = reduce(out)

@@ -80,10 +80,10 @@ def _to_copy(
     return t.map(lambda x: move(x.contiguous()), move, dtype)
 
 
-# In inference mode, torch does not decompose these.
 @implements(aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other)
 @implements(aten.pin_memory.default)
-def _to(func: Any, t: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _decompose(func: Any, t: Tensor, *args: Any, **kwargs: Any) -> Any:
+    # In inference mode, torch does not decompose these operators itself.
     return func.decompose(t, *args, **kwargs)
 
 
