@@ -112,7 +112,7 @@ def draw_step(path: Path) -> None:
         (gpu, 1.2, "scales of all\nweights", CODES, 1.0),
         *((into, 2.1 + 0.9 * i, f"cast and\ngather {i + 1}", CODES, 0.75) for i in range(3)),
         *((gpu, 3.0 + 0.9 * i, f"forward\n{i + 1}", PLAIN, 0.75) for i in range(3)),
-        *((into, 5.1 + 0.9 * i, f"cast and\ngather {3 - i}", CODES, 0.75) for i in range(3)),
+        *((into, 5.1 + 0.9 * i, f"gather {3 - i}", CODES, 0.75) for i in range(3)),
         *((gpu, 5.9 + 1.0 * i, f"backward\n{3 - i}", PLAIN, 0.85) for i in range(3)),
         *((out, 6.9 + 1.0 * i, f"gradients\n{3 - i}", HIGH, 0.85) for i in range(3)),
         (gpu, 9.4, "optimizer", PLAIN, 0.85),

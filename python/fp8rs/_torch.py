@@ -475,6 +475,8 @@ def fsdp_place(fsdp_param: Any) -> tuple[Any, str, Any]:
 
 def fsdp_groups(root: Any) -> Iterator[tuple[str, Any]]:
     """Yield FSDP2's parameter groups below ``root``, with the names of their modules."""
+    if root is None:
+        return
     from torch.distributed.fsdp import FSDPModule
 
     for name, module in root.named_modules():

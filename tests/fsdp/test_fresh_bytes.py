@@ -220,6 +220,26 @@ def test_the_backward_casts_a_written_shard_with_the_forwards_scale(rig, writer,
         assert not same_bytes(backward[name].data, forward[name].data)
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
+def test_the_backward_has_the_forwards_bytes_after_a_write_without_an_operator(rig, recipe):
+    model = make(EVEN_BLOCKS, recipe=RECIPES[recipe], device=rig.device)
+    shard(model, rig)
+    seen = []
+    up = model.blocks[1].up
+    up.register_forward_pre_hook(lambda m, args: seen.append(m.weight.rowwise.map(torch.clone)))
+    up.register_full_backward_pre_hook(
+        lambda m, grads: seen.append(m.weight.rowwise.map(torch.clone))
+    )
+    loss = model(batch(rig)).sum()
+    local_of(up.weight).high_precision.mul_(-0.3)
+    loss.backward()
+    assert same_bytes(seen[0].data, seen[1].data)
+    assert same_bytes(seen[0].scale, seen[1].scale)
+    model(batch(rig))
+    assert not same_bytes(seen[1].data, seen[2].data)
+
+
 @ranks(2)
 def test_a_written_split_block_has_the_forwards_scale_in_the_backward(rig):
     model = shard(make((96, 96), recipe=RECIPES["block"], device=rig.device), rig)

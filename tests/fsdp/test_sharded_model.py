@@ -29,7 +29,7 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
-from internals import gathered_bytes, local_of
+from internals import gathered_bytes, handle_of, local_of
 
 
 @ranks(2)
@@ -203,7 +203,34 @@ def test_shards_that_are_gathered_together_are_cast_in_one_launch(rig, recipe):
         with Launches() as backward:
             y.sum().backward()
         assert sorted(forward.sizes) == [1, 2, 2]
-        assert sorted(backward.sizes) == [2, 2], "the root's weights remain gathered"
+        assert backward.sizes == [], "the codes of the forward are kept"
+
+
+def kept(model):
+    """The names of the layers whose codes are kept for a backward."""
+    return [name for name, layer in linears(model).items() if handle_of(layer).cast]
+
+
+@ranks(1, 2)
+@recipes
+def test_codes_are_kept_from_a_training_forward_to_its_backward(rig, recipe):
+    model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
+    shard(model, rig)
+    resharded = [name for name in linears(model) if name.startswith("blocks")]
+    with torch.no_grad():
+        model(batch(rig))
+    assert kept(model) == []
+    y = model(batch(rig))
+    assert kept(model) == resharded, "the root's weights remain gathered"
+    y.sum().backward()
+    assert kept(model) == []
+    model(batch(rig))
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    assert kept(model) == [], "the optimizer writes to the weights"
+    for block in model.blocks:
+        block.set_reshard_after_forward(False)
+    model(batch(rig))
+    assert kept(model) == [], "no backward gathers them again"
 
 
 @ranks(2)

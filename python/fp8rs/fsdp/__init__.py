@@ -21,7 +21,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fp8rs.comm import set_fsdp_comm
     from fp8rs.comm.fsdp_comm import set_links
 
     from .float8_shard import Float8Shard
@@ -32,7 +31,6 @@ __all__ = [
     "Float8Shard",
     "MasterWeight",
     "precompute_float8_dynamic_scale_for_fsdp",
-    "set_fsdp_comm",
     "set_links",
 ]
 
@@ -41,7 +39,6 @@ _LAZY = {
     "Float8Shard": "fp8rs.fsdp.float8_shard",
     "MasterWeight": "fp8rs.fsdp.master_weight",
     "precompute_float8_dynamic_scale_for_fsdp": "fp8rs.fsdp.sharded_model",
-    "set_fsdp_comm": "fp8rs.comm",
     "set_links": "fp8rs.comm.fsdp_comm",
 }
 

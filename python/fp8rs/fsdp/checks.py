@@ -152,8 +152,7 @@ def check_settings(state: ModelState) -> None:
         ValueError: ``reshard_after_forward`` is such a number.
         RuntimeError: a parameter was cast after FSDP2 gathered it for the first time.
     """
-    root = state.root
-    for name, group in () if root is None else fsdp_groups(root):
+    for name, group in fsdp_groups(state.root):
         places = [(p, *fsdp_place(p)) for p in group.fsdp_params]
         smaller = getattr(group, "post_forward_mesh_info", None)
         partial = smaller is not None and smaller != group.mesh_info

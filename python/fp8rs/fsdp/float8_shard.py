@@ -103,8 +103,7 @@ class Float8ParamHandle(ParamHandle):
             return known is storage
         # FSDP2 has the weight gathered. It may also have wrapped a module above the root.
         state = self.state_if_any
-        root = None if state is None else state.root
-        parts = [] if root is None else map(own_part, sharded_parameters(root))
+        parts = map(own_part, sharded_parameters(None if state is None else state.root))
         shards = (part._storage for part in parts if isinstance(part, QuantizedTensor))
         own = [shard for shard in shards if shard.observer is self]
         return not own or storage in own

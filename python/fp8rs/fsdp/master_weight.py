@@ -50,8 +50,9 @@ class AllGatherMetadata:
         layout: how weights of the parameter's format are gathered.
         shard_spec: how the parameter is sharded.
         scale: the scales on the parameter's handle.
-        inputs: with one rank, all tensors to gather, because FSDP2 passes on the first alone.
+        inputs: the tensors to gather. With one rank, FSDP2 passes on the first alone.
         ready: the work that wrote ``scale`` and ``inputs``.
+        kept: whether the handle keeps the gathered tensors for a backward.
     """
 
     layout: AllGatherLayout
@@ -59,6 +60,7 @@ class AllGatherMetadata:
     scale: Tensor | None
     inputs: tuple[Tensor, ...]
     ready: StreamDependency
+    kept: bool
 
 
 #: FSDP2 reads the signature of the hook at every all-gather. Computing the signature of a method
@@ -78,7 +80,8 @@ def pre_all_gather(local: Any) -> Any:
 
 
 def _all_gather_inputs(local: Any, mesh: Any) -> Any:
-    return local._handle.state.ensure_sharded_model().all_gather_inputs(local._handle, local)
+    prepared = local._handle.state.ensure_sharded_model().prepare_all_gather(local._handle, local)
+    return prepared.inputs, prepared
 
 
 def post_all_gather(

@@ -4,7 +4,7 @@
 
     fully_shard                    setattr -> wrap: a MasterWeight over the shard
     root's forward begins          forward_begins: all scales become stale
-    FSDP2 unshards a module        pre-all-gather hook -> all_gather_inputs
+    FSDP2 unshards a module        pre-all-gather hook -> prepare_all_gather
                                      a stale scale: amaxes of all stale shards, one all-reduce
                                      cast of the module's shards, one launch
                                    all-gather of uint8
@@ -45,9 +45,6 @@ from .scale_sync import sync_shards
 from .shard_quantizer import shard_quantizer
 from .shard_spec import local_part
 
-#: The result of a pre-all-gather hook.
-_Inputs = tuple[tuple[Tensor, ...], AllGatherMetadata]
-
 
 class ShardedModel:
     """The sharded parameters of one converted model.
@@ -55,8 +52,11 @@ class ShardedModel:
     A scale depends on values only, so it is valid until they change. A handle's scale is stale if
     it was computed for an earlier forward of the root module, or if an operator wrote to the shard
     since. An all-gather that finds a stale scale computes all stale scales of parameters that are
-    sharded over the same ranks. Every all-gather, of a forward or a backward, casts its shard with
-    the handle's scale.
+    sharded over the same ranks.
+
+    An all-gather casts its shard with the handle's scale. If FSDP2 frees a weight after the forward
+    of a training step, the codes are kept until the backward has gathered them. This takes 1 byte
+    per element of the shard. A new scale or a write discards them, and the backward casts again.
 
     All ranks must find the same scales stale, because of the all-reduce. They run the same forwards
     and the same writes, except that one rank may write to its shard between a forward and its
@@ -77,10 +77,8 @@ class ShardedModel:
         #: Modules with parameters that are not converted, by name. Listed once, because each weight
         #: is compared with all of them.
         self._unconverted: weakref.WeakKeyDictionary[nn.Module, str] | None = None
-        #: The parameters that FSDP2 gathers together, by each of them.
-        self._groups: dict[ParamHandle, list[ParamHandle]] | None = None
-        #: Shards of the all-gather that is being prepared: FSDP2 calls the hook of each parameter.
-        self._prepared: dict[ParamHandle, _Inputs] = {}
+        #: The parameters that FSDP2 gathers together, and FSDP2's group, by each of them.
+        self._groups: dict[ParamHandle, tuple[list[ParamHandle], Any]] | None = None
         self._compared: set[Any] = set()
         self._checked = self._synced_by_optimizer = False
 
@@ -189,33 +187,42 @@ class ShardedModel:
         locals_ = (handle.local for handle in (self._all_handles() if of is None else of))
         return list(dict.fromkeys(local._handle for local in locals_ if local is not None))
 
-    def _group(self, handle: ParamHandle) -> list[ParamHandle]:
-        """Return the parameters that FSDP2 gathers with this one, beginning with this one."""
+    def _group(self, handle: ParamHandle) -> tuple[list[ParamHandle], bool]:
+        """Return the parameters that FSDP2 gathers with this one, beginning with this one.
+
+        Also return whether FSDP2 frees them after a forward, and gathers them for the backward.
+        """
         if self._groups is None:
             self._groups = {}
-            root = self.state.root
-            for _, group in () if root is None else fsdp_groups(root):
+            for _, group in fsdp_groups(self.state.root):
                 locals_ = (local_of(p.sharded_param) for p in group.fsdp_params)
                 handles = [t._handle for t in locals_ if t is not None]
                 own = [h for h in handles if h.state_if_any is self.state]
-                self._groups.update(dict.fromkeys(own, own))
-        others = (h for h in self._groups.get(handle, ()) if h is not handle)
-        return [handle, *(h for h in others if h.local is not None)]
+                self._groups.update(dict.fromkeys(own, (own, group)))
+        others, group = self._groups.get(handle, ((), None))
+        reshards = group is not None and group.post_forward_mesh_info is not None
+        return [handle, *(h for h in others if h is not handle and h.local is not None)], reshards
 
     # --- all-gathers -----------------------------------------------------------------------------
 
-    def all_gather_inputs(self, handle: ParamHandle, data: Tensor) -> _Inputs:
-        """Return the tensors that FSDP2 gathers for a parameter, and the metadata of the gather.
+    def prepare_all_gather(self, handle: ParamHandle, data: Tensor) -> AllGatherMetadata:
+        """Return the tensors that FSDP2 gathers for a parameter, with the metadata of the gather.
 
         Args:
             handle: the parameter's handle.
             data: its shard, or the copy that FSDP2 made of an offloaded one.
         """
-        if handle not in self._prepared:
-            group = self._group(handle)
+        tracker = self.state.tracker
+        if handle.cast is None or handle.is_stale(tracker.forward_id, tracker.in_backward):
+            group, reshards = self._group(handle)
             self._refresh_scales(group)
-            self._prepared = self._cast(group, data)
-        return self._prepared.pop(handle)
+            if handle.cast is None:
+                self._cast(group, data, keep=reshards and tracker.in_forward and tracker.grad)
+        prepared: AllGatherMetadata = handle.cast
+        prepared.ready.wait()
+        if tracker.in_backward or not prepared.kept:
+            handle.cast = None
+        return prepared
 
     def _refresh_scales(self, group: Sequence[ParamHandle]) -> None:
         """If a scale of a group is stale, compute all stale scales of its process group.
@@ -240,16 +247,17 @@ class ShardedModel:
                     "keep master weights"
                 )
 
-    def _cast(self, group: Sequence[ParamHandle], data: Tensor) -> dict[ParamHandle, _Inputs]:
-        """Quantize the shards of a group on the current stream.
+    def _cast(self, group: Sequence[ParamHandle], data: Tensor, keep: bool) -> None:
+        """Quantize the shards of a group on the current stream, for the hooks of all of them.
 
         Args:
             group: the parameters. FSDP2 calls the hook of the first one first.
             data: the first one's shard, or the copy that FSDP2 made of an offloaded one.
+            keep: whether a backward will gather the same bytes.
         """
         shard = self.quantizer.local_shard(group[0], data)
-        if group[0].local.device != shard.data.device:  # offloaded: only this copy is there
-            group = group[:1]
+        if offloaded := group[0].local.device != shard.data.device:
+            group = group[:1]  # only this copy is there
         shards = [shard, *map(self.quantizer.local_shard, group[1:])]
         with torch.inference_mode(False), torch.no_grad():
             wait_for_writes(group)
@@ -257,14 +265,11 @@ class ShardedModel:
                 assert ready is not None
                 ready.wait()
             inputs = self.quantizer.all_gather_inputs(shards)
-            kept = inputs if shard.shard_spec.num_shards == 1 else [()] * len(inputs)
             scales = [h.scale for h in group if h.scale is not None]
-            ready = StreamDependency(shard.device, chain(scales, *kept))
-        layout = self.quantizer.layout
-        return {
-            s.handle: (t, AllGatherMetadata(layout, s.shard_spec, s.handle.scale, own, ready))
-            for s, t, own in zip(shards, inputs, kept, strict=True)
-        }
+            ready = StreamDependency(shard.device, chain(scales, *inputs))
+        layout, kept = self.quantizer.layout, keep and not (offloaded or shard.is_fp8)
+        for s, t in zip(shards, inputs, strict=True):
+            s.handle.cast = AllGatherMetadata(layout, s.shard_spec, s.handle.scale, t, ready, kept)
 
     def _update_scales(self, handles: Sequence[ParamHandle], forward_id: int) -> None:
         """Compute the scales of parameters from their shards: one amax launch, one all-reduce."""

@@ -25,12 +25,13 @@ class StepTracker:
         forward_id: number of forwards that have begun.
         in_forward: a forward is running.
         training: the last forward was in training mode, so its amaxes are recorded.
+        grad: gradients were enabled when it began.
     """
 
     def __init__(self) -> None:
         self.forward_id = 0
         self.in_forward = False
-        self.training = False
+        self.training = self.grad = False
 
     @property
     def in_backward(self) -> bool:
@@ -49,7 +50,7 @@ class StepTracker:
             return False
         self.forward_id += 1
         self.in_forward = True
-        self.training = training
+        self.training, self.grad = training, grad
         return True
 
     def end_forward(self) -> None:
