@@ -125,60 +125,63 @@ def serve(rank: int, pipe: Connection, paths: list[str], log: str, port: int) ->
         except (EOFError, OSError):
             return
         try:
-            pipe.send((True, run_case(rank, store, *case)))
+            run_case(rank, store, pipe, *case)
         except NotConnected:
             # The parent reports that this process has ended.
             stderr.write(traceback.format_exc())
             return
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
 
 
 def run_case(
     rank: int,
     store: Any,
+    pipe: Connection,
     number: int,
     module: str,
     name: str,
     world_size: int,
     device_type: str,
     arguments: dict[str, Any],
-) -> Any:
-    """Run one case on this rank, in process groups that are destroyed afterwards.
+) -> None:
+    """Run one case on this rank and send its result. Its process groups are destroyed afterwards.
 
-    Raises what the case raises, and NotConnected if the ranks cannot connect.
+    Raises NotConnected if the ranks cannot connect.
     """
     import torch
     from torch import distributed as dist
 
     from .folders import remove_folders
 
-    function = getattr(importlib.import_module(module), name)
-    function = getattr(function, "case", function)
     rig = Rig(rank, world_size, device_type)
     try:
         connect(rig, dist.PrefixStore(f"case {number}", store))
     except BaseException as error:
         raise NotConnected(name) from error
     torch.manual_seed(0)
+    answer = None
     try:
-        result = function(rig, **arguments)
+        function = getattr(importlib.import_module(module), name)
+        result = getattr(function, "case", function)(rig, **arguments)
         # A rank that leaves early would close connections that a slower rank still uses.
         dist.barrier()
-        return result
-    finally:
-        dist.destroy_process_group()
-        remove_folders()
-        # DTensor caches the results of sharding propagation, including meshes. A mesh of the next
-        # case compares equal, but the process groups of the cached mesh are gone.
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        answer = True, result
+    except BaseException:
+        # With NCCL, destroying the groups waits while other ranks are in a collective.
+        pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+    remove_folders()
+    # DTensor caches the results of sharding propagation, including meshes. A mesh of the next
+    # case compares equal, but the process groups of the cached mesh are gone.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        _clear_sharding_prop_cache()
-        # A sharded model is a reference cycle. It keeps its mesh and therefore process groups,
-        # whose threads wake up a hundred times a second. A collection after each case costs less.
-        if number % 10 == 0:
-            gc.collect()
-            torch.cuda.empty_cache()  # the ranks of all test processes share the GPUs
+    _clear_sharding_prop_cache()
+    # A sharded model is a reference cycle. It keeps its mesh and therefore process groups,
+    # whose threads wake up a hundred times a second. A collection after each case costs less.
+    if number % 10 == 0:
+        gc.collect()
+        torch.cuda.empty_cache()  # the ranks of all test processes share the GPUs
+    if answer is not None:
+        pipe.send(answer)
 
 
 def connect(rig: Rig, store: Any) -> None:
@@ -309,7 +312,7 @@ class Pool:
                     failures[rank] = value
                     # Other ranks may wait for this one in a collective, so shorten their timeout.
                     deadline = min(deadline, time.monotonic() + 3)
-        if ended:
+        if ended or (failures and device_type == "cuda"):
             self.stop()
         if again and any(code < 0 for code in ended):
             text = f"a signal ended a rank of {name}: {report(failures)}"
