@@ -208,7 +208,7 @@ def test_shards_that_are_gathered_together_are_cast_in_one_launch(rig, recipe):
 
 def kept(model):
     """The names of the layers whose codes are kept for a backward."""
-    return [name for name, layer in linears(model).items() if handle_of(layer).cast]
+    return [name for name, layer in linears(model).items() if handle_of(layer).kept]
 
 
 @ranks(1, 2)
@@ -231,6 +231,38 @@ def test_codes_are_kept_from_a_training_forward_to_its_backward(rig, recipe):
         block.set_reshard_after_forward(False)
     model(batch(rig))
     assert kept(model) == [], "no backward gathers them again"
+
+
+@ranks(1, 2)
+@recipes
+def test_an_unshard_between_forward_and_backward_casts_the_current_values(rig, recipe):
+    """The kept codes may be older: no operator shows this write."""
+    model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
+    shard(model, rig)
+    y = model(batch(rig))
+    block, seen = model.blocks[0], []
+    for factor in (1.0, -0.5):
+        local_of(block.up.weight).high_precision.mul_(factor)
+        block.unshard()
+        seen.append(block.up.weight.rowwise.map(torch.clone))
+        block.reshard()
+    assert not same_bytes(seen[0].data, seen[1].data)
+    y.sum().backward()
+    assert kept(model) == []
+
+
+@ranks(2)
+@recipes
+def test_a_weight_that_is_cast_again_in_a_backward_leaves_nothing(rig, recipe):
+    model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
+    shard(model, rig)
+    y = model(batch(rig))
+    with torch.no_grad():
+        local_of(model.blocks[1].down.weight).mul_(0.5)
+    y.sum().backward()
+    for layer in linears(model).values():
+        assert handle_of(layer).cast is None
+    assert kept(model) == []
 
 
 @ranks(2)

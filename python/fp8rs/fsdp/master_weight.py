@@ -52,7 +52,7 @@ class AllGatherMetadata:
         scale: the scales on the parameter's handle.
         inputs: the tensors to gather. With one rank, FSDP2 passes on the first alone.
         ready: the work that wrote ``scale`` and ``inputs``.
-        kept: whether the handle keeps the gathered tensors for a backward.
+        keep: whether the backward of this forward gathers the same tensors.
     """
 
     layout: AllGatherLayout
@@ -60,7 +60,7 @@ class AllGatherMetadata:
     scale: Tensor | None
     inputs: tuple[Tensor, ...]
     ready: StreamDependency
-    kept: bool
+    keep: bool
 
 
 #: FSDP2 reads the signature of the hook at every all-gather. Computing the signature of a method

@@ -38,8 +38,8 @@ class ParamHandle:
         unrecorded: with delayed scaling, the amax of the shard in its last cast for a forward, if
             that was an evaluation.
         ready: the work that computed ``scale``, ``amaxes`` and ``unrecorded``.
-        cast: the `AllGatherMetadata` of the shard as it is, with ``scale``. It remains until FSDP2
-            gathers it, or for a backward.
+        cast: the `AllGatherMetadata` of the shard, with ``scale``, which FSDP2 is about to ask for.
+        kept: the one of a forward whose backward has not asked for it.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -52,6 +52,7 @@ class ParamHandle:
         self.unrecorded: Tensor | None = None
         self.ready: StreamDependency | None = None
         self.cast: Any = None
+        self.kept: Any = None
         #: The forward and the number of writes that the scale was computed for.
         self._forward_id = self._writes_seen = -1
         self._shard_spec: tuple[Any, ShardSpec] | None = None
@@ -153,16 +154,16 @@ class ParamHandle:
     def set_fresh(self, forward_id: int, ready: StreamDependency) -> None:
         """Note that the scale was computed from the shard as it is, for a forward."""
         self._forward_id, self._writes_seen, self.ready = forward_id, self.writes, ready
-        self.cast = self.written_on = None  # `ready` waited for writes
+        self.cast = self.kept = self.written_on = None  # `ready` waited for writes
 
     def invalidate_scale(self) -> None:
         """Note that the values changed without an operator."""
-        self._writes_seen, self.cast = -1, None
+        self._writes_seen, self.kept = -1, None
 
     def mark_written(self) -> None:
         """Note that an operator writes to the shard."""
         self.writes += 1
-        self.cast = None
+        self.kept = None
         self._note_stream()
 
     def _note_stream(self) -> None:

@@ -54,9 +54,11 @@ class ShardedModel:
     since. An all-gather that finds a stale scale computes all stale scales of parameters that are
     sharded over the same ranks.
 
-    An all-gather casts its shard with the handle's scale. If FSDP2 frees a weight after the forward
-    of a training step, the codes are kept until the backward has gathered them. This takes 1 byte
-    per element of the shard. A new scale or a write discards them, and the backward casts again.
+    An all-gather outside of a backward casts its shards with the handles' scales. If FSDP2 frees
+    the weights after a forward with gradients, the codes are kept until the backward has gathered
+    them, 1 byte per element of the shard. Other all-gathers do not use them, because some writes
+    are seen only by the next forward. A new scale and a write discard them. The backward then casts
+    the shard with the scale of the forward.
 
     All ranks must find the same scales stale, because of the all-reduce. They run the same forwards
     and the same writes, except that one rank may write to its shard between a forward and its
@@ -188,9 +190,9 @@ class ShardedModel:
         return list(dict.fromkeys(local._handle for local in locals_ if local is not None))
 
     def _group(self, handle: ParamHandle) -> tuple[list[ParamHandle], bool]:
-        """Return the parameters that FSDP2 gathers with this one, beginning with this one.
+        """Return this parameter and those that FSDP2 gathers after it in the same all-gather.
 
-        Also return whether FSDP2 frees them after a forward, and gathers them for the backward.
+        Also return whether FSDP2 frees them after a forward.
         """
         if self._groups is None:
             self._groups = {}
@@ -199,9 +201,9 @@ class ShardedModel:
                 handles = [t._handle for t in locals_ if t is not None]
                 own = [h for h in handles if h.state_if_any is self.state]
                 self._groups.update(dict.fromkeys(own, (own, group)))
-        others, group = self._groups.get(handle, ((), None))
+        own, group = self._groups.get(handle, ([handle], None))
         reshards = group is not None and group.post_forward_mesh_info is not None
-        return [handle, *(h for h in others if h is not handle and h.local is not None)], reshards
+        return [h for h in own[own.index(handle) :] if h is handle or h.local is not None], reshards
 
     # --- all-gathers -----------------------------------------------------------------------------
 
@@ -212,16 +214,16 @@ class ShardedModel:
             handle: the parameter's handle.
             data: its shard, or the copy that FSDP2 made of an offloaded one.
         """
-        tracker = self.state.tracker
-        if handle.cast is None or handle.is_stale(tracker.forward_id, tracker.in_backward):
+        tracker, backward = self.state.tracker, self.state.tracker.in_backward
+        handle.cast = handle.cast or (handle.kept if backward else None)
+        if handle.cast is None or handle.is_stale(tracker.forward_id, backward):
             group, reshards = self._group(handle)
             self._refresh_scales(group)
             if handle.cast is None:
                 self._cast(group, data, keep=reshards and tracker.in_forward and tracker.grad)
         prepared: AllGatherMetadata = handle.cast
         prepared.ready.wait()
-        if tracker.in_backward or not prepared.kept:
-            handle.cast = None
+        handle.cast, handle.kept = None, prepared if prepared.keep and not backward else None
         return prepared
 
     def _refresh_scales(self, group: Sequence[ParamHandle]) -> None:
@@ -234,10 +236,9 @@ class ShardedModel:
         if any(h.is_stale(forward_id, backward) for h in group):
             self._compare([group[0].parameter.device_mesh])
             self._check_settings()
-            groups = group[0].shard_spec.shard_groups
+            same = group[0].shard_spec.shard_groups
             stale = [h for h in self.handles() if h.is_stale(forward_id, backward)]
-            same_ranks = [h for h in stale if h.shard_spec.shard_groups == groups]
-            self._update_scales(same_ranks, forward_id)
+            self._update_scales([h for h in stale if h.shard_spec.shard_groups == same], forward_id)
         for h in group:
             if h.written and isinstance(h, Float8ParamHandle):
                 raise RuntimeError(
@@ -262,14 +263,14 @@ class ShardedModel:
         with torch.inference_mode(False), torch.no_grad():
             wait_for_writes(group)
             for ready in dict.fromkeys(h.ready for h in group):
-                assert ready is not None
-                ready.wait()
+                cast(StreamDependency, ready).wait()
             inputs = self.quantizer.all_gather_inputs(shards)
             scales = [h.scale for h in group if h.scale is not None]
             ready = StreamDependency(shard.device, chain(scales, *inputs))
-        layout, kept = self.quantizer.layout, keep and not (offloaded or shard.is_fp8)
+        layout = self.quantizer.layout
         for s, t in zip(shards, inputs, strict=True):
-            s.handle.cast = AllGatherMetadata(layout, s.shard_spec, s.handle.scale, t, ready, kept)
+            spec, kept = s.shard_spec, keep and not (offloaded or s.is_fp8)
+            s.handle.cast = AllGatherMetadata(layout, spec, s.handle.scale, t, ready, kept)
 
     def _update_scales(self, handles: Sequence[ParamHandle], forward_id: int) -> None:
         """Compute the scales of parameters from their shards: one amax launch, one all-reduce."""

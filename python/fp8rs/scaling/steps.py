@@ -25,7 +25,7 @@ class StepTracker:
         forward_id: number of forwards that have begun.
         in_forward: a forward is running.
         training: the last forward was in training mode, so its amaxes are recorded.
-        grad: gradients were enabled when it began.
+        grad: gradients were enabled when the last forward began.
     """
 
     def __init__(self) -> None:
