@@ -38,8 +38,9 @@ class ParamHandle:
         unrecorded: with delayed scaling, the amax of the shard in its last cast for a forward, if
             that was an evaluation.
         ready: the work that computed ``scale``, ``amaxes`` and ``unrecorded``.
-        cast: the `AllGatherMetadata` of the shard, with ``scale``, which FSDP2 is about to ask for.
-        kept: the one of a forward whose backward has not asked for it.
+        cast: the `AllGatherMetadata` of the shard, with ``scale``, until the pre-all-gather hook
+            returns it.
+        kept: the `AllGatherMetadata` of a forward, until its backward has gathered the weight.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
