@@ -474,7 +474,10 @@ def fsdp_place(fsdp_param: Any) -> tuple[Any, str, Any]:
 
 
 def fsdp_groups(root: Any) -> Iterator[tuple[str, Any]]:
-    """Yield FSDP2's parameter groups below ``root``, with the names of their modules."""
+    """Yield FSDP2's parameter groups below ``root``, with the names of their modules.
+
+    None are yielded for the root None, of a model that no longer exists.
+    """
     if root is None:
         return
     from torch.distributed.fsdp import FSDPModule

@@ -49,7 +49,7 @@ def peak(mesh, recipe, fp8_weights, optimizer, fake):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         shard(model, mesh=mesh, mp_policy=policy)
         made = {**OPTIMIZERS, **FOREACH}[optimizer](model.parameters())
-        # With other sizes, memory is close to its peak at two moments, and either may be found.
+        # With more rows, memory is close to its peak at two moments, and either may be found.
         x = torch.randn(10, 32)
         tracker = FSDPMemTracker(model, made)
         tracker.track_inputs((x,))

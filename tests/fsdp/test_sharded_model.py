@@ -261,7 +261,7 @@ def test_a_weight_that_is_cast_again_in_a_backward_leaves_nothing(rig, recipe):
         local_of(model.blocks[1].down.weight).mul_(0.5)
     y.sum().backward()
     for layer in linears(model).values():
-        assert handle_of(layer).cast is None
+        assert handle_of(layer).prepared is None
     assert kept(model) == []
 
 

@@ -14,6 +14,7 @@ and every rank has all scales already.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from fp8rs._torch import is_alias, preserve_version_counter
 from fp8rs.scaling.reductions import index_tensor
+from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.planes import Plane
@@ -206,6 +208,25 @@ class AllGatherLayout:
         """Return the gathered scales of a batch of (rows, cols) matrices."""
         shape = self.format.scale_shape(rows, cols, (spec.unsharded_shape[0],))
         return output.view(self.format.scale_dtype)[: prod(shape)].view(shape)
+
+
+@dataclass(eq=False, slots=True)
+class AllGatherMetadata:
+    """Input of the post-all-gather hook besides the gathered bytes.
+
+    Attributes:
+        layout: how weights of the parameter's format are gathered.
+        shard_spec: how the parameter is sharded.
+        scale: the scales on the parameter's handle.
+        inputs: the tensors to gather. With one rank, FSDP2 passes on the first alone.
+        ready: the work that wrote ``scale`` and ``inputs``.
+    """
+
+    layout: AllGatherLayout
+    shard_spec: ShardSpec
+    scale: Tensor | None
+    inputs: tuple[Tensor, ...]
+    ready: StreamDependency
 
 
 def tensors_of(planes: Iterable[Plane | None]) -> list[Tensor]:

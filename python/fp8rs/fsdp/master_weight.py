@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,39 +27,16 @@ from fp8rs._torch import (
     real_subclass,
     wrapper_subclass,
 )
-from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.fallback import written_arguments
 from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import wrap
 
-from .layout import AllGatherLayout
+from .layout import AllGatherMetadata
 from .param import ParamHandle, local_of
-from .shard_spec import ShardSpec
 
 aten = torch.ops.aten
 
 # --- all-gather hooks -----------------------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class AllGatherMetadata:
-    """Input of the post-all-gather hook besides the gathered bytes.
-
-    Attributes:
-        layout: how weights of the parameter's format are gathered.
-        shard_spec: how the parameter is sharded.
-        scale: the scales on the parameter's handle.
-        inputs: the tensors to gather. With one rank, FSDP2 passes on the first alone.
-        ready: the work that wrote ``scale`` and ``inputs``.
-        keep: whether the backward of this forward gathers the same tensors.
-    """
-
-    layout: AllGatherLayout
-    shard_spec: ShardSpec
-    scale: Tensor | None
-    inputs: tuple[Tensor, ...]
-    ready: StreamDependency
-    keep: bool
 
 
 #: FSDP2 reads the signature of the hook at every all-gather. Computing the signature of a method

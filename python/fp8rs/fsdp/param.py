@@ -14,6 +14,7 @@ from fp8rs._torch import dtensor_spec, own_part, reshard
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
 
+from .layout import AllGatherMetadata
 from .shard_spec import ShardSpec
 
 if TYPE_CHECKING:
@@ -38,9 +39,8 @@ class ParamHandle:
         unrecorded: with delayed scaling, the amax of the shard in its last cast for a forward, if
             that was an evaluation.
         ready: the work that computed ``scale``, ``amaxes`` and ``unrecorded``.
-        cast: the `AllGatherMetadata` of the shard, with ``scale``, until the pre-all-gather hook
-            returns it.
-        kept: the `AllGatherMetadata` of a forward, until its backward has gathered the weight.
+        prepared: the shard's codes and their metadata, until the pre-all-gather hook returns them.
+        kept: the codes and metadata of a forward with gradients, until its backward gathers them.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -52,8 +52,8 @@ class ParamHandle:
         self.amaxes: Tensor | None = None
         self.unrecorded: Tensor | None = None
         self.ready: StreamDependency | None = None
-        self.cast: Any = None
-        self.kept: Any = None
+        self.prepared: AllGatherMetadata | None = None
+        self.kept: AllGatherMetadata | None = None
         #: The forward and the number of writes that the scale was computed for.
         self._forward_id = self._writes_seen = -1
         self._shard_spec: tuple[Any, ShardSpec] | None = None
@@ -155,7 +155,7 @@ class ParamHandle:
     def set_fresh(self, forward_id: int, ready: StreamDependency) -> None:
         """Note that the scale was computed from the shard as it is, for a forward."""
         self._forward_id, self._writes_seen, self.ready = forward_id, self.writes, ready
-        self.cast = self.kept = self.written_on = None  # `ready` waited for writes
+        self.prepared = self.kept = self.written_on = None  # `ready` waited for the writes
 
     def invalidate_scale(self) -> None:
         """Note that the values changed without an operator."""
@@ -163,8 +163,7 @@ class ParamHandle:
 
     def mark_written(self) -> None:
         """Note that an operator writes to the shard."""
-        self.writes += 1
-        self.kept = None
+        self.writes, self.kept = self.writes + 1, None
         self._note_stream()
 
     def _note_stream(self) -> None:
@@ -262,8 +261,7 @@ def set_scales(shards: Sequence[LocalShard], scales: Tensor) -> None:
 
 def wait_for_writes(handles: Sequence[ParamHandle]) -> None:
     """Make the current stream wait for writes that other streams made to the shards."""
-    for written_on in {handle.written_on for handle in handles} - {None}:
-        assert written_on is not None
+    for written_on in {h.written_on for h in handles if h.written_on is not None}:
         current = torch.cuda.current_stream(written_on.device)
         if isinstance(written_on, torch.cuda.Event):
             current.wait_event(written_on)

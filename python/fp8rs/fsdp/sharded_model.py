@@ -39,7 +39,8 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .checks import check_settings, compare_conversions
 from .float8_shard import Float8ParamHandle, Float8Shard, handle_for
-from .master_weight import AllGatherMetadata, MasterWeight
+from .layout import AllGatherMetadata
+from .master_weight import MasterWeight
 from .param import LocalShard, ParamHandle, local_of, record_write_events, wait_for_writes
 from .scale_sync import sync_shards
 from .shard_quantizer import shard_quantizer
@@ -55,10 +56,10 @@ class ShardedModel:
     sharded over the same ranks.
 
     An all-gather outside of a backward casts its shards with the handles' scales. If FSDP2 frees
-    the weights after a forward with gradients, the codes are kept until the backward has gathered
-    them, 1 byte per element of the shard. Other all-gathers do not use them, because some writes
-    are seen only by the next forward. A new scale and a write discard them. The backward then casts
-    the shard with the scale of the forward.
+    the weights after a forward with gradients, the codes are kept until the backward gathers them,
+    1 byte per element of the shard. No other all-gather uses them, because some writes are noticed
+    only in the next forward. A new scale or a noticed write discards them, and the backward casts
+    the shard again with the scale of the forward.
 
     All ranks must find the same scales stale, because of the all-reduce. They run the same forwards
     and the same writes, except that one rank may write to its shard between a forward and its
@@ -215,15 +216,16 @@ class ShardedModel:
             data: its shard, or the copy that FSDP2 made of an offloaded one.
         """
         tracker, backward = self.state.tracker, self.state.tracker.in_backward
-        handle.cast = handle.cast or (handle.kept if backward else None)
-        if handle.cast is None or handle.is_stale(tracker.forward_id, backward):
+        if backward:
+            handle.prepared, handle.kept = handle.prepared or handle.kept, None
+        if handle.prepared is None or handle.is_stale(tracker.forward_id, backward):
             group, reshards = self._group(handle)
             self._refresh_scales(group)
-            if handle.cast is None:
+            if handle.prepared is None:
                 self._cast(group, data, keep=reshards and tracker.in_forward and tracker.grad)
-        prepared: AllGatherMetadata = handle.cast
+        prepared = cast(AllGatherMetadata, handle.prepared)
         prepared.ready.wait()
-        handle.cast, handle.kept = None, prepared if prepared.keep and not backward else None
+        handle.prepared = None
         return prepared
 
     def _refresh_scales(self, group: Sequence[ParamHandle]) -> None:
@@ -236,9 +238,10 @@ class ShardedModel:
         if any(h.is_stale(forward_id, backward) for h in group):
             self._compare([group[0].parameter.device_mesh])
             self._check_settings()
-            same = group[0].shard_spec.shard_groups
+            groups = group[0].shard_spec.shard_groups
             stale = [h for h in self.handles() if h.is_stale(forward_id, backward)]
-            self._update_scales([h for h in stale if h.shard_spec.shard_groups == same], forward_id)
+            same_ranks = [h for h in stale if h.shard_spec.shard_groups == groups]
+            self._update_scales(same_ranks, forward_id)
         for h in group:
             if h.written and isinstance(h, Float8ParamHandle):
                 raise RuntimeError(
@@ -267,10 +270,10 @@ class ShardedModel:
             inputs = self.quantizer.all_gather_inputs(shards)
             scales = [h.scale for h in group if h.scale is not None]
             ready = StreamDependency(shard.device, chain(scales, *inputs))
-        layout = self.quantizer.layout
         for s, t in zip(shards, inputs, strict=True):
-            spec, kept = s.shard_spec, keep and not (offloaded or s.is_fp8)
-            s.handle.cast = AllGatherMetadata(layout, spec, s.handle.scale, t, ready, kept)
+            made = AllGatherMetadata(self.quantizer.layout, s.shard_spec, s.handle.scale, t, ready)
+            s.handle.prepared = made
+            s.handle.kept = made if keep and not (offloaded or s.is_fp8) else None
 
     def _update_scales(self, handles: Sequence[ParamHandle], forward_id: int) -> None:
         """Compute the scales of parameters from their shards: one amax launch, one all-reduce."""

@@ -91,7 +91,7 @@ def _decompose(func: Any, t: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _pin(func: Any, t: QuantizedTensor, device: Any = None) -> Any:
     if t.planes == (None, None):
         return t.dequantize().pin_memory()
-    # FSDP2 pins offloaded shards in the first forward, and scales are synchronized in later ones.
+    # FSDP2 may pin shards in inference mode, and later forwards write the scales.
     with torch.inference_mode(False):
         return t.map(lambda x: x.pin_memory())
 
