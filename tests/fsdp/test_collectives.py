@@ -1,5 +1,7 @@
 """A step runs all-gathers of uint8 and one small all-reduce per forward."""
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -28,6 +30,7 @@ from distributed.models import (
     watch_weights,
 )
 from fp8rs import precompute_float8_dynamic_scale_for_fsdp
+from internals import handle_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -221,6 +224,68 @@ def test_precompute_takes_the_all_reduce_out_of_one_forward(rig):
     with Collectives() as forward:
         model(batch(rig))
     assert forward.counts()[("reduce", torch.int32)] == 1
+
+
+@ranks(2)
+@pytest.mark.parametrize("hidden", [EVEN, UNEVEN, EMPTY])
+def test_writes_to_copies_of_weights_cost_no_all_reduce(rig, hidden):
+    """Also if only one rank makes them: it would wait for the others."""
+    model = shard(make(hidden, device=rig.device), rig, reshard_after_forward=True)
+    averages = [p.detach().clone() for p in model.parameters()]
+
+    def largest(module, args, y):
+        if rig.rank == 0:
+            model.blocks[1].up.weight.detach().to_local().clone().abs_().sum()
+
+    model.blocks[0].register_forward_hook(largest)
+    for n in range(2):
+        with Collectives() as forward:
+            y = model(batch(rig, n))
+        assert forward.counts()[("reduce", torch.int32)] == 1
+        kept = handle_of(model.blocks[1].up).kept
+        assert kept is not None
+        torch._foreach_lerp_(averages, [p.detach() for p in model.parameters()], 0.1)
+        assert handle_of(model.blocks[1].up).kept is kept
+        y.square().mean().backward()
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    torch._foreach_lerp_(averages, [p.detach() for p in model.parameters()], 0.1)
+    with Collectives() as forward:
+        model(batch(rig))
+    assert reduces(forward) == []
+
+
+@ranks(2)
+def test_copies_of_weights_outlive_their_model(rig):
+    model = shard(make(EVEN, device=rig.device), rig)
+    model(batch(rig))
+    handle = weakref.ref(handle_of(model.blocks[1].up))
+    copies = [p.detach().clone() for p in model.parameters()]
+    del model
+    gc.collect()
+    assert handle() is not None, "the copy has it"
+    for copy in copies:
+        copy.copy_(copy.clone())
+
+
+@ranks(2)
+@pytest.mark.parametrize("hidden", [EVEN, UNEVEN, EMPTY])
+def test_writes_to_views_of_a_weight_cost_one_all_reduce(rig, hidden):
+    model = shard(make(hidden, device=rig.device), rig, reshard_after_forward=True)
+    weight = model.blocks[1].up.weight
+    views = {
+        "parameter": lambda: weight,
+        "detached": lambda: weight.detach(),
+        "local": lambda: weight.to_local(),
+        "data": lambda: weight.data,
+        "part": lambda: weight.detach().to_local().view(-1)[:3],
+    }
+    for name, view in views.items():
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        with torch.no_grad():
+            view().mul_(2)
+        with Collectives() as forward:
+            model(batch(rig)).square().mean().backward()
+        assert reduces(forward) == [4], name
 
 
 @ranks(2)

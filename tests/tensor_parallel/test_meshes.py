@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import fp8rs
 from distributed import ranks
+from distributed.collectives import Collectives
 from fp8rs import checkpoint
 from fp8rs.optim import AdamW
 from fp8rs.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
@@ -31,6 +32,7 @@ from tensor_parallel.blocks import (
     converted,
     every_recipe,
     plan,
+    tokens,
 )
 
 
@@ -75,6 +77,32 @@ def train(model, mesh, rig, steps=3):
             loss /= rig.world_size
         seen.append(loss.item())
     return seen
+
+
+@ranks(2)
+@both_weights
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_move_that_changes_nothing_keeps_a_parallel_model_as_it_is(rig, recipe, fp8_weights):
+    """torch's styles divide weights as FSDP2 does, but each part has its own scale."""
+    results = []
+    for moves in (False, True):
+        model = converted(recipe, rig, fp8_weights=fp8_weights)
+        parallelize_module(model, rig.mesh(names=("tensor",)), plan(sequence=False, fp8=False))
+        kind = type(model.mixer.wq.weight.to_local())
+        if moves:
+            model.to(rig.device)
+        assert type(model.mixer.wq.weight.to_local()) is kind
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        for n in range(3):
+            y = model(tokens(rig, seed=n))
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with Collectives() as seen:
+            model.state_dict()
+        assert seen.seen == []
+        results.append(y)
+    assert torch.equal(*results)
 
 
 @ranks(4)

@@ -138,7 +138,7 @@ class Float8ParamHandle(ParamHandle):
             set_next_scales([self.slots], [storage.any_plane.scale.view(-1)], self.quant_spec)
 
     def mark_written(self) -> None:
-        """Note a write. Scales are taken to be common. Others set ``unsynced`` afterwards."""
+        """Note a write that left the same scales on all ranks. Other writes set ``unsynced``."""
         super().mark_written()
         self.unsynced, self.pending = False, None
 

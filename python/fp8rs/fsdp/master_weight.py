@@ -32,7 +32,7 @@ from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import wrap
 
 from .layout import AllGatherMetadata
-from .param import ParamHandle, local_of
+from .param import ParamHandle
 
 aten = torch.ops.aten
 
@@ -212,28 +212,24 @@ class MasterWeight(Tensor):
 
 
 def note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the writes of an operator on the handles of its outputs."""
-    if func is aten.copy_.default and is_copied_elsewhere(*args[:2]):
-        return
+    """Note an operator's writes to the memory of parameters on their handles."""
     for value in written_arguments(func, args, kwargs):
         for item in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, MasterWeight):
+            if isinstance(item, MasterWeight) and not is_copy(item):
                 item._handle.mark_written()
 
 
-def is_copied_elsewhere(to: Any, values: Any) -> bool:
-    """Whether a copy goes from a parameter to memory that is not the parameter's.
+def is_copy(tensor: MasterWeight) -> bool:
+    """Whether the module holds a shard in other memory than this tensor's.
 
-    FSDP2 pads shards this way, in the first forward of a module or after a load. Only some ranks
-    make this copy. Treating it as a write would start an all-reduce that other ranks never join.
+    FSDP2 pads shards in a copy, and users average copies or compute statistics in them, often on
+    some ranks only. If a write to a copy made the scale stale, these ranks would join an all-reduce
+    alone. While the module holds the gathered weight, every write counts.
     """
-    if not (isinstance(to, MasterWeight) and isinstance(values, MasterWeight)):
+    local = None if tensor.traced else tensor._handle.local
+    if not isinstance(local, MasterWeight):
         return False
-    handle = to._handle
-    if values._handle is not handle or to.traced or values.traced:
-        return False
-    local = local_of(handle.parameter)
-    return isinstance(local, MasterWeight) and not is_alias(local.high_precision, to.high_precision)
+    return not is_alias(local.high_precision, tensor.high_precision)
 
 
 def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -35,7 +35,8 @@ class ParamHandle:
         scale: the scale () of the whole parameter, for formats with one scale per tensor. For a
             batched parameter (E, N, K), the scales (E,) of the shard's matrices. On Shard(1), all
             scales of the whole parameter, in every format.
-        amaxes: amaxes of the blocks that the shard touches, if shard boundaries split blocks.
+        amaxes: amaxes of the blocks that the shard touches, if other ranks need them too: shard
+            boundaries split blocks, or a batch is on Shard(1).
         unrecorded: with delayed scaling, the amax of the shard in its last cast for a forward, if
             that was an evaluation.
         ready: the work that computed ``scale``, ``amaxes`` and ``unrecorded``.
@@ -155,7 +156,7 @@ class ParamHandle:
     def set_fresh(self, forward_id: int, ready: StreamDependency) -> None:
         """Note that the scale was computed from the shard as it is, for a forward."""
         self._forward_id, self._writes_seen, self.ready = forward_id, self.writes, ready
-        self.prepared = self.kept = self.written_on = None  # `ready` waited for the writes
+        self.prepared = self.kept = self.written_on = None  # `ready` includes the wait for writes
 
     def invalidate_scale(self) -> None:
         """Note that the values changed without an operator."""
@@ -215,8 +216,7 @@ class ParamHandle:
 def local_of(parameter: Any) -> Any:
     """Return the local tensor of a parameter if it has all-gather hooks, else None.
 
-    It is a `MasterWeight` or a sharded FP8 weight. Its ``_handle`` is the parameter's handle, and
-    its ``shard`` the plain or quantized tensor.
+    It is a `MasterWeight` or a `Float8Shard`. Its ``_handle`` is the parameter's handle.
     """
     local = own_part(parameter)
     return local if isinstance(getattr(local, "_handle", None), ParamHandle) else None

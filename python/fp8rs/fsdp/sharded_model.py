@@ -57,9 +57,9 @@ class ShardedModel:
 
     An all-gather outside of a backward casts its shards with the handles' scales. If FSDP2 frees
     the weights after a forward with gradients, the codes are kept until the backward gathers them,
-    1 byte per element of the shard. No other all-gather uses them, because some writes are noticed
-    only in the next forward. A new scale or a noticed write discards them, and the backward casts
-    the shard again with the scale of the forward.
+    1 byte per element of the shard. Only that backward uses them: another all-gather may follow a
+    write that no operator shows, and must send the new values. A new scale or a noticed write
+    discards them, and the backward casts the shard again with the scale of the forward.
 
     All ranks must find the same scales stale, because of the all-reduce. They run the same forwards
     and the same writes, except that one rank may write to its shard between a forward and its
@@ -257,7 +257,7 @@ class ShardedModel:
         Args:
             group: the parameters. FSDP2 calls the hook of the first one first.
             data: the first one's shard, or the copy that FSDP2 made of an offloaded one.
-            keep: whether a backward will gather the same bytes.
+            keep: whether to keep the codes for the backward, which may gather them again.
         """
         shard = self.quantizer.local_shard(group[0], data)
         if offloaded := group[0].local.device != shard.data.device:
@@ -352,7 +352,7 @@ class ShardedModel:
     def forward_begins(self, root: nn.Module) -> None:
         """Notify that a forward of the root module begins.
 
-        At the first one, the ranks of each mesh that shards the root compare their conversions.
+        The ranks of each mesh that shards the root compare their conversions, once.
         """
         # All-gathers of this forward wait for writes before it, not for its own computation.
         record_write_events(self._all_handles())
@@ -418,7 +418,8 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     Call it on all ranks after the optimizer's step. It moves amaxes and their all-reduce out of the
     forward: of per-tensor scales, and of blocks that shard boundaries split. For FP8 weights, it
     synchronizes the scales that shards share (`fp8rs.fsdp.scale_sync`). The scales hold for one
-    forward of each converted model in ``module``, or until the next write to the weights.
+    forward of each converted model in ``module``, or until an operator writes to the weights. Other
+    writes, such as ``dcp.load`` into a state dict, are not noticed before that forward.
 
     Args:
         module: a module that contains converted layers, usually FSDP2's root.

@@ -102,7 +102,8 @@ class Float8Params(nn.Module):
                 copy_attributes(marks, weight)
                 if any(hooks):
                     set_hooks(weight, hooks)
-            if is_distributed(weight):
+            # Without a sharded model, it is tensor parallelism that has divided the weight.
+            if is_distributed(weight) and self._fp8_state.sharded_model is not None:
                 self._wrap_shard(name, weight)  # it may have another local tensor
         return out
 

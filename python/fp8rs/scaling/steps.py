@@ -18,8 +18,8 @@ class StepTracker:
     whole model) and counts as the forward that it repeats. A forward without gradients inside a
     backward is a forward of its own, such as a teacher's in a backward hook of its student.
 
-    The counts are equal on all ranks, because collectives depend on them. State that may differ
-    between ranks, such as tensor versions, does not belong here.
+    The counts must be equal on all ranks, because they decide whether a rank joins a collective.
+    State that may differ between ranks, such as tensor versions, does not belong here.
 
     Attributes:
         forward_id: number of forwards that have begun.
