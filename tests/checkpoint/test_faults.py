@@ -317,6 +317,24 @@ def test_other_ranks_raise_when_one_dies(tmp_path, when):
     assert not (tmp_path / "second").exists()
 
 
+def test_a_refused_save_removes_nothing(tmp_path):
+    folder, partial = tmp_path / "saved", tmp_path / "saved.partial"
+    state = {"x": torch.ones(3)}
+    checkpoint.save(state, folder)
+    partial.mkdir()
+    (partial / "file").touch()
+    with pytest.raises(checkpoint.CheckpointError, match="not overwritten"):
+        checkpoint.save(state, folder)
+    assert (partial / "file").exists()
+
+
+def test_the_name_of_an_unfinished_save_is_refused(tmp_path):
+    """A later save of "best" would remove it."""
+    with pytest.raises(ValueError, match=r"best\.partial ends in \.partial"):
+        checkpoint.save({"x": torch.ones(3)}, tmp_path / "best.partial")
+    assert os.listdir(tmp_path) == []
+
+
 def test_ranks_create_the_directory_after_an_unfinished_save_is_removed(tmp_path, monkeypatch):
     """Creating a directory fails if it exists first and is removed before Python looks again."""
     folder, partial = tmp_path / "saved", tmp_path / "saved.partial"

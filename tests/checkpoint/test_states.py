@@ -322,6 +322,22 @@ def test_a_model_and_its_optimizer_load_one_after_the_other(tmp_path, optimizer,
     assert losses(*resumed, range(3, 6)) == losses(*trained, range(3, 6))
 
 
+@each_fresh
+@pytest.mark.filterwarnings("ignore:.*FP8 weights, and keeps no masters")
+def test_gradients_do_not_keep_an_optimizer_from_loading(tmp_path, optimizer):
+    trained, resumed = fresh(optimizer), fresh(optimizer, seed=1)
+    losses(*trained)
+    checkpoint.save(state_of(*trained), tmp_path / "saved")
+    resumed[0](torch.ones(8, 32)).sum().backward()
+    gradients = [p.grad for p in resumed[0].parameters()]
+    checkpoint.load(state_of(*resumed), tmp_path / "saved")
+    assert all(p.grad is g for p, g in zip(resumed[0].parameters(), gradients, strict=True))
+    assert any(g.abs().max() > 0 for g in gradients), "a step of length 0 would write zeros"
+    resumed[1].zero_grad()
+    assert same(contents(*resumed), contents(*trained))
+    assert losses(*resumed, range(3, 6)) == losses(*trained, range(3, 6))
+
+
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_a_parameter_without_a_gradient_before_the_save_has_no_state_after_the_load(
     tmp_path, recipe

@@ -30,6 +30,7 @@ from fp8rs.storage import locate
 from .parts import distribute_like
 
 METADATA = ".metadata"
+PARTIAL = ".partial"
 
 #: The module of DCP's metadata classes.
 CLASSES = "torch.distributed.checkpoint.metadata"
@@ -96,7 +97,9 @@ class Writer(FileSystemWriter):
         # A store cannot flush a file before it is closed.
         path = self.directory
         if isinstance(path, Path):
-            path = path.with_name(f"{path.name}.partial")
+            if path.suffix == PARTIAL:
+                raise ValueError(f"the name {path} ends in {PARTIAL}, like an unfinished save's")
+            path = path.with_name(path.name + PARTIAL)
         super().__init__(path, sync_files=self.local)
         if isinstance(path, str):
             self.fs, self.path = fsspec_file_system(path), cast(Any, path)
@@ -186,10 +189,12 @@ class Writer(FileSystemWriter):
             )
 
     def remove(self) -> None:
-        """Remove the files of an unfinished save."""
+        """Remove the files of an unfinished save, on the coordinator, if all ranks have planned."""
+        if not self._begun:
+            return
         if self.local:
             shutil.rmtree(self.path, ignore_errors=True)
-        elif self._begun:
+        else:
             with suppress(Exception):  # an error here would hide why the save failed
                 cast(Any, self.fs).fs.rm(self.path, recursive=True)
 

@@ -154,7 +154,15 @@ class Optimizer:
                     "model. Create the optimizer after fully_shard, which replaces parameters"
                 )
         fresh = [optimizer for optimizer in self.optimizers if not optimizer.state]
-        found = get_optimizer_state_dict(self.model, self.optimizers)
+        params = [p for o in fresh for group in o.param_groups for p in group["params"]]
+        gradients = [p.grad for p in params]
+        try:
+            for p in params:
+                p.grad = None  # torch would leave the state of an optimizer with gradients empty
+            found = get_optimizer_state_dict(self.model, self.optimizers)
+        finally:
+            for p, gradient in zip(params, gradients, strict=True):
+                p.grad = gradient
         # torch creates a missing state by a step of length 0, which must not count.
         for own in chain.from_iterable(optimizer.state.values() for optimizer in fresh):
             for name in COUNTERS.keys() & own.keys():

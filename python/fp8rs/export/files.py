@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,9 @@ from .formats import ServingFormat, serving_format
 from .tensors import kept_layers, tensors
 
 INDEX = "model.safetensors.index.json"
+
+#: The names of files that `ExportWriter` replaces, besides config.json.
+EXPORTED = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
 _T = TypeVar("_T")
 
@@ -209,8 +212,7 @@ class ExportWriter:
                 self._replace(name, name)
             for path in self._store.ls(self._directory, detail=False):
                 name = path.rpartition("/")[2]
-                old = fnmatch(name, "model*.safetensors*") and name not in (*names, *texts)
-                if old:
+                if EXPORTED.fullmatch(name) and name not in (*names, *texts):
                     self._store.rm_file(path)
 
     def _replace(self, new: str, name: str) -> None:
