@@ -327,6 +327,18 @@ def test_options_are_checked_by_the_wrapped_optimizer():
         optimizer.add_param_group({"params": params[:1]})
 
 
+def test_a_step_follows_a_refused_group():
+    params = mixed()
+    optimizer = MasterWeights(params, torch.optim.SGD, lr=0.5)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": params[:1]})
+    before = [p.detach().float().clone() for p in params]
+    for p in params:
+        p.grad = torch.ones_like(p, dtype=p.dtype)
+    optimizer.step()
+    assert all(not torch.equal(p.detach().float(), b) for p, b in zip(params, before, strict=True))
+
+
 def test_a_failed_step_keeps_the_state():
     class Failing(torch.optim.SGD):
         fails = False

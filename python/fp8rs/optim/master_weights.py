@@ -73,7 +73,12 @@ class MasterWeights(MasterWeightOptimizer):
             inner.add_param_group(dict(param_group))
             param_group = dict(inner.param_groups[-1])
             self._release(inner)
-        super().add_param_group(param_group)
+        try:
+            super().add_param_group(param_group)
+        except Exception:
+            if inner is not None:
+                inner.param_groups.pop()  # it cannot find that a parameter has a group already
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_inner": self._inner}
