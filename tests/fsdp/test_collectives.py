@@ -233,11 +233,11 @@ def test_writes_to_copies_of_weights_cost_no_all_reduce(rig, hidden):
     model = shard(make(hidden, device=rig.device), rig, reshard_after_forward=True)
     averages = [p.detach().clone() for p in model.parameters()]
 
-    def largest(module, args, y):
+    def log(module, args, y):
         if rig.rank == 0:
             model.blocks[1].up.weight.detach().to_local().clone().abs_().sum()
 
-    model.blocks[0].register_forward_hook(largest)
+    model.blocks[0].register_forward_hook(log)
     for n in range(2):
         with Collectives() as forward:
             y = model(batch(rig, n))
@@ -258,11 +258,11 @@ def test_writes_to_copies_of_weights_cost_no_all_reduce(rig, hidden):
 def test_copies_of_weights_outlive_their_model(rig):
     model = shard(make(EVEN, device=rig.device), rig)
     model(batch(rig))
-    handle = weakref.ref(handle_of(model.blocks[1].up))
+    layer = weakref.ref(model.blocks[1].up)
     copies = [p.detach().clone() for p in model.parameters()]
     del model
     gc.collect()
-    assert handle() is not None, "the copy has it"
+    assert layer() is None
     for copy in copies:
         copy.copy_(copy.clone())
 

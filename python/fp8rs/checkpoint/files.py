@@ -89,6 +89,9 @@ class Writer(FileSystemWriter):
 
     Args:
         directory: the directory or URL of the checkpoint.
+
+    Raises:
+        ValueError: the name of a local directory ends in ``.partial``.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -98,7 +101,10 @@ class Writer(FileSystemWriter):
         path = self.directory
         if isinstance(path, Path):
             if path.suffix == PARTIAL:
-                raise ValueError(f"the name {path} ends in {PARTIAL}, like an unfinished save's")
+                raise ValueError(
+                    f"directory is {path}; the name of a checkpoint must not end in {PARTIAL}, "
+                    "because unfinished saves have such names and are removed"
+                )
             path = path.with_name(path.name + PARTIAL)
         super().__init__(path, sync_files=self.local)
         if isinstance(path, str):
