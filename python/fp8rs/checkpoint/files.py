@@ -148,6 +148,8 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Create the directory and write this rank's files."""
+        # A path that looks local may be another disk on each rank, but a store is shared.
+        self._begun = self._begun or self.local
         self.fs.mkdir(self.path)
         return super().write_data(plan, planner)
 
@@ -195,7 +197,10 @@ class Writer(FileSystemWriter):
             )
 
     def remove(self) -> None:
-        """Remove the files of an unfinished save, on the coordinator, if all ranks have planned."""
+        """Remove the files of a failed save, if all ranks have planned.
+
+        In a store, the coordinator removes them.
+        """
         if not self._begun:
             return
         if self.local:
