@@ -438,6 +438,19 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def unwrapped(model: Any) -> Any:
+    """Return the model inside the modules of torch.compile and DistributedDataParallel."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        else:
+            return model
+
+
 def names_of(model: Any, name: str) -> set[str]:
     """Return the names that torch's state-dict functions use for ``name`` in a model."""
     from torch.distributed.checkpoint.state_dict import _get_fqns

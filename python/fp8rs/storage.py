@@ -12,7 +12,7 @@ COLLAPSED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 
 def locate(directory: str | os.PathLike[str]) -> Path | str:
-    """Return a local path, or the URL of a store.
+    """Return an absolute local path, or the URL of a store.
 
     A ``file://`` URL is the local path that it names.
 
@@ -30,7 +30,7 @@ def locate(directory: str | os.PathLike[str]) -> Path | str:
             "as a str"
         )
     if "://" not in text:
-        return Path(text)
+        return Path(text).absolute()
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
 

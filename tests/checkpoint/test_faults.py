@@ -234,8 +234,68 @@ def test_ranks_that_disagree_raise_on_both(rig):
 def test_ranks_with_different_recipes_raise_on_both(rig):
     """Before any forward has compared their conversions."""
     model, _, _ = lay_out(rig, "FSDP of 2", ["block", "mxfp8"][rig.rank], FP8, UNEVEN)
-    with pytest.raises(ValueError, match=r"is .*on rank 0 and .* on rank 1"):
+    with pytest.raises(CheckpointError, match=r"rank 0, 1: .*is .*on rank 0 and .* on rank 1"):
         checkpoint.save({"model": checkpoint.Model(model)}, f"{shared_folder(rig)}/saved")
+
+
+class Failing:
+    """A ``Stateful`` object without a state on one rank."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def state_dict(self):
+        if self.rank == 1:
+            raise KeyError("no state yet")
+        return {"value": 1}
+
+    def load_state_dict(self, state_dict):
+        raise AssertionError
+
+
+@ranks(2)
+def test_an_object_that_fails_on_one_rank_raises_on_both(rig):
+    folder, state = shared_folder(rig), {"x": Failing(rig.rank)}
+    group = dist.new_group(backend="gloo")
+    checkpoint.save({"x": {"value": 2}}, f"{folder}/saved", process_group=group)
+    said = "not {}\nrank 1: KeyError: 'no state yet'"
+    with pytest.raises(CheckpointError, match=said.format("saved")):
+        checkpoint.save(state, f"{folder}/second", process_group=group)
+    with pytest.raises(CheckpointError, match=said.format("saved")):
+        checkpoint.async_save(state, f"{folder}/second", process_group=group)
+    with pytest.raises(CheckpointError, match=said.format("loaded")):
+        checkpoint.load(state, f"{folder}/saved", process_group=group)
+    assert os.listdir(folder) == ["saved"]
+
+
+def test_checksums_that_are_off_are_refused_before_a_save(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        with pytest.raises(ValueError, match="Call it with True"):
+            checkpoint.save({"x": torch.ones(3)}, tmp_path / "saved")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_asynchronous_save_to_a_relative_path_keeps_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write = Writer.write_data
+    entered, moved = threading.Event(), threading.Event()
+
+    def late(self, *args):
+        entered.set()
+        moved.wait(60)
+        return write(self, *args)
+
+    monkeypatch.setattr(Writer, "write_data", late)
+    saving = checkpoint.async_save({"x": torch.ones(3)}, "saved", process_group=None)
+    entered.wait(60)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    moved.set()
+    saving.result()
+    assert (tmp_path / "saved" / ".metadata").exists()
 
 
 DIES = """

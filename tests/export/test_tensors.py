@@ -10,11 +10,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8rs
 from cases import each_kind_of_recipe
 from distributed import ranks
 from distributed.collectives import Collectives
+from distributed.folders import shared_folder
 from distributed.models import (
     HIDDEN,
     RECIPES,
@@ -29,7 +31,7 @@ from distributed.models import (
     train,
     whole_planes,
 )
-from fp8rs.export import tensors
+from fp8rs.export import load, save_pretrained, tensors
 from fp8rs.export.formats import FORMATS, serving_format
 
 pytestmark = pytest.mark.newest_torch
@@ -185,6 +187,19 @@ def test_a_compiled_or_checkpointed_block_keeps_its_names():
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     model.blocks[1] = torch.compile(model.blocks[1])
     assert_same_bytes(exported(model, "fp8-tensor"), wanted)
+
+
+@ranks(1)
+def test_models_in_ddp_and_torch_compile_are_exported_and_loaded_by_their_names(rig):
+    pytest.importorskip("safetensors")
+    model = make((64, 48), recipe="current", device=rig.device)
+    wanted = exported(model, "fp8-tensor")
+    wrapped = torch.compile(DistributedDataParallel(model))
+    assert_same_bytes(exported(wrapped, "fp8-tensor"), wanted)
+    folder = shared_folder(rig)
+    save_pretrained(wrapped, folder, "fp8-tensor", dtype=torch.float32)
+    loaded = load(wrapped, folder)
+    assert loaded.missing_keys == loaded.unexpected_keys == []
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,19 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 import fp8rs
 from distributed import ranks
 from distributed.folders import shared_folder
 from distributed.models import make, shard
+from fp8rs import export
 from fp8rs.export import save_pretrained, tensors
 
 pytest.importorskip("safetensors")
@@ -101,6 +104,35 @@ def test_a_failed_export_to_a_store_leaves_the_earlier_one(store, file, monkeypa
         with pytest.raises(OSError, match="StoreError: quota exceeded"):
             save_pretrained(model(2), "memory://bucket/model", max_shard_bytes=20_000)
     assert files(store) == before
+
+
+@pytest.mark.parametrize("layers", [[3, 3], [3, 1], [1, 3], [1, 1]])
+def test_an_interrupted_replacement_is_not_an_export(layers, tmp_path, monkeypatch):
+    """The process dies before each of the moves."""
+    before, after = (model(n) for n in layers)
+    with torch.no_grad():
+        after[0].weight.mul_(2)
+    moves = 0
+    while True:
+        folder = tmp_path / str(moves)
+        save_pretrained(before, folder, max_shard_bytes=20_000)
+        move, left = LocalFileSystem.mv, iter(range(moves))
+
+        def fail(self, *args, move=move, left=left):
+            if next(left, None) is None:
+                raise OSError("killed")
+            move(self, *args)
+
+        with monkeypatch.context() as patch, suppress(OSError):
+            patch.setattr(LocalFileSystem, "mv", fail)
+            save_pretrained(after, folder, max_shard_bytes=20_000)
+            break
+        with pytest.raises(FileNotFoundError, match="has neither"):
+            export.load(model(layers[0]), folder)
+        moves += 1
+    assert moves == (2 if layers[1] == 1 else 5)
+    assert export.load(again := model(layers[1]), folder)
+    assert equal(dict(tensors(again)), dict(tensors(after)))
 
 
 def test_a_url_that_fsspec_cannot_open_is_refused(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -71,11 +72,12 @@ def save(
             directory is not visible to all ranks, or it exists. The files of the checkpoint are
             removed.
     """
-    _check_state(state)
     writer = _begin(directory, process_group)
-    with _checkpoint_errors(f"{directory} was not saved", writer):
+    what = f"{directory} was not saved"
+    current = _call_state_dicts(state, what, process_group)
+    with _checkpoint_errors(what, writer):
         state_dict_saver.save(
-            state, storage_writer=writer, planner=SavePlanner(), process_group=process_group
+            current, storage_writer=writer, planner=SavePlanner(), process_group=process_group
         )
 
 
@@ -97,13 +99,13 @@ def async_save(
         A future. Its ``result()`` waits until the checkpoint is complete, and raises the errors of
         `save`.
     """
-    _check_state(state)
     writer = _begin(directory, process_group)
     what = f"{directory} was not saved"
+    current = _call_state_dicts(state, what, process_group)
     done: Future[None] = Future()
     with _checkpoint_errors(what, writer):
         saving: Any = state_dict_saver.async_save(
-            state, storage_writer=writer, planner=SavePlanner(), process_group=process_group
+            current, storage_writer=writer, planner=SavePlanner(), process_group=process_group
         )
 
     def finish(saved: Future[Any]) -> None:
@@ -167,8 +169,8 @@ def load(
             files are missing or damaged, or the state does not match the checkpoint. Nothing was
             written.
     """
-    _check_state(state)
-    live = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
+    what = f"{directory} was not loaded"
+    live = _call_state_dicts(state, what, process_group)
     # The planner raises an error for tensors on the meta device.
     read = map_local(live, lambda t: torch.empty_like(t, device=None if t.is_meta else "cpu"), str)
 
@@ -178,7 +180,7 @@ def load(
                 value.check(live[key], read[str(key)])
 
     reader = Reader(directory, check)
-    with _checkpoint_errors(f"{directory} was not loaded"):
+    with _checkpoint_errors(what):
         state_dict_loader.load(
             read,
             storage_reader=reader,
@@ -199,12 +201,35 @@ def load(
             value.load_state_dict(live[key])
 
 
-def _check_state(state: Any) -> None:
+def _call_state_dicts(state: Any, what: str, process_group: Any) -> dict[str, Any]:
+    """Return a state with the state dicts of its ``Stateful`` objects in their place.
+
+    DCP would call them without an exchange of errors, and other ranks would wait.
+
+    Raises:
+        TypeError: ``state`` is not a dictionary.
+        CheckpointError: on all ranks, if an object raised on one of them.
+    """
     if not isinstance(state, Mapping):
         raise TypeError(
             'state must be a dictionary such as {"model": fp8rs.checkpoint.Model(model)}, not '
             f"{type(state).__name__}"
         )
+    current: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        for key, value in state.items():
+            current[key] = value.state_dict() if isinstance(value, Stateful) else value
+    except Exception as e:
+        error = e
+    errors = [error]
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(errors, error, process_group)
+    causes = {rank: cause for rank, cause in enumerate(errors) if cause is not None}
+    if causes:
+        raise CheckpointError(what, causes) from error
+    return current
 
 
 def _write(live: Any, read: Any, keep: bool) -> Any:

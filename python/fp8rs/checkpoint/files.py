@@ -91,10 +91,16 @@ class Writer(FileSystemWriter):
         directory: the directory or URL of the checkpoint.
 
     Raises:
-        ValueError: the name of a local directory ends in ``.partial``.
+        ValueError: the name of a local directory ends in ``.partial``, or torch does not write the
+            checksums that `find_damage` reads.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
+        if not torch.serialization.get_crc32_options():
+            raise ValueError(
+                "checkpoints need checksums, which torch.serialization.set_crc32_options(False) "
+                "has switched off. Call it with True"
+            )
         self.directory = locate(directory)
         self.local = isinstance(self.directory, Path)
         # A store cannot flush a file before it is closed.

@@ -122,8 +122,6 @@ class Optimizer:
 
     Raises:
         TypeError: ``model`` is not a module, or one of ``optimizers`` is not an optimizer.
-        ValueError: in a save or a load, an optimizer steps tensors that are not parameters of
-            ``model``.
     """
 
     def __init__(self, model: nn.Module, *optimizers: TorchOptimizer) -> None:
@@ -138,7 +136,11 @@ class Optimizer:
         self._had_state = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizers' own tensors, under the names of their parameters."""
+        """Return the optimizers' own tensors, under the names of their parameters.
+
+        Raises:
+            ValueError: an optimizer steps tensors that are not parameters of the model.
+        """
         self._had_state = any(optimizer.state for optimizer in self.optimizers)
         return self._by_name()
 

@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8rs._torch import unwrapped
 from fp8rs.quantize.recipes import check_module
 from fp8rs.storage import locate, open_store
 
 from .formats import ServingFormat, serving_format
 from .tensors import kept_layers, tensors
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 #: The names of files that `ExportWriter` replaces, besides config.json.
@@ -44,7 +46,8 @@ def save_pretrained(
 
     All ranks call it. The first rank writes the tensors that `fp8rs.export.tensors` yields, and
     holds the tensors of one file in memory at a time. When all new files are written, they replace
-    the files of an earlier export. After an error, the earlier export is unchanged.
+    the files of an earlier export, which an earlier error leaves unchanged. If the replacement is
+    interrupted, the directory has neither model.safetensors nor model.safetensors.index.json.
 
     Args:
         model: as in ``tensors``. If it has a ``config``, as transformers' models do, config.json
@@ -70,7 +73,7 @@ def save_pretrained(
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; it must be a positive int")
     import_safetensors()  # raises on every rank, like the following lines
     path = locate(directory)
-    config = json_of(config_of(model, serving, dtype))
+    config = json_of(config_of(unwrapped(model), serving, dtype))
     each = tensors(model, format, dtype=dtype, scale_fmt=scale_fmt)
     writes = not dist.is_initialized() or dist.get_rank() == 0
     error: OSError | None = None
@@ -121,8 +124,8 @@ def config_of(model: nn.Module, serving: ServingFormat, dtype: torch.dtype) -> d
     has_config = hasattr(model_config, "to_diff_dict")
     config: dict[str, Any] = dict(model_config.to_diff_dict()) if has_config else {}
     if config:
-        # Without the names of torch.compile and FSDP2.
-        name = type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
+        # FSDP2 prefixes the class of each module.
+        name = type(model).__name__.removeprefix("FSDP")
         config.setdefault("architectures", [name])
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -191,32 +194,37 @@ class ExportWriter:
         self._part, self._part_bytes = {}, 0
 
     def finish(self, config: str) -> None:
-        """Write the remaining files, then replace the earlier export."""
+        """Write the remaining files, then replace the earlier export.
+
+        Readers look for the index, or for the file of an export that has only one. It is removed
+        first and moved last, so that they never take files of two exports for one.
+        """
         if self._part:
             self._write()
         count = len(self._written)
         names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
         if count == 1:
-            names = ["model.safetensors"]
+            names = [SINGLE]
+        new_files = {name: f"{i}.safetensors" for i, name in enumerate(names)}
         texts = {"config.json": config}
         if count > 1:
             where = {t: file for file, held in zip(names, self._written, strict=True) for t in held}
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": where}
             texts[INDEX] = json_of(index)
+        new_files.update((name, name) for name in texts)
+        last = SINGLE if count == 1 else INDEX
         with _os_errors(self._directory):
             for name, text in texts.items():
                 self._store.pipe_file(f"{self._new}/{name}", text.encode())
-            for i, name in enumerate(names):
-                self._replace(f"{i}.safetensors", name)
-            for name in texts:
-                self._replace(name, name)
-            for path in self._store.ls(self._directory, detail=False):
-                name = path.rpartition("/")[2]
-                if EXPORTED.fullmatch(name) and name not in (*names, *texts):
-                    self._store.rm_file(path)
-
-    def _replace(self, new: str, name: str) -> None:
-        self._store.mv(f"{self._new}/{new}", f"{self._directory}/{name}")
+            earlier = [p.rpartition("/")[2] for p in self._store.ls(self._directory, detail=False)]
+            for name in (INDEX, SINGLE):
+                if name in earlier:
+                    self._store.rm_file(f"{self._directory}/{name}")
+            for name in sorted(new_files, key=last.__eq__):
+                self._store.mv(f"{self._new}/{new_files[name]}", f"{self._directory}/{name}")
+            for name in earlier:
+                if EXPORTED.fullmatch(name) and name not in (INDEX, SINGLE, *new_files):
+                    self._store.rm_file(f"{self._directory}/{name}")
 
     def __enter__(self) -> ExportWriter:
         return self

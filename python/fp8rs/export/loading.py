@@ -23,6 +23,7 @@ from fp8rs._torch import (
     own_part,
     plain_name,
     reshard,
+    unwrapped,
 )
 from fp8rs.checkpoint.parts import SCALE, parts_of
 from fp8rs.checkpoint.states import load_parts
@@ -99,11 +100,13 @@ class RankFindings:
     Attributes:
         missing: names of targets that the files do not contain.
         used: names of the tensors of the files that are used.
+        unused: names of the other tensors of the files.
         fp8: for the name of each FP8 weight, whether this rank can load codes and scales.
     """
 
     missing: list[str] = field(default_factory=list)
     used: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
     fp8: dict[str, bool] = field(default_factory=dict)
 
 
@@ -145,12 +148,12 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     error: Exception | None = None
     try:
         stored = StoredTensors(directory)
-        found = targets(model, stored)
+        found = targets(unwrapped(model), stored)
         findings = compare(stored, found)
     except Exception as e:
         error = e
     raise_on_all(error)
-    loaded = summary(stored, on_all_ranks(findings))
+    loaded = summary(on_all_ranks(findings))
     if strict and (loaded.missing_keys or loaded.unexpected_keys):
         raise ValueError(
             f"{directory} does not match the model, and nothing was loaded. Pass strict=False to "
@@ -232,6 +235,8 @@ def compare(stored: StoredTensors, found: Iterable[Target]) -> RankFindings:
             f"{stored.directory} does not match the model, and nothing was loaded"
             + list_names("these tensors differ", problems)
         )
+    used = set(findings.used)
+    findings.unused += (n for n in stored.files if n not in used)
     return findings
 
 
@@ -258,17 +263,15 @@ def differ(stored: StoredTensors, target: Target) -> bool:
     return not all(torch.equal(first, values) for values in others)
 
 
-def summary(stored: StoredTensors, all_findings: list[RankFindings]) -> Loaded:
+def summary(all_findings: list[RankFindings]) -> Loaded:
     """Combine the findings of all ranks. Ranks may have different parts of a model."""
     known = {name for r in all_findings for name in r.used}
-    unexpected = [
-        name for name in stored.files if name not in known and not name.endswith(ACTIVATION_SCALES)
-    ]
+    unexpected = {name for r in all_findings for name in r.unused} - known
     fp8 = dict.fromkeys(name for r in all_findings for name in r.fp8)
     exact = [name for name in fp8 if all(r.fp8.get(name, True) for r in all_findings)]
     return Loaded(
         missing_keys=list(dict.fromkeys(name for r in all_findings for name in r.missing)),
-        unexpected_keys=sorted(unexpected),
+        unexpected_keys=sorted(n for n in unexpected if not n.endswith(ACTIVATION_SCALES)),
         exact=exact,
         quantized=[name for name in fp8 if name not in set(exact)],
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fp8rs.tensor.formats import E4M3, E5M2
 
-from .files import INDEX, import_safetensors
+from .files import INDEX, SINGLE, import_safetensors
 from .formats import FORMATS
 from .names import Part
 
@@ -108,12 +108,12 @@ class StoredTensors:
         self.files = self._files()
 
     def _files(self) -> dict[str, str]:
-        single, index = "model.safetensors", self.directory / INDEX
-        if (self.directory / single).exists():
-            return dict.fromkeys(self._file(single).keys(), single)
+        index = self.directory / INDEX
+        if (self.directory / SINGLE).exists():
+            return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         if not index.exists():
             raise FileNotFoundError(
-                f"{self.directory} has neither {single} nor {INDEX}. Other file formats, such as "
+                f"{self.directory} has neither {SINGLE} nor {INDEX}. Other file formats, such as "
                 "pytorch_model.bin, are not supported: save the model as safetensors"
             )
         files: dict[str, str] = _json(index)["weight_map"]

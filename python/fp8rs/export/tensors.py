@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import dtensor_like, own_part, plain_name, reshard
+from fp8rs._torch import dtensor_like, own_part, plain_name, reshard, unwrapped
 from fp8rs.nn.spec import spec_for
 from fp8rs.quantize.recipes import check_module
 from fp8rs.tensor.formats import INPUT_DTYPES, split_batch
@@ -65,6 +65,7 @@ def tensors(
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"dtype is {dtype}; it must be float32, bfloat16 or float16")
     check_module("model", model)
+    model = unwrapped(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(
