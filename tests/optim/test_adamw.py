@@ -11,7 +11,7 @@ from fp8rs import (
     QuantizedTensor,
     convert_to_float8_training,
 )
-from fp8rs.optim import AdamW, param
+from fp8rs.optim import AdamW, MasterWeights, param
 from internals import storage_of
 from optim.weights import (
     E4M3,
@@ -1020,11 +1020,41 @@ def test_the_state_of_torchs_adamw_can_be_loaded(step):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_options_that_a_loaded_state_lacks_keep_their_values():
+    first, second = (parameter(normal((8, 4), i).bfloat16()) for i in range(2))
+    theirs = torch.optim.AdamW([{"params": [first]}, {"params": [second], "lr": 0.5}])
+    own = {
+        "state_dtype": "bfloat16",
+        "master_weights": False,
+        "stochastic_rounding": True,
+        "seed": 7,
+    }
+    optimizer = AdamW([{"params": [first]}, {"params": [second], **own}])
+    optimizer.param_groups[0]["seed"] = 9
+    optimizer.load_state_dict(theirs.state_dict())
+    groups = optimizer.param_groups
+    assert groups[1] == {**groups[1], **own, "lr": 0.5}
+    assert groups[0] == {**groups[0], "seed": 9, "state_dtype": "float32", "master_weights": True}
+
+
+def test_a_loaded_master_without_moments_starts_from_zero_moments():
+    weight = parameter(normal((8, 4), 1).bfloat16())
+    theirs = MasterWeights([weight], torch.optim.SGD)
+    train(theirs, 1)
+    optimizer = AdamW([weight])
+    optimizer.load_state_dict(theirs.state_dict())
+    assert torch.equal(optimizer.state[weight]["master"], theirs.state[weight]["master"])
+    train(optimizer, 1)
+    assert optimizer.state[weight]["step"] == 1
+
+
 @pytest.mark.parametrize(
     "other, message",
     [
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True"),
         (lambda p: torch.optim.Adam(p, weight_decay=0.1), "Adam with weight_decay=0.1"),
+        (lambda p: torch.optim.SGD(p, momentum=0.9), "state_dict has momentum_buffer .* have step"),
+        (lambda p: torch.optim.RMSprop(p), "state_dict has step, square_avg .* have step, exp_avg"),
         (lambda p: AdamW([parameter(torch.ones(4, 8))]), r"exp_avg .* shape \(4, 8\)"),
     ],
 )

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from fp8rs._torch import not_traced, own_part
 from fp8rs.optim import weights
-from fp8rs.optim.masters import MasterWeightOptimizer
+from fp8rs.optim.masters import MASTER_STATE_KEYS, MasterWeightOptimizer
 from fp8rs.optim.param import Param
 from fp8rs.optim.step import Options, ParamUpdate, Step
 from fp8rs.tensor.formats import INPUT_DTYPES
@@ -60,7 +60,8 @@ class AdamW(MasterWeightOptimizer):
             stochastically without masters and to nearest with them.
         seed: the seed of the random numbers, 64 bits. All ranks must have the same seed.
 
-    ``load_state_dict`` also loads states of ``torch.optim.AdamW``, except with AMSGrad.
+    ``load_state_dict`` also loads states of ``torch.optim.AdamW``, except with AMSGrad. Options
+    that a saved group lacks, such as ``state_dtype``, keep the values of the optimizer's group.
 
     With a ``torch.amp.GradScaler``, the step itself unscales gradients and is skipped if one of
     them is not finite. A skipped step changes no byte. ``.grad`` stays scaled.
@@ -115,11 +116,12 @@ class AdamW(MasterWeightOptimizer):
         super().add_param_group({**param_group, "state_dtype": name_of(group["state_dtype"])})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # load_state_dict calls this with the loaded groups. A copy or a pickle has no earlier ones.
+        earlier = getattr(self, "param_groups", [])
         super().__setstate__(state)
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                if name != "differentiable":  # torch adds it to the defaults of every optimizer
-                    group.setdefault(name, value)
+        for group, before in zip(self.param_groups, earlier, strict=False):
+            for name in OPTIONS:
+                group.setdefault(name, before[name])
 
     # When it was traced, a parameter's state was assigned to another parameter.
     @not_traced
@@ -197,6 +199,16 @@ class AdamW(MasterWeightOptimizer):
     def check_group(self, saved: dict[str, Any]) -> None:
         check_options({**self.defaults, **saved})
         check_rule(saved)
+
+    @override
+    def check_state(self, saved: dict[str, Any]) -> None:
+        # A state of masters alone is valid. The moments then start from zeros.
+        own = {"step", "exp_avg", "exp_avg_sq"}
+        if saved.keys() - MASTER_STATE_KEYS and not saved.keys() >= own:
+            raise ValueError(
+                f"state_dict has {', '.join(map(str, saved))} for a parameter; it must have step, "
+                "exp_avg and exp_avg_sq. Load a state of fp8rs.optim.AdamW or torch.optim.AdamW"
+            )
 
     def _loaded_step(self, step: Any, device: torch.device) -> Tensor:
         # Some optimizers store the step as an int.

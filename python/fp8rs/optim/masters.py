@@ -151,8 +151,9 @@ class MasterWeightOptimizer(Optimizer):
         the state stay. Later writes to the parameters are read into the masters at the next step.
 
         Raises:
-            ValueError: the optimizer does not support an option in the state, or a tensor in the
-                state does not have the shape of its parameter. Nothing is loaded then.
+            ValueError: the optimizer does not support an option in the state, a parameter's state
+                lacks an entry that ``fp8rs.optim.AdamW`` needs, or a tensor in the state does not
+                have the shape of its parameter. Nothing is loaded then.
         """
         loaded: list[dict[str, Any]] = []
         old, seen = dict(self.state), self._seen
@@ -162,7 +163,9 @@ class MasterWeightOptimizer(Optimizer):
             for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
                 self.check_group(saved)
                 for param, key in zip(group["params"], saved["params"], strict=False):
-                    check_sizes(param, state_dict["state"].get(key, {}))
+                    state = state_dict["state"].get(key, {})
+                    self.check_state(state)
+                    check_sizes(param, state)
             loaded.append(state_dict)  # after all other hooks
 
         def take(_: Optimizer) -> None:
@@ -180,6 +183,9 @@ class MasterWeightOptimizer(Optimizer):
 
     def check_group(self, saved: dict[str, Any]) -> None:
         """Raise ValueError if this optimizer cannot continue with a saved group's options."""
+
+    def check_state(self, saved: dict[str, Any]) -> None:
+        """Raise ValueError if this optimizer cannot continue with a parameter's saved state."""
 
     @torch.no_grad()
     def _take_state(
