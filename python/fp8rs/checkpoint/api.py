@@ -222,7 +222,7 @@ def _call_state_dicts(state: Any, what: str, process_group: Any) -> dict[str, An
             current[key] = value.state_dict() if isinstance(value, Stateful) else value
     except Exception as e:
         error = e
-    errors = [error]
+    errors: list[BaseException | None] = [error]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size(process_group)
         dist.all_gather_object(errors, error, process_group)

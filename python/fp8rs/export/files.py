@@ -76,14 +76,14 @@ def save_pretrained(
     config = json_of(config_of(unwrapped(model), serving, dtype))
     each = tensors(model, format, dtype=dtype, scale_fmt=scale_fmt)
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    error: OSError | None = None
+    error: Exception | None = None
     try:
         if writes:
             with ExportWriter(path, max_shard_bytes) as files:
                 for name, tensor in each:
                     files.add(name, tensor)
                 files.finish(config)
-    except OSError as e:
+    except Exception as e:  # also RuntimeError, which torch raises without memory on the CPU
         error = e
     for _ in each:  # all ranks join the gathers, also after an error
         pass
