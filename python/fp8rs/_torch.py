@@ -46,6 +46,12 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+#: Calls a function at the end of the running backward, as FSDP2 does.
+after_backward: Callable[[Callable[[], object]], None] = cast(
+    Any, torch.autograd.Variable
+)._execution_engine.queue_callback
+
+
 _will_engine_execute_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 

@@ -206,10 +206,11 @@ def test_one_optimizer_of_a_sharded_and_a_whole_model(rig):
     assert torch.equal(scale(found).view(()), expected.rowwise.scale.view(()))
 
 
-@ranks(2)
-def test_gathered_values_stay_when_the_shard_is_written(rig):
+@ranks(1, 2)
+@each_recipe(*RECIPES, of=RECIPES)
+def test_gathered_values_stay_when_the_shard_is_written(rig, recipe):
     """Codes and scales of a gathered weight are copies."""
-    model = make(UNEVEN, fp8_weights=True, device=rig.device)
+    model = make(UNEVEN, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
     shard(model, rig)
     model(batch(rig)).sum().backward()
     block = model.blocks[0]

@@ -98,6 +98,18 @@ def test_gathers_are_half_of_bf16(rig, recipe, dim):
     assert 0.5 * planes <= nbytes / (2 * numel) <= 0.52 * planes
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_a_reshard_frees_all_codes(rig, recipe):
+    model = build(rig.device, recipe, 4)
+    shard(model, rig)
+    for _ in range(2):
+        model.experts.unshard()
+        planes = [p for name in NAMES for p in getattr(model.experts, name).planes if p]
+        model.experts.reshard()
+        assert not any(p.data.untyped_storage().nbytes() for p in planes)
+
+
 @ranks(4)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @pytest.mark.parametrize("dim", [0, 1])

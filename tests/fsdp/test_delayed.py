@@ -367,3 +367,26 @@ def test_a_copy_from_before_the_sharding_reduces_over_no_ranks(rig):
         copied(batch(rig)).sum().backward()
         optimizer.step()
     assert not seen.seen
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_steps_within_a_backward_roll_after_it(rig, sharded):
+    """Otherwise the histories would lack the gradients of layers before the last one."""
+    buffers = []
+    for within in (True, False):
+        model = make(EVEN, recipe="delayed", device=rig.device)
+        if sharded:
+            shard(model, rig)
+        steps = []
+        for parameter in model.parameters():
+            steps.append(torch.optim.SGD([parameter], lr=1e-2).step)
+            if within:
+                parameter.register_post_accumulate_grad_hook(lambda _, step=steps[-1]: step())
+        for n in range(3):
+            model.zero_grad()
+            model(batch(rig, n)).square().mean().backward()
+            for step in () if within else steps:
+                step()
+        buffers.append([buffer for layer in linears(model).values() for buffer in layer.buffers()])
+    assert all(map(torch.equal, *buffers))

@@ -234,6 +234,19 @@ def test_codes_are_kept_from_a_training_forward_to_its_backward(rig, recipe):
 
 
 @ranks(1, 2)
+def test_a_step_within_a_backward_keeps_the_codes_of_other_layers(rig):
+    model = make((32, 32, 32, 32), recipe="delayed", device=rig.device)
+    shard(model, rig)
+    for parameter in model.parameters():
+        step = torch.optim.SGD([parameter], lr=1e-2).step
+        parameter.register_post_accumulate_grad_hook(lambda _, step=step: step() and None)
+    y = model(batch(rig))
+    with Launches() as backward:
+        y.sum().backward()
+    assert backward.sizes == []
+
+
+@ranks(1, 2)
 @recipes
 def test_an_unshard_between_forward_and_backward_casts_the_current_values(rig, recipe):
     """The kept codes may be older: no operator shows this write."""

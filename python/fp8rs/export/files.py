@@ -220,7 +220,7 @@ class ExportWriter:
             for name in (INDEX, SINGLE):
                 if name in earlier:
                     self._store.rm_file(f"{self._directory}/{name}")
-            for name in sorted(new_files, key=last.__eq__):
+            for name in sorted(new_files, key=lambda name: name == last):
                 self._store.mv(f"{self._new}/{new_files[name]}", f"{self._directory}/{name}")
             for name in earlier:
                 if EXPORTED.fullmatch(name) and name not in (INDEX, SINGLE, *new_files):

@@ -24,7 +24,7 @@ from torch import Tensor
 from fp8rs._torch import is_alias, preserve_version_counter
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.scaling.streams import StreamDependency
-from fp8rs.tensor.formats import BlockFormat
+from fp8rs.tensor.formats import BlockFormat, split_batch
 from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes
@@ -124,10 +124,11 @@ class AllGatherLayout:
 
     # --- unsharded weights -----------------------------------------------------------------------
 
-    def inner_tensors(self, planes: Planes) -> tuple[Tensor, ...]:
-        """Return the tensors of an unsharded weight that are not gathered ones."""
-        col = planes[1]
-        return () if col is None or col.batched else (col.data, col.scale)
+    def inner_tensors(self, planes: Planes, spec: ShardSpec) -> tuple[Tensor, ...]:
+        """Return the tensors of an unsharded weight that FSDP2 does not free as gathered ones."""
+        if spec.num_shards == 1 and not self.gathers_codes_alone(spec):
+            return tuple(tensors_of(planes)[1:])
+        return () if spec.batched else tuple(tensors_of(planes[1:]))
 
     def refilled(
         self,
@@ -155,7 +156,7 @@ class AllGatherLayout:
         outputs: Sequence[Tensor],
         spec: ShardSpec,
         scale: Tensor | None,
-        columnwise: Plane | None = None,
+        last: PlaneStorage | None = None,
     ) -> Planes:
         """Return the planes of the unsharded weight, over the gathered tensors.
 
@@ -163,21 +164,27 @@ class AllGatherLayout:
             outputs: the gathered tensors, each with the ranks' tensors one after the other.
             spec: how the weight is sharded.
             scale: the scales of the whole weight, if every rank has them.
-            columnwise: the columnwise plane of the last unshard. It is written again.
+            last: the storage of the last unshard. Its `inner_tensors` are written again.
         """
         format = self.format
         codes = self.codes(outputs[0], torch.Size(spec.unsharded_shape))
         if self.gathers_codes_alone(spec):
             assert scale is not None
             return Plane(codes, scale, format), None
-        if spec.batched:
-            rows, cols = spec.matrix_shape
-            row = Plane(codes, self._scales(outputs[1], spec, rows, cols), format)
+        if spec.num_shards == 1:
+            # FSDP2 has copied the first tensor alone. The others may be an FP8 shard's own.
+            own = last.tensors()[1:] if last else map(torch.empty_like, outputs[1:])
+            memory = tuple(t.view(-1).view(torch.uint8) for t in own)
+            with preserve_version_counter(memory):
+                torch._foreach_copy_(memory, list(outputs[1:]))
+            outputs = outputs[0], *memory
+        batch, (rows, cols) = split_batch(spec.unsharded_shape, spec.batched)
+        if batch or spec.num_shards == 1:
+            row = Plane(codes, self._scales(outputs[1], batch, rows, cols), format)
             if not self.columnwise:
                 return row, None
-            codes = self.codes(outputs[2], torch.Size((spec.unsharded_shape[0], cols, rows)))
-            return row, Plane(codes, self._scales(outputs[3], spec, cols, rows), format)
-        rows, cols = spec.unsharded_shape
+            codes = self.codes(outputs[2], torch.Size((*batch, cols, rows)))
+            return row, Plane(codes, self._scales(outputs[3], batch, cols, rows), format)
         padded, ranks = spec.padded_length, spec.num_shards
         count, blocks_a_row = format.scale_shape(rows, cols)
         scale = outputs[1].view(format.scale_dtype).view(-1, blocks_a_row)
@@ -186,27 +193,26 @@ class AllGatherLayout:
         if not self.columnwise:
             return row, None
 
+        columnwise = last.columnwise if last else None
         if columnwise is None:
             codes = torch.empty((cols, rows), dtype=self.fp8_dtype, device=codes.device)
             blocks = codes.new_empty(format.scale_shape(cols, rows), dtype=format.scale_dtype)
             columnwise = Plane(codes, blocks, format)
-        codes = columnwise.data.view(torch.uint8)
-        with preserve_version_counter(codes):
-            shards = outputs[2].view(ranks, cols, padded)
-            for i, part in enumerate(codes.split(padded, 1)):
-                part.copy_(shards[i, :, : part.shape[1]])
+        shards = outputs[2].view(self.fp8_dtype).view(ranks, cols, padded)
         # Gathered as (rank, column, block). Blocks come first to be selected.
         scale = outputs[3].view(format.scale_dtype).view(ranks, cols, -1)
         blocks = scale.view(torch.uint8).transpose(1, 2).reshape(-1, cols)
         order = scale_order(rows, padded, ranks, self.height)
         blocks = pick(blocks, -(-rows // self.height), order)
-        with preserve_version_counter(columnwise.scale):
+        with preserve_version_counter((columnwise.data, columnwise.scale)):
+            for shard, part in zip(shards, columnwise.data.split(padded, 1), strict=False):
+                part.copy_(shard[:, : part.shape[1]])
             columnwise.scale.view(torch.uint8).copy_(blocks.t())
         return row, columnwise
 
-    def _scales(self, output: Tensor, spec: ShardSpec, rows: int, cols: int) -> Tensor:
-        """Return the gathered scales of a batch of (rows, cols) matrices."""
-        shape = self.format.scale_shape(rows, cols, (spec.unsharded_shape[0],))
+    def _scales(self, output: Tensor, batch: tuple[int, ...], rows: int, cols: int) -> Tensor:
+        """Return the gathered scales of a batch of (rows, cols) matrices, or of one matrix."""
+        shape = self.format.scale_shape(rows, cols, batch)
         return output.view(self.format.scale_dtype)[: prod(shape)].view(shape)
 
 

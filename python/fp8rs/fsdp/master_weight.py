@@ -83,14 +83,14 @@ def post_all_gather(
         if planes is None:
             # A training forward may write tensors that an inference forward has created.
             with torch.inference_mode(False), torch.no_grad():
-                planes = layout.unpack(outputs, shard_spec, metadata.scale, storage.columnwise)
+                planes = layout.unpack(outputs, shard_spec, metadata.scale, storage)
         storage.rowwise, storage.columnwise = planes
         return None
     with torch.inference_mode(False), torch.no_grad():
         planes = layout.unpack(outputs, shard_spec, metadata.scale)
         shape = torch.Size(shard_spec.unsharded_shape)
         weight = wrap(PlaneStorage(*planes, gathered=True), shape, param_dtype)
-        return weight, layout.inner_tensors(planes)
+        return weight, layout.inner_tensors(planes, shard_spec)
 
 
 # --- the local tensor -----------------------------------------------------------------------------

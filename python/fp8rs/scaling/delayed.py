@@ -10,13 +10,14 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8rs._torch import constant_when_traced, in_backward, is_traced
+from fp8rs._torch import after_backward, constant_when_traced, in_backward, is_traced
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling.histories import Pack, are_intact, keep_local, packed
 from fp8rs.scaling.reductions import check_same, mesh_groups, reduce_packed_
@@ -33,7 +34,7 @@ class DelayedScalingState:
 
     Histories roll at the first step after amaxes were recorded: the amaxes are added to them, and
     the next scales are computed. A step is one roll, however many micro-batches it has, and the
-    steps of two optimizers are one roll.
+    steps of two optimizers are one roll. Steps within a backward roll at its end.
 
     Args:
         recipe: the model's recipe.
@@ -132,7 +133,11 @@ class DelayedScalingState:
         self._stepped_at = forward_id
         if self.recorded or unannounced:
             self.recorded = False
-            self.roll(unsure=unannounced)
+            roll = partial(self.roll, unsure=unannounced)
+            if in_backward():  # layers have yet to record amaxes of gradients
+                after_backward(roll)
+            else:
+                roll()
 
     # --- buffers ---------------------------------------------------------------------------------
 
