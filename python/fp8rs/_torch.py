@@ -445,16 +445,21 @@ def plain_name(name: str) -> str:
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside the modules of torch.compile and DistributedDataParallel."""
+    """Return the model inside the modules of torch.compile and DistributedDataParallel.
+
+    A module that ``fully_shard`` was called on stays, because it unshards and reshards the model.
+    """
+    from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 
-    while True:
+    while not isinstance(model, FSDPModule):
         if isinstance(model, DistributedDataParallel):
             model = model.module
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod
         else:
-            return model
+            break
+    return model
 
 
 def names_of(model: Any, name: str) -> set[str]:

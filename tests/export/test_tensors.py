@@ -202,6 +202,25 @@ def test_models_in_ddp_and_torch_compile_are_exported_and_loaded_by_their_names(
     assert loaded.missing_keys == loaded.unexpected_keys == []
 
 
+@ranks(1)
+def test_a_compiled_root_that_is_sharded_is_exported_and_loaded_in_its_shards(rig):
+    pytest.importorskip("safetensors")
+    model = make((64, 48), recipe="current", device=rig.device)
+    wanted = exported(model, "bf16", dtype=torch.float32)
+    folder = shared_folder(rig)
+    root = fully_shard(torch.compile(model, backend="eager"))
+    for scale in (1, 2):
+        with torch.no_grad():
+            root(batch(rig))  # leaves the root's weights unsharded
+        assert_same_bytes(exported(root, "bf16", dtype=torch.float32), wanted)
+        save_pretrained(root, f"{folder}/{scale}", "bf16", dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+            root(batch(rig))
+        load(root, f"{folder}/{scale}")
+
+
 @pytest.mark.parametrize(
     "arguments, error, said",
     [

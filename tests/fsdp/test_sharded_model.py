@@ -234,6 +234,19 @@ def test_codes_are_kept_from_a_training_forward_to_its_backward(rig, recipe):
 
 
 @ranks(1, 2)
+def test_planes_of_a_gathered_weight_may_be_added(rig):
+    model = make(UNEVEN, recipe="block", device=rig.device)
+    shard(model, rig)
+    block = model.blocks[0]
+    block.unshard()
+    before = block.up.weight.dequantize()
+    block.up.weight.update_usage(columnwise=True)
+    block.reshard()
+    block.unshard()
+    assert same_bytes(block.up.weight.dequantize(), before)
+
+
+@ranks(1, 2)
 def test_a_step_within_a_backward_keeps_the_codes_of_other_layers(rig):
     model = make((32, 32, 32, 32), recipe="delayed", device=rig.device)
     shard(model, rig)

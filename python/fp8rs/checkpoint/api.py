@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -97,7 +98,12 @@ def async_save(
 
     Returns:
         A future. Its ``result()`` waits until the checkpoint is complete, and raises the errors of
-        `save`.
+        the writes as `save` does.
+
+    Raises:
+        TypeError: ``state`` is not a dictionary.
+        ValueError: fsspec does not support the URL.
+        CheckpointError: on all ranks, if an object of the state raised an error on one of them.
     """
     writer = _begin(directory, process_group)
     what = f"{directory} was not saved"
@@ -217,19 +223,28 @@ def _call_state_dicts(state: Any, what: str, process_group: Any) -> dict[str, An
         )
     current: dict[str, Any] = {}
     error: Exception | None = None
-    try:
-        for key, value in state.items():
+    for key, value in state.items():
+        try:  # of each object, because the next one may run collectives
             current[key] = value.state_dict() if isinstance(value, Stateful) else value
-    except Exception as e:
-        error = e
+        except Exception as e:
+            error = error or e
     errors: list[BaseException | None] = [error]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(errors, error, process_group)
+        dist.all_gather_object(errors, _picklable(error), process_group)
     causes = {rank: cause for rank, cause in enumerate(errors) if cause is not None}
     if causes:
         raise CheckpointError(what, causes) from error
     return current
+
+
+def _picklable(error: Exception | None) -> Exception | None:
+    """Return an error, or a RuntimeError with its text if it cannot be sent to other ranks."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # of any type
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _write(live: Any, read: Any, keep: bool) -> Any:

@@ -154,7 +154,7 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Create the directory and write this rank's files."""
-        # A path that looks local may be another disk on each rank, but a store is shared.
+        # A local path may name a different disk on each rank. A store is shared.
         self._begun = self._begun or self.local
         self.fs.mkdir(self.path)
         return super().write_data(plan, planner)

@@ -26,9 +26,10 @@ from .tensors import kept_layers, tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 
-#: The names of files that `ExportWriter` replaces, besides config.json.
-EXPORTED = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
+#: The names of files that `ExportWriter` replaces.
+EXPORTED = re.compile(r"config\.json|model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
 _T = TypeVar("_T")
 
@@ -46,8 +47,8 @@ def save_pretrained(
 
     All ranks call it. The first rank writes the tensors that `fp8rs.export.tensors` yields, and
     holds the tensors of one file in memory at a time. When all new files are written, they replace
-    the files of an earlier export, which an earlier error leaves unchanged. If the replacement is
-    interrupted, the directory has neither model.safetensors nor model.safetensors.index.json.
+    the files of an earlier export. An error before that leaves the earlier export unchanged. If the
+    replacement is interrupted, the directory has no config.json.
 
     Args:
         model: as in ``tensors``. If it has a ``config``, as transformers' models do, config.json
@@ -78,15 +79,17 @@ def save_pretrained(
     writes = not dist.is_initialized() or dist.get_rank() == 0
     error: Exception | None = None
     try:
-        if writes:
-            with ExportWriter(path, max_shard_bytes) as files:
-                for name, tensor in each:
-                    files.add(name, tensor)
-                files.finish(config)
-    except Exception as e:  # also RuntimeError, which torch raises without memory on the CPU
+        try:
+            if writes:
+                with ExportWriter(path, max_shard_bytes) as files:
+                    for name, tensor in each:
+                        files.add(name, tensor)
+                    files.finish(config)
+        finally:
+            for _ in each:  # all ranks join the gathers, also after an error
+                pass
+    except Exception as e:
         error = e
-    for _ in each:  # all ranks join the gathers, also after an error
-        pass
     raise_on_all(error)
 
 
@@ -124,8 +127,8 @@ def config_of(model: nn.Module, serving: ServingFormat, dtype: torch.dtype) -> d
     has_config = hasattr(model_config, "to_diff_dict")
     config: dict[str, Any] = dict(model_config.to_diff_dict()) if has_config else {}
     if config:
-        # FSDP2 prefixes the class of each module.
-        name = type(model).__name__.removeprefix("FSDP")
+        # Without the names of torch.compile and FSDP2.
+        name = type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
         config.setdefault("architectures", [name])
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -196,8 +199,9 @@ class ExportWriter:
     def finish(self, config: str) -> None:
         """Write the remaining files, then replace the earlier export.
 
-        Readers look for the index, or for the file of an export that has only one. It is removed
-        first and moved last, so that they never take files of two exports for one.
+        Files of the earlier export are removed before any file is moved, because some readers take
+        all files of a directory without an index. config.json is removed first and moved last.
+        Inference servers do not start without it.
         """
         if self._part:
             self._write()
@@ -205,26 +209,22 @@ class ExportWriter:
         names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
         if count == 1:
             names = [SINGLE]
-        new_files = {name: f"{i}.safetensors" for i, name in enumerate(names)}
-        texts = {"config.json": config}
+        texts = {}
         if count > 1:
             where = {t: file for file, held in zip(names, self._written, strict=True) for t in held}
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": where}
             texts[INDEX] = json_of(index)
-        new_files.update((name, name) for name in texts)
-        last = SINGLE if count == 1 else INDEX
+        texts[CONFIG] = config
+        moves = {f"{i}.safetensors": name for i, name in enumerate(names)}
+        moves.update((name, name) for name in texts)
         with _os_errors(self._directory):
             for name, text in texts.items():
                 self._store.pipe_file(f"{self._new}/{name}", text.encode())
-            earlier = [p.rpartition("/")[2] for p in self._store.ls(self._directory, detail=False)]
-            for name in (INDEX, SINGLE):
-                if name in earlier:
-                    self._store.rm_file(f"{self._directory}/{name}")
-            for name in sorted(new_files, key=lambda name: name == last):
-                self._store.mv(f"{self._new}/{new_files[name]}", f"{self._directory}/{name}")
-            for name in earlier:
-                if EXPORTED.fullmatch(name) and name not in (INDEX, SINGLE, *new_files):
-                    self._store.rm_file(f"{self._directory}/{name}")
+            for path in sorted(self._store.ls(self._directory, detail=False)):  # config.json first
+                if EXPORTED.fullmatch(path.rpartition("/")[2]):
+                    self._store.rm_file(path)
+            for new, name in moves.items():
+                self._store.mv(f"{self._new}/{new}", f"{self._directory}/{name}")
 
     def __enter__(self) -> ExportWriter:
         return self

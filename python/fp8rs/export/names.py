@@ -61,6 +61,7 @@ def stored_parts(model: nn.Module) -> dict[str, list[Part]]:
         another way than a range of rows for each tensor, or if the model is not one of
         transformers.
     """
+    model = getattr(model, "_orig_mod", model)
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
     tensors = {plain_name(name): tensor for name, tensor in named}
     library, loading = map(sys.modules.get, (f"transformers.{name}" for name in _MODULES))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fp8rs.tensor.formats import E4M3, E5M2
 
-from .files import INDEX, SINGLE, import_safetensors
+from .files import CONFIG, INDEX, SINGLE, import_safetensors
 from .formats import FORMATS
 from .names import Part
 
@@ -101,7 +101,7 @@ class StoredTensors:
                 "download the model first, for example with huggingface_hub.snapshot_download"
             )
         self._opened: dict[str, Any] = {}
-        config = self.directory / "config.json"
+        config = self.directory / CONFIG
         quantization = _json(config).get("quantization_config") if config.exists() else None
         self.blocks = () if quantization is None else tuple(_declared(quantization, self.directory))
         #: The file of each tensor.

@@ -125,24 +125,23 @@ class AllGatherLayout:
     # --- unsharded weights -----------------------------------------------------------------------
 
     def inner_tensors(self, planes: Planes, spec: ShardSpec) -> tuple[Tensor, ...]:
-        """Return the tensors of an unsharded weight that FSDP2 does not free as gathered ones."""
+        """Return the tensors of an unsharded weight besides the gathered ones.
+
+        FSDP2 frees and allocates their memory.
+        """
         if spec.num_shards == 1 and not self.gathers_codes_alone(spec):
             return tuple(tensors_of(planes)[1:])
         return () if spec.batched else tuple(tensors_of(planes[1:]))
 
     def refilled(
-        self,
-        storage: PlaneStorage,
-        outputs: Sequence[Tensor],
-        spec: ShardSpec,
-        scale: Tensor | None,
+        self, last: PlaneStorage, outputs: Sequence[Tensor], spec: ShardSpec, scale: Tensor | None
     ) -> Planes | None:
         """Return the planes of the last unshard if FSDP2 gathered into their memory, else None.
 
         Building equal planes from the outputs takes several times as long. Comparing storages
         suffices, because the views of `unpack` begin where an output begins.
         """
-        planes = storage.rowwise, storage.columnwise
+        planes = last.rowwise, last.columnwise
         tensors = tensors_of(planes)
         if self.gathers_codes_alone(spec):
             assert scale is not None
@@ -172,8 +171,11 @@ class AllGatherLayout:
             assert scale is not None
             return Plane(codes, scale, format), None
         if spec.num_shards == 1:
-            # FSDP2 has copied the first tensor alone. The others may be an FP8 shard's own.
-            own = last.tensors()[1:] if last else map(torch.empty_like, outputs[1:])
+            # FSDP2 has copied the first tensor alone. The others may be an FP8 shard's own, so that
+            # writes to the shard would change them.
+            own = last.tensors()[1:] if last else []
+            if len(own) + 1 != len(outputs):  # at first, and after `update_usage`
+                own = list(map(torch.empty_like, outputs[1:]))
             memory = tuple(t.view(-1).view(torch.uint8) for t in own)
             with preserve_version_counter(memory):
                 torch._foreach_copy_(memory, list(outputs[1:]))

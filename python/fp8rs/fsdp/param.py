@@ -158,9 +158,9 @@ class ParamHandle:
         self._forward_id, self._writes_seen, self.ready = forward_id, self.writes, ready
         self.prepared = self.kept = self.written_on = None  # `ready` includes the wait for writes
 
-    def invalidate_scale(self) -> None:
-        """Note that the values changed without an operator."""
-        self._writes_seen, self.kept = -1, None
+    def invalidate_scale(self, keep_codes: bool = False) -> None:
+        """Note that the values may have changed without an operator."""
+        self._writes_seen, self.kept = -1, self.kept if keep_codes else None
 
     def mark_written(self) -> None:
         """Note that an operator writes to the shard."""

@@ -365,14 +365,13 @@ class ShardedModel:
     def stepped(self) -> None:
         """Notify that an optimizer with parameters of this model has stepped.
 
-        A compiled step writes to shards without an operator that `MasterWeight` sees. A step within
-        a backward writes only to shards that the backward has gathered. The codes that are kept for
-        other layers stay. The scales of trainable FP8 weights are synchronized, unless the step
-        itself has done it.
+        A compiled step writes to shards without an operator that `MasterWeight` sees. Codes that
+        are kept for a running backward stay valid. The scales of trainable FP8 weights are
+        synchronized, unless the step itself has done it.
         """
-        for handle in () if self.state.tracker.in_backward else self._all_handles():
+        for handle in self._all_handles():
             if not isinstance(handle, Float8ParamHandle):
-                handle.invalidate_scale()
+                handle.invalidate_scale(keep_codes=self.state.tracker.in_backward)
         if not self._synced_by_optimizer:
             self.sync_scales([h for h in self.handles() if h.parameter.requires_grad])
         self._synced_by_optimizer = False

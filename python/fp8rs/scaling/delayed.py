@@ -34,7 +34,8 @@ class DelayedScalingState:
 
     Histories roll at the first step after amaxes were recorded: the amaxes are added to them, and
     the next scales are computed. A step is one roll, however many micro-batches it has, and the
-    steps of two optimizers are one roll. Steps within a backward roll at its end.
+    steps of two optimizers are one roll. Steps within a backward roll at its end, or with reentrant
+    checkpointing at the end of a checkpoint's backward.
 
     Args:
         recipe: the model's recipe.
@@ -134,7 +135,8 @@ class DelayedScalingState:
         if self.recorded or unannounced:
             self.recorded = False
             roll = partial(self.roll, unsure=unannounced)
-            if in_backward():  # layers have yet to record amaxes of gradients
+            if in_backward():
+                # Layers before this one record the amaxes of their gradients later.
                 after_backward(roll)
             else:
                 roll()
