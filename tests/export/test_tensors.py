@@ -209,16 +209,16 @@ def test_a_compiled_root_that_is_sharded_is_exported_and_loaded_in_its_shards(ri
     wanted = exported(model, "bf16", dtype=torch.float32)
     folder = shared_folder(rig)
     root = fully_shard(torch.compile(model, backend="eager"))
-    for scale in (1, 2):
+    for name in ("first", "loaded"):
         with torch.no_grad():
             root(batch(rig))  # leaves the root's weights unsharded
         assert_same_bytes(exported(root, "bf16", dtype=torch.float32), wanted)
-        save_pretrained(root, f"{folder}/{scale}", "bf16", dtype=torch.float32)
+        save_pretrained(root, f"{folder}/{name}", "bf16", dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
             root(batch(rig))
-        load(root, f"{folder}/{scale}")
+        load(root, f"{folder}/{name}")
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def async_save(
 
     Returns:
         A future. Its ``result()`` waits until the checkpoint is complete, and raises the errors of
-        the writes as `save` does.
+        writing it as `save` does.
 
     Raises:
         TypeError: ``state`` is not a dictionary.
@@ -224,7 +224,8 @@ def _call_state_dicts(state: Any, what: str, process_group: Any) -> dict[str, An
     current: dict[str, Any] = {}
     error: Exception | None = None
     for key, value in state.items():
-        try:  # of each object, because the next one may run collectives
+        # A rank on which an object fails still joins the collectives of the next objects.
+        try:
             current[key] = value.state_dict() if isinstance(value, Stateful) else value
         except Exception as e:
             error = error or e
@@ -242,7 +243,7 @@ def _picklable(error: Exception | None) -> Exception | None:
     """Return an error, or a RuntimeError with its text if it cannot be sent to other ranks."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # of any type
+    except Exception:  # an error's own code can raise any type
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 

@@ -140,8 +140,8 @@ class ShardQuantizer:
     def record_gathered(self, handles: Iterable[ParamHandle]) -> None:
         """Record the amaxes of weights that an evaluation gathered and that are still gathered.
 
-        Called when a forward in training mode begins. It uses these weights as
-        they are, so no cast of its own records their amaxes.
+        Called when a forward in training mode begins. It uses these weights as they are, so no cast
+        of its own records their amaxes.
         """
 
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:

@@ -152,8 +152,8 @@ class MasterWeightOptimizer(Optimizer):
 
         Raises:
             ValueError: the optimizer does not support an option in the state, a parameter's state
-                lacks an entry that the optimizer needs, or a tensor in the state does not
-                have the shape of its parameter. Nothing is loaded then.
+                lacks an entry that the optimizer needs, or a tensor in the state does not have the
+                shape of its parameter. Nothing is loaded then.
         """
         loaded: list[dict[str, Any]] = []
         old, seen = dict(self.state), self._seen
