@@ -183,6 +183,11 @@ def pytest_testnodedown(node):
         node.config.stash[COVER] = tuple(cover)
 
 
+def pytest_runtest_teardown(item):
+    if _is_gpu(item):
+        torch.cuda.empty_cache()  # all test processes share the GPUs
+
+
 def pytest_sessionfinish(session):
     # nanobind reports objects that are still alive at exit.
     gc.unfreeze()

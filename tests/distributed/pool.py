@@ -179,7 +179,7 @@ def run_case(
     # whose threads wake up a hundred times a second. A collection after each case costs less.
     if number % 10 == 0:
         gc.collect()
-        torch.cuda.empty_cache()  # the ranks of all test processes share the GPUs
+    torch.cuda.empty_cache()  # the ranks of all test processes share the GPUs
     if answer is not None:
         pipe.send(answer)
 
