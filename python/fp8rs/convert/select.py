@@ -49,7 +49,7 @@ def min_speedup(
     It does not apply to experts. With ``experts="auto"``, each call of experts chooses the faster
     GEMMs.
 
-    Combine it with a filter of your own by ``and``::
+    Combine it with a filter of your own by ``and``:
 
         fast = fp8rs.min_speedup(tokens=8192)
         fp8rs.convert_to_float8_training(

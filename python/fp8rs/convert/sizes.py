@@ -166,7 +166,7 @@ def groups_of(
         reshard_after_forward: as in ``fully_shard``. With None, only the root's parameters stay
             unsharded between forward and backward, or what FSDP2 does with a sharded model.
         unit_fn: called with each module and its name, returns whether ``fully_shard`` is called on
-            it. The default is :func:`usual_units`. The root is always sharded.
+            it. The default is `usual_units`. The root is always sharded.
         fp8_weights: count all weights with a layout as FP8 weights, not only those that are.
     """
 

@@ -7,7 +7,7 @@ holds a part of it, and the first of them is used.
 
 A batched weight (E, N, K) is gathered in one of two ways. On Shard(0), each rank passes codes and
 scales of its matrices, and the gathered tensors are the planes. On Shard(1), FSDP2 concatenates
-what the ranks pass along dimension 1, so it must have the shard's shape: ranks pass codes alone,
+the ranks' tensors along dimension 1, so they must have the shard's shape. Ranks pass codes only,
 and every rank has all scales already.
 """
 
@@ -43,7 +43,8 @@ class AllGatherLayout:
         fp8_dtype: dtype of their codes.
 
     Attributes:
-        columnwise: whether the columnwise plane is gathered too. The rowwise one does not give it.
+        columnwise: whether the columnwise plane is gathered too, because it cannot be derived from
+            the rowwise one.
         height: number of rows of a block. A shard boundary can split blocks if it is above 1.
     """
 
@@ -220,7 +221,7 @@ class AllGatherLayout:
 
 @dataclass(eq=False, slots=True)
 class AllGatherMetadata:
-    """Input of the post-all-gather hook besides the gathered bytes.
+    """The inputs of a parameter's all-gather, and what the post-all-gather hook needs of them.
 
     Attributes:
         layout: how weights of the parameter's format are gathered.

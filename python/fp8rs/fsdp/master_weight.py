@@ -45,10 +45,10 @@ _SIGNATURE = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSI
 
 
 def pre_all_gather(local: Any) -> Any:
-    """Return the ``fsdp_pre_all_gather`` of a local tensor, in the form with one argument.
+    """Return the ``fsdp_pre_all_gather`` of a local tensor, with the signature ``(mesh)``.
 
-    In this form, codes and scales may have different sizes. The hook returns the shard as flat
-    uint8 tensors, equally long on all ranks, and metadata.
+    With this signature, the tensors to gather may have different sizes. The hook returns the
+    shard as flat uint8 tensors, equally long on all ranks, and metadata.
     """
     hook: Any = partial(_all_gather_inputs, local)
     hook.__signature__ = _SIGNATURE

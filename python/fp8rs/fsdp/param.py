@@ -32,9 +32,9 @@ class ParamHandle:
         name: the parameter's name in its module.
         writes: number of times that operators wrote to the shard.
         written_on: the CUDA stream of the last write, or an event on that stream after the write.
-        scale: the scale () of the whole parameter, for formats with one scale per tensor. For a
-            batched parameter (E, N, K), the scales (E,) of the shard's matrices. On Shard(1), all
-            scales of the whole parameter, in every format.
+        scale: for formats with one scale per tensor, the scale () of the whole parameter, or the
+            scales (E,) of the shard's matrices of a batched parameter (E, N, K). For a batched
+            parameter on Shard(1), in every format, all scales of the whole parameter.
         amaxes: amaxes of the blocks that the shard touches, if other ranks need them too: shard
             boundaries split blocks, or a batch is on Shard(1).
         unrecorded: with delayed scaling, the amax of the shard in its last cast for a forward, if
@@ -113,7 +113,7 @@ class ParamHandle:
     def local(self) -> Any:
         """The local tensor with all-gather hooks that the module holds now, or None.
 
-        For a tied parameter, its handle may be another module's.
+        If the parameter is tied, the handle of the local tensor may be another module's.
         """
         module = self._module()
         return None if module is None else local_of(module._parameters.get(self.name))
@@ -154,16 +154,16 @@ class ParamHandle:
         return self._writes_seen != self.writes
 
     def set_fresh(self, forward_id: int, ready: StreamDependency) -> None:
-        """Note that the scale was computed from the shard as it is, for a forward."""
+        """Mark the scale as computed from the current values of the shard, for a forward."""
         self._forward_id, self._writes_seen, self.ready = forward_id, self.writes, ready
         self.prepared = self.kept = self.written_on = None  # `ready` includes the wait for writes
 
     def invalidate_scale(self, keep_codes: bool = False) -> None:
-        """Note that the values may have changed without an operator."""
+        """Mark the scale as stale: the values may have changed without an operator."""
         self._writes_seen, self.kept = -1, self.kept if keep_codes else None
 
     def mark_written(self) -> None:
-        """Note that an operator writes to the shard."""
+        """Count a write to the shard by an operator."""
         self.writes, self.kept = self.writes + 1, None
         self._note_stream()
 
@@ -270,7 +270,7 @@ def wait_for_writes(handles: Sequence[ParamHandle]) -> None:
 
 
 def record_write_events(handles: Iterable[ParamHandle]) -> None:
-    """Record events for the writes made so far, so that nothing later is waited for with them."""
+    """Record events after the writes made so far, so that waits do not include later work."""
     events: dict[torch.cuda.Stream, torch.cuda.Event] = {}
     for handle in handles:
         stream = handle.written_on

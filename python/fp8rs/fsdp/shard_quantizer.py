@@ -119,7 +119,7 @@ class ShardQuantizer:
     def copy_scales(self, shards: Sequence[LocalShard]) -> None:
         """Copy scales of FP8 shards to the handles, unless they are gathered with the codes.
 
-        A gathered weight stays valid with the copies if its shard is written later.
+        With copies, a gathered weight stays valid if its shard is written later.
         """
         raise NotImplementedError
 
@@ -140,8 +140,8 @@ class ShardQuantizer:
     def record_gathered(self, handles: Iterable[ParamHandle]) -> None:
         """Record the amaxes of weights that an evaluation gathered and that are still gathered.
 
-        Called when a forward in training mode begins. It uses these weights as they are, so no cast
-        of its own records their amaxes.
+        Called when a forward in training mode begins. That forward uses these weights without a
+        cast, so nothing else would record their amaxes.
         """
 
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:

@@ -1,15 +1,15 @@
 """The FSDP2 side of one converted model: which parameters are sharded, and when they are quantized.
 
-::
-
-    fully_shard                    setattr -> wrap: a MasterWeight over the shard
-    root's forward begins          forward_begins: all scales become stale
-    FSDP2 unshards a module        pre-all-gather hook -> prepare_all_gather
-                                     a stale scale: amaxes of all stale shards, one all-reduce
-                                     cast of the module's shards, one launch
-                                   all-gather of uint8
-                                   post-all-gather hook: a QuantizedTensor over the gathered bytes
-    optimizer writes to a shard    MasterWeight.__torch_dispatch__ -> handle.mark_written()
+```text
+fully_shard                    setattr -> wrap: a MasterWeight over the shard
+root's forward begins          forward_begins: all scales become stale
+FSDP2 unshards a module        pre-all-gather hook -> prepare_all_gather
+                                 a stale scale: amaxes of all stale shards, one all-reduce
+                                 cast of the module's shards, one launch
+                               all-gather of uint8
+                               post-all-gather hook: a QuantizedTensor over the gathered bytes
+optimizer writes to a shard    MasterWeight.__torch_dispatch__ -> handle.mark_written()
+```
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class ShardedModel:
 
     An all-gather outside of a backward casts its shards with the handles' scales. If FSDP2 frees
     the weights after a forward with gradients, the codes are kept until the backward gathers them,
-    1 byte per element of the shard. Only that backward uses them: another all-gather may follow a
-    write that no operator shows, and must send the new values. A new scale or a noticed write
-    discards them, and the backward casts the shard again with the scale of the forward.
+    1 byte per element of the shard. Only that backward uses them. Every other all-gather casts
+    again, because a write that no operator makes may precede it. A new scale or a counted write
+    discards the codes, and the backward casts the shard again with the scale of the forward.
 
     All ranks must find the same scales stale, because of the all-reduce. They run the same forwards
     and the same writes, except that one rank may write to its shard between a forward and its

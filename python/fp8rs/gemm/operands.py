@@ -30,7 +30,7 @@ def dgrad_operand(row: Plane, emulate: bool, after: Tensor | None = None) -> Pla
 
     With square blocks it is the transpose. With one scale per row, the codes are transposed and the
     scales are 1. The row scales are multiplied into the gradient before it is quantized
-    (:func:`dgrad_column_scale`).
+    (`dgrad_column_scale`).
 
     Args:
         row: the rowwise plane.

@@ -1,7 +1,7 @@
 """The table of GEMMs: the kernel for each device and each pair of operand formats.
 
 ``scaled_mm(a, b)`` is a @ b.T over the values of two planes, both contiguous along the contracted
-dimension. A kernel is a row of :data:`GEMMS`. On CPU and meta, and on CUDA with ``emulate``,
+dimension. A kernel is a row of `GEMMS`. On CPU and meta, and on CUDA with ``emulate``,
 operands are dequantized instead.
 """
 

@@ -1,6 +1,6 @@
 """Integration with Hugging Face accelerate, 1.15 and newer.
 
-With bf16 mixed precision, no integration is needed::
+With bf16 mixed precision, no integration is needed:
 
     convert_to_float8_training(model, recipe="current", filter_fqns=["lm_head"])
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -34,8 +34,8 @@ class Float8Params(nn.Module):
         _fp8_index: the module's index among the converted modules.
         _fp8_params: the handle of each FP8 parameter, by the parameter's name.
         _fp8_slots: with delayed scaling, views of single elements of the buffers.
-        fp8_ready: with delayed scaling, whether weight, input and gradient have scales, as of the
-            last roll but one. The buffers themselves are not read.
+        fp8_ready: with delayed scaling, whether weight, input and gradient had scales one roll
+            before the last. The buffers themselves are not read.
     """
 
     _fp8_state: ModelState

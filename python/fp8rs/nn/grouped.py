@@ -97,7 +97,7 @@ def _choose(x: Tensor, weight: Tensor, spec: GroupedSpec) -> estimates.GroupedCh
 
 
 def prefers_gated_mlp(rows: int, gate_up: Tensor, down: Tensor, gemms: Gemms) -> bool:
-    """Whether experts run as :func:`gated_mlp`, and not as two calls of :func:`grouped`.
+    """Whether experts run as `gated_mlp`, and not as two calls of `grouped`.
 
     With "fp8", they do if the device has FP8 GEMMs for both weights. With "auto", it must also be
     faster.
@@ -161,7 +161,7 @@ def gated_mlp(
         offs: int32 (E,), the row after the last one of each expert.
         activation: "silu" or "gelu_tanh".
         key: the key of a recipe.
-        zero_tail: as for :func:`grouped`.
+        zero_tail: as for `grouped`.
 
     Returns:
         (rows, H), with the dtype of ``x``.
@@ -195,7 +195,7 @@ def _are_supported(weight: Tensor) -> bool:
 def check(
     x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, transposed: bool = False
 ) -> None:
-    """Check the arguments of :func:`grouped`, except the values of ``offs``.
+    """Check the arguments of `grouped`, except the values of ``offs``.
 
     Raises:
         ValueError: a shape or device does not fit.

@@ -63,7 +63,7 @@ class QuantizedInputCache:
     Attributes:
         entry: the cached input. It is always replaced as a whole, because a tensor may be freed by
             another thread at any time.
-        generation: an object that :meth:`clear` replaces. A backward on a GPU runs in a thread of
+        generation: an object that `clear` replaces. A backward on a GPU runs in a thread of
             autograd's and looks up its input with the generation of its forward.
     """
 

@@ -124,8 +124,8 @@ class ModelState:
     def attach(self, root: nn.Module) -> None:
         """Make ``root`` the root of the model: register hooks on its forward and on its loads.
 
-        Torch numbers hooks, and compiled graphs guard on the numbers, so that a graph would serve
-        one model only. These hooks therefore have names, which are equal for all models.
+        Torch numbers hooks, and compiled graphs guard on the numbers, so each model would compile
+        graphs of its own. These hooks therefore have names, which are equal for all models.
         """
         before, after = cast(Any, root._forward_pre_hooks), cast(Any, root._forward_hooks)
         name: Any = next(key for n in itertools.count() if (key := f"fp8rs {n}") not in before)

@@ -45,7 +45,7 @@ def adamw_(
     """Update parameters by one step of AdamW. All tensors are contiguous, of any shape.
 
     Let g, m, v and w be the gradient, the moments and the parameter (or its master), in float32.
-    Each operation is rounded once and none is contracted::
+    Each operation is rounded once and none is contracted:
 
         g = g * (1 / grad_scale), or its negative to maximize
         w = w * (1 - lr * weight_decay)

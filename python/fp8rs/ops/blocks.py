@@ -1,6 +1,6 @@
 """Operators of block formats: rows, 1x128 and 128x128 with float32 scales, and MXFP8.
 
-The rules of :mod:`fp8rs.ops.tensorwise` hold here too. In addition:
+The rules of `fp8rs.ops.tensorwise` hold here too. In addition:
 
 - ``block`` is (rows, columns) of one scale, with -1 for the whole extent. It means the same in both
   directions: rowwise blocks of (1, n) run along the rows of the matrix, columnwise blocks along the
@@ -98,8 +98,8 @@ def quantize_blocks(
             columnwise scales, not negative.
         column_scale: float32, one factor for each column of ``x``, multiplied into the rowwise
             output only. Requires blocks of a whole row.
-        after: see :mod:`fp8rs.ops.tensorwise`.
-        batched: see :mod:`fp8rs.ops.tensorwise`.
+        after: see `fp8rs.ops.tensorwise`.
+        batched: see `fp8rs.ops.tensorwise`.
 
     Returns:
         Rowwise codes (the shape of ``x``), their scales, columnwise codes, and their scales. A

@@ -41,7 +41,7 @@ def combine_rows_backward(
     needs_rows: bool = True,
     needs_weights: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of the rows and the weights of :func:`combine_rows`.
+    """Compute the gradients of the rows and the weights of `combine_rows`.
 
     The gradient of row ``places[t, j]`` is weights[t, j] * grad[t], rounded to float32 and then to
     the dtype of ``grad``. CPU and CUDA give the same bytes. The gradient of weights[t, j] is the

@@ -1,7 +1,7 @@
 """Decorators that define an operator from the signature of one function.
 
 The function allocates the outputs, for fake and meta tensors. It may use only shapes, dtypes and
-devices::
+devices:
 
     @native_op
     def transpose(codes: Tensor) -> Tensor:
@@ -12,7 +12,7 @@ frame. These kernels allocate outputs and check arguments themselves. ``opcheck`
 outputs with the function's.
 
 Operators that call torch's grouped GEMMs have their kernels in Python. So do operators that declare
-a write, because torch's C interface cannot increment a tensor's version::
+a write, because torch's C interface cannot increment a tensor's version:
 
     @python_op(_core.random_uniform, mutates_args=["x"])
     def random_uniform_(x: Tensor, seed: int) -> None: ...

@@ -82,7 +82,7 @@ def quantize_groups(
 
     Args:
         x: the values (rows, cols), float32, bfloat16 or float16.
-        ends: the first result of :func:`group_bounds`.
+        ends: the first result of `group_bounds`.
         padded_ends: its second result.
         fp8_dtype: the dtype of the codes.
         rowwise: whether rows are quantized. Rows that belong to no group have codes 0 and scale 1.
@@ -116,13 +116,13 @@ def quantize_gated(
     power_2_scale: bool = False,
     amax_epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute a gated activation or its gradient, and quantize it like :func:`quantize_groups`.
+    """Compute a gated activation or its gradient, and quantize it like `quantize_groups`.
 
     The values are activation(gate) * up, computed in float32 and rounded to the dtype of ``h``.
 
     Args:
         h: (rows, 2 * cols): the gate, then ``up``. float32, bfloat16 or float16.
-        ends: the first result of :func:`group_bounds`.
+        ends: the first result of `group_bounds`.
         padded_ends: its second result.
         activation: "silu" or "gelu_tanh".
         fp8_dtype: the dtype of the codes.

@@ -1,7 +1,7 @@
 """Recipes: how the operands of a linear layer's three GEMMs are quantized.
 
 A recipe is frozen and holds neither state nor a process group. Functions that take a recipe also
-take its short name (:func:`resolve_recipe`).
+take its short name (`resolve_recipe`).
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def reduce_packed_(values: Tensor, parts: Iterable[tuple[range, Iterable[Any]]])
     Args:
         values: the maxima (n,), fp32 and contiguous.
         parts: ranges of ``values``, each with the groups to reduce it over. Reducing over several
-            groups in turn (FSDP's, tensor parallelism's) reduces over their product. Ranges of one
-            group are equal or disjoint.
+            groups in turn (FSDP's, tensor parallelism's) reduces over the ranks of their combined
+            mesh. Two ranges of one group are equal or disjoint.
     """
     by_group: dict[str, dict[range, None]] = {}
     for part, groups in parts:

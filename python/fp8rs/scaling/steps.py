@@ -35,7 +35,7 @@ class StepTracker:
 
     @property
     def in_backward(self) -> bool:
-        """Whether this thread is inside a backward, and not in a forward that a hook on it runs."""
+        """Whether this thread is inside a backward, except in forwards that backward hooks run."""
         return in_backward() and not self.in_forward
 
     def begin_forward(self, *, training: bool, grad: bool, in_backward: bool) -> bool:

@@ -43,8 +43,8 @@ class BlockFormat:
     ``32x32`` with float8_e8m0fnu. `Quantizer.format` and `Plane.format` give them.
 
     ``block`` is (rows, columns) of one scale; -1 means the whole extent. A columnwise plane is
-    the transposed matrix stored contiguously, and ``block`` applies to *that* matrix: the format
-    of a plane never depends on which of the two planes it is.
+    the transposed matrix stored contiguously, and ``block`` applies to *that* matrix, so both
+    planes of a tensor have the same format.
 
     Formats are compared by identity, because every call of a layer compares formats. Each format
     has one object, which copies, unpickling and the constructor return. Compilers call the
