@@ -51,7 +51,7 @@ class Settings:
 
     @staticmethod
     def choose(device: str, ranks: int, steps: int | None = None) -> Settings:
-        """Return settings that take two to three minutes on two CPU cores, or a larger GPU run."""
+        """Return settings for some minutes on two CPU cores, or for a larger run on GPUs."""
         if device == "cuda":
             model = LlamaConfig(VOCABULARY, 512, 8, 8, 4, 1408)
             settings = Settings(model, device, 600, 64, 256, 1e-3)
