@@ -249,21 +249,17 @@ def run_demo(folder: Path, *arguments: str, timeout: float = 300) -> Run:
     return json.loads((folder / "result.json").read_text()), done.stdout, folder
 
 
-def of_two_steps(test: Any) -> Any:
-    """Mark a test of `demo_run`, which takes a minute on CPUs with slow bf16.
-
-    `make wheel-test` trains one step in the first tier.
-    """
-    return pytest.mark.newest_torch(pytest.mark.second_tier(test))
-
-
 @pytest.fixture(scope="module")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run the demo as a user does, but with two steps instead of 200, which take minutes."""
+    """Run the demo as a user does, but with two steps instead of 200, which take minutes.
+
+    On CPUs with slow bf16, two steps take a minute. `make wheel-test` trains one in the first tier.
+    """
     return run_demo(tmp_path_factory.mktemp("demo"), "--steps", "2")
 
 
-@of_two_steps
+@pytest.mark.newest_torch
+@pytest.mark.second_tier
 def test_the_demo_writes_its_fields(demo_run: Run) -> None:
     result, _, _ = demo_run
     assert list(result) == FIELDS
@@ -308,7 +304,8 @@ def weights_ratio(result: dict[str, Any]) -> float:
     return result["fp8"]["weight_bytes"] / result["reference"]["weight_bytes"]
 
 
-@of_two_steps
+@pytest.mark.newest_torch
+@pytest.mark.second_tier
 def test_fp8_weights_are_gathered_at_half_the_bytes(demo_run: Run) -> None:
     result, _, _ = demo_run
     assert 0.49 < weights_ratio(result) <= 0.51
@@ -320,7 +317,8 @@ def test_fp8_weights_are_gathered_at_half_the_bytes(demo_run: Run) -> None:
     assert rest[0] == rest[1] > 0
 
 
-@of_two_steps
+@pytest.mark.newest_torch
+@pytest.mark.second_tier
 def test_the_reference_gathers_each_block_twice_in_bf16(demo_run: Run) -> None:
     result, _, _ = demo_run
     c = Settings.choose("cpu", 2).model
@@ -328,7 +326,8 @@ def test_the_reference_gathers_each_block_twice_in_bf16(demo_run: Run) -> None:
     assert result["reference"]["weight_bytes"] == 2 * c.layers * layer * 2
 
 
-@of_two_steps
+@pytest.mark.newest_torch
+@pytest.mark.second_tier
 def test_the_demo_shows_progress_a_table_and_a_plot(demo_run: Run) -> None:
     _, output, folder = demo_run
     assert "step    2/2" in output

@@ -51,7 +51,7 @@ class Settings:
 
     @staticmethod
     def choose(device: str, ranks: int, steps: int | None = None) -> Settings:
-        """Return settings for some minutes on two CPU cores, or for a larger run on GPUs."""
+        """Return settings for a run of minutes on two CPU cores, or for a larger one on GPUs."""
         if device == "cuda":
             model = LlamaConfig(VOCABULARY, 512, 8, 8, 4, 1408)
             settings = Settings(model, device, 600, 64, 256, 1e-3)

@@ -1,7 +1,7 @@
 """FSDP2 integration: sharded weights that are all-gathered as FP8 codes and scales.
 
-The local tensor of a sharded parameter is a `MasterWeight`, which is stored in high
-precision and quantized for each all-gather, or an FP8 weight, which is gathered as it is stored.
+The local tensor of a sharded parameter is a `MasterWeight`, which is stored in high precision and
+quantized for each all-gather, or an FP8 weight, which is gathered as it is stored.
 
 - ``sharded_model``: the FSDP2 side of one converted model: installs local tensors on shards and
   decides when weights are quantized;

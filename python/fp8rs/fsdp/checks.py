@@ -4,8 +4,8 @@ Ranks read each other's bytes, so they must agree on formats and layers. They co
 mesh, before the first forward of the converted root or before the first all-gather.
 
 The comparison uses the store of the process group instead of a collective. A rank that converted no
-layer does not take part. Its next collective would be paired with the comparison's, and no error
-could name the rank.
+layer does not take part. A collective would be paired with an unrelated one of that rank, and no
+error could name the rank.
 """
 
 from __future__ import annotations

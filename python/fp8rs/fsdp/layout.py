@@ -221,7 +221,7 @@ class AllGatherLayout:
 
 @dataclass(eq=False, slots=True)
 class AllGatherMetadata:
-    """The inputs of a parameter's all-gather, and what the post-all-gather hook needs of them.
+    """All-gather inputs of a shard, and what the post-all-gather hook needs besides the outputs.
 
     Attributes:
         layout: how weights of the parameter's format are gathered.

@@ -32,9 +32,9 @@ class ParamHandle:
         name: the parameter's name in its module.
         writes: number of times that operators wrote to the shard.
         written_on: the CUDA stream of the last write, or an event on that stream after the write.
-        scale: for formats with one scale per tensor, the scale () of the whole parameter, or the
-            scales (E,) of the shard's matrices of a batched parameter (E, N, K). For a batched
-            parameter on Shard(1), in every format, all scales of the whole parameter.
+        scale: for formats with one scale per tensor, the scale () of the whole parameter, or for a
+            batched parameter (E, N, K) the scales (E,) of the shard's matrices. If a batched
+            parameter is on Shard(1), all its scales, in every format.
         amaxes: amaxes of the blocks that the shard touches, if other ranks need them too: shard
             boundaries split blocks, or a batch is on Shard(1).
         unrecorded: with delayed scaling, the amax of the shard in its last cast for a forward, if

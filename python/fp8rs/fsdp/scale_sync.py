@@ -9,9 +9,9 @@ scales at points that all of them reach:
 - after an optimizer step. `fp8rs.optim` reduces the amaxes of all weights within the step;
 - when a layer's state dict is taken or loaded, and after its ``reset_parameters``.
 
-At these points, every rank takes part, whether or not it wrote. All ranks run an all-reduce, or
-none of them does, because no scale is shared. One rank may therefore write alone. All ranks must
-call ``state_dict()``.
+At these points, ranks take part whether or not they wrote. Either all of them run an all-reduce, or
+none, because no scale is shared. One rank may therefore write alone. All ranks must call
+``state_dict()``.
 
 An all-gather outside of the root's forward is an exception. It synchronizes if this rank wrote
 since the last all-gather, as with master weights. All ranks must make writes before it, or run a

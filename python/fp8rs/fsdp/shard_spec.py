@@ -100,10 +100,9 @@ class ShardSpec:
     def element_offsets(self) -> tuple[int, ...]:
         """The index of the shard's first element, unique among the elements of the parameter.
 
-        A shard with rows of all matrices of a batch has one index per matrix, of its position in
-        the whole parameter. For any other shard, the elements of a part are numbered consecutively,
-        and parts one after another: of a (4, 4) parameter in two column halves, the left half has
-        the indices 0 to 7 and the right half 8 to 15.
+        A shard with rows of all matrices of a batch has one index per matrix, counted in the whole
+        parameter. For any other shard, elements are numbered part by part: if a (4, 4) parameter is
+        split into two column halves, the left one has the indices 0 to 7 and the right one 8 to 15.
         """
         shape, start, size = self.global_shape, list(self.global_offset), list(self.unsharded_shape)
         if self.batched and self.shard_dim == 1 and tuple(size[1:]) == shape[1:]:

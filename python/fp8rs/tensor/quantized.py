@@ -7,10 +7,10 @@ plane, because Hopper's FP8 GEMM supports only K-major operands.
 A batched weight (E, N, K) consists of E matrices, each quantized by itself. Its columnwise plane is
 (E, K, N). Views of whole matrices can be written.
 
-Planes belong to a `PlaneStorage`, as the bytes of a plain tensor
-belong to its storage. A tensor, its detached aliases and its views share one, so a plane that is
-written, made or dropped through one of them changes for all. A view of consecutive elements can be
-written. Other views can be read only.
+Planes belong to a `PlaneStorage`, as the bytes of a plain tensor belong to its storage. A tensor,
+its detached aliases and its views share one, so a plane that is written, made or dropped through
+one of them changes for all. A view of consecutive elements can be written. Other views can be read
+only.
 
 A view has the geometry that it would have over the contiguous values of the storage. A shallow
 copy shares the planes. A deep copy and a pickle have planes of their own. Operators are implemented
