@@ -5,11 +5,12 @@ Each entry says why public API does not suffice.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 #: A context for writes that autograd must not count. FSDP2 refills gathered tensors that a graph
 #: has saved.
@@ -115,6 +120,63 @@ def dispatch_mode() -> object:
     """
     depth = torch._C._len_torch_dispatch_stack()
     return torch._C._get_dispatch_stack_at(depth - 1) if depth else None
+
+
+#: The modes of selective checkpointing, in the forward and in the recomputation.
+_SELECTIVE_CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
+
+def outside_selective_checkpoints(
+    function: Callable[_Arguments, _Result],
+) -> Callable[_Arguments, _Result]:
+    """Hide the operators of a function from selective checkpointing, and from no other mode.
+
+    Selective checkpointing numbers the operators of a forward, and replays saved outputs by these
+    numbers. A function that runs in the forward and not in the recomputation, such as a hook that
+    FSDP2 calls in an all-gather, would therefore shift the numbers of all later operators.
+
+    Without dispatch modes, this costs one check of the depth of their stack. Torch has no public
+    way to leave a mode that the caller has entered. Compilers cannot trace the decorated function.
+    """
+
+    @functools.wraps(function)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if not torch._C._len_torch_dispatch_stack():
+            return function(*args, **kwargs)
+        with _without_selective_checkpoint_modes():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def _without_selective_checkpoint_modes() -> Iterator[None]:
+    """Take the modes of selective checkpointing off the stack of dispatch modes."""
+    # Only the last mode can be taken off the stack. Modes that were entered after a hidden one are
+    # therefore taken off too, and put back. FakeTensorMode and modes of compilers are always below.
+    entered: list[object] = []
+    visible: list[object] = []
+    for index in range(torch._C._len_torch_dispatch_stack()):
+        mode = torch._C._get_dispatch_stack_at(index)
+        hidden = isinstance(mode, _SELECTIVE_CHECKPOINT_MODES)
+        if hidden or entered:
+            entered.append(mode)
+            if not hidden:
+                visible.append(mode)
+
+    _replace_last_modes(entered, visible)
+    try:
+        yield
+    finally:
+        _replace_last_modes(visible, entered)
+
+
+def _replace_last_modes(old: list[object], new: list[object]) -> None:
+    """Replace the last modes on the stack of dispatch modes."""
+    for _ in old:
+        torch._C._pop_torch_dispatch_stack(None)
+    for mode in new:
+        torch._C._push_on_torch_dispatch_stack(cast(Any, mode))
 
 
 class Itself:

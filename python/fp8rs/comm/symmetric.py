@@ -51,7 +51,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8rs._torch import symmetric_memory
+from fp8rs._torch import outside_selective_checkpoints, symmetric_memory
 
 from .reduce_scatter import Transport, sum_rows
 
@@ -166,12 +166,14 @@ class CopyEngineAllGather:
         self._buffer = buffer
         self._channel = channel
 
+    @outside_selective_checkpoints
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Return the output. It need not be in symmetric memory."""
         return torch.empty(*size, dtype=dtype, device=device)
 
+    @outside_selective_checkpoints
     def __call__(
         self,
         output_tensor: Tensor,

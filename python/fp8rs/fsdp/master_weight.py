@@ -23,6 +23,7 @@ from fp8rs._torch import (
     disabled_torch_function,
     is_alias,
     is_traced,
+    outside_selective_checkpoints,
     own_part,
     real_subclass,
     wrapper_subclass,
@@ -49,17 +50,22 @@ def pre_all_gather(local: Any) -> Any:
 
     With this signature, the tensors to gather may have different sizes. The hook returns the
     shard as flat uint8 tensors, equally long on all ranks, and metadata.
+
+    FSDP2 may call the hooks inside of a checkpointed function, in its forward only. Selective
+    checkpointing must not count their operators.
     """
     hook: Any = partial(_all_gather_inputs, local)
     hook.__signature__ = _SIGNATURE
     return hook
 
 
+@outside_selective_checkpoints
 def _all_gather_inputs(local: Any, mesh: Any) -> Any:
     prepared = local._handle.state.ensure_sharded_model().prepare_all_gather(local._handle, local)
     return prepared.inputs, prepared
 
 
+@outside_selective_checkpoints
 def post_all_gather(
     self: Any,
     all_gather_outputs: tuple[Tensor, ...],

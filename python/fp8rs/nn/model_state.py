@@ -19,6 +19,7 @@ from fp8rs._torch import (
     in_backward,
     is_view_of_flat_parameter,
     keep_from_ddp,
+    outside_selective_checkpoints,
     sharded_parameters,
 )
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, quant_spec, resolve_recipe
@@ -186,7 +187,13 @@ class ModelState:
         if torch.compiler.is_compiling():
             if self.delayed is not None:
                 note_compiled(self.delayed.mark, "model")
-            return
+        else:
+            self._begin_eager_forward(module)
+
+    # A recomputation of the whole model does not count as a forward, and skips most of this.
+    @outside_selective_checkpoints
+    def _begin_eager_forward(self, module: nn.Module) -> None:
+        """Begin a forward of the model that is not compiled."""
         if self._root is None or not self.linears:
             self._link(module)
         # Collectives write receive buffers without a new version. Layers that were made one by one

@@ -22,7 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import is_alias, is_distributed, is_traced, local_tensor
+from fp8rs._torch import (
+    is_alias,
+    is_distributed,
+    is_traced,
+    local_tensor,
+    outside_selective_checkpoints,
+)
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.formats import FP8_MAX
@@ -72,9 +78,6 @@ class SlotCache:
 
     def get(self, buffers: dict[str, Any]) -> Slots:
         """Return the slots in these buffers, which become local float32 tensors."""
-        amax = buffers["fp8_amax"]
-        if type(amax) is not Tensor or amax.dtype != torch.float32:
-            keep_local(buffers)
         scale, amax = buffers["fp8_scale"], buffers["fp8_amax"]
         known = self._known
         if (
@@ -83,8 +86,18 @@ class SlotCache:
             or known[1] is not amax
             or not is_alias(known[2][1][0], amax)  # `fully_shard` moves buffers in place
         ):
-            known = self._known = scale, amax, slots(scale, amax)
+            return self._create(buffers)
         return known[2]
+
+    # A recomputation finds the slots of its forward.
+    @outside_selective_checkpoints
+    def _create(self, buffers: dict[str, Any]) -> Slots:
+        """Create the slots in these buffers."""
+        keep_local(buffers)
+        scale, amax = buffers["fp8_scale"], buffers["fp8_amax"]
+        new_slots = slots(scale, amax)
+        self._known = scale, amax, new_slots
+        return new_slots
 
     def __reduce__(self) -> Any:
         return SlotCache, ()
@@ -176,6 +189,8 @@ def _addresses(buffers: Sequence[Tensor]) -> list[int]:
     return [] if is_traced(buffers[0]) else list(map(Tensor.data_ptr, buffers))
 
 
+# Packs are built in the forward of a layer if no forward of the model has begun.
+@outside_selective_checkpoints
 @torch.no_grad()
 def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
     """Pack the layers' buffers, one pack per device. The buffers become views of the packs."""
