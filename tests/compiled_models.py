@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch._dynamo as dynamo
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fp8rs
 from cases import RECIPES
@@ -54,6 +60,18 @@ def build(recipe, device, wrap=None, gather=True, blocks=2):
     return fp8rs.convert_to_float8_training(
         model, recipe=RECIPES.get(recipe, recipe), enable_fsdp_float8_all_gather=gather
     )
+
+
+def selective(block, x):
+    """Run a block under selective checkpointing that saves matrix products."""
+    saved = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+
+    def policy(ctx, op, *args, **kwargs):
+        save = op in saved
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
 def batch(device, n=0, length=8):

@@ -13,15 +13,11 @@ import pytest
 import torch
 import torch._dynamo as dynamo
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
 import fp8rs
 from cases import RECIPES, each_kind_of_recipe, each_recipe, pad_tokens, skip_without_block_gemms
-from compiled_models import WIDTH, Block, batch, build, counting, graphs
+from compiled_models import WIDTH, Block, batch, build, counting, graphs, selective
 from fp8rs.quantize.recipes import resolve_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -98,18 +94,6 @@ def test_an_input_quantized_in_two_ways_is_one_graph(device):
         assert backend.frame_count == 1
 
 
-def selective(block, x):
-    """Run a block under selective checkpointing that saves matrix products."""
-    saved = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
-
-    def policy(ctx, op, *args, **kwargs):
-        save = op in saved
-        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-
-
 def plainly(block, x):
     return checkpoint(block, x, use_reentrant=False)
 
@@ -124,6 +108,16 @@ def test_checkpointing_inside(device, recipe, wrap):
     with counting() as backend:
         compiled = torch.compile(model, fullgraph=True, backend=backend)
         assert_equal(expected, train(model, compiled, device))
+        assert backend.frame_count == graphs(recipe, 1)
+
+
+@a_few_recipes
+def test_selective_checkpoints_around_compiled_blocks(device, recipe):
+    eager, model = build(recipe, device), build(recipe, device, selective)
+    with counting() as backend:
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend=backend)
+        assert_equal(train(eager, eager, device), train(model, model, device))
         assert backend.frame_count == graphs(recipe, 1)
 
 

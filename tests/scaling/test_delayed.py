@@ -1,12 +1,18 @@
 """Delayed scaling: first scales from data, one roll per step, histories shared by ranks."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fp8rs
 from distributed import ranks
@@ -931,3 +937,23 @@ def test_copy_between_backward_and_step_rolls_at_its_step(device, copied):
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
     assert (model[0].fp8_scale[:, 0] > 0).all()
     assert (model[0].fp8_amax_history[0] > 0).all()
+
+
+@pytest.mark.parametrize("part", ["model", "layer"])
+def test_selective_checkpoints_do_not_see_the_setup_in_the_first_forward(device, part):
+    """The recomputation does not repeat it, and operators are replayed by their number."""
+    model, _ = build(device)
+    operators = []
+
+    def policy(context, op, *args, **kwargs):
+        if not context.is_recompute:
+            operators[-1].append(op)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    function = model if part == "model" else model.a
+    for _ in range(2):
+        operators.append([])
+        checkpoint(function, batch(device), use_reentrant=False, context_fn=contexts)
+    first, second = operators
+    assert first == second
