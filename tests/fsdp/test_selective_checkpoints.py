@@ -19,7 +19,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import compiled_models
 import fp8rs
+from cases import each_recipe
 from distributed import ranks
 from distributed.batched import SHARDINGS
 from distributed.batched import build as build_experts
@@ -191,14 +193,57 @@ def test_gradients_of_batched_weights_are_those_without_checkpoints(
     gradients = []
     for selective in (False, True):
         model = build_experts(rig.device, recipe, 4, fp8_weights=fp8_weights)
-        shard_experts(model, rig, dim)
         model.experts = MixedExperts(model.experts)
+        shard_experts(model, rig, dim)
         if selective:
             model.experts = Checkpointed(model.experts, POLICIES[policy])
         for step in range(2):
             model(batch(rig, step, width=96)).square().mean().backward()
         gradients.append([parameter.grad.full_tensor() for parameter in model.parameters()])
     assert all(map(same_bytes, *gradients))
+
+
+# --- compiled blocks and models -------------------------------------------------------------------
+
+
+def train_compiled(rig, recipe, sharded, selective, compiled):
+    """Return outputs and gradients of some steps."""
+    wrap = compiled_models.selective if selective else None
+    model = compiled_models.build(recipe, rig.device, wrap)
+    if compiled == "blocks":
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+    if sharded:
+        for block in model.blocks:
+            fully_shard(block, mesh=rig.mesh())
+        fully_shard(model, mesh=rig.mesh())
+    run = torch.compile(model, backend="aot_eager") if compiled == "model" else model
+
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    results = []
+    for step in range(3):
+        y = run(compiled_models.batch(rig.device, 10 * step + rig.rank))
+        y.square().mean().backward()
+        results.append(y.detach().clone())
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            results.append(gradient.full_tensor() if sharded else gradient.clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return results
+
+
+@ranks(2)
+@each_recipe("delayed", "mxfp8")
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "unsharded"])
+@pytest.mark.parametrize("compiled", ["blocks", "model"])
+def test_compiled_blocks_and_models_with_checkpoints(rig, recipe, sharded, compiled):
+    """The blocks inside of the checkpoints are compiled, or the model with its checkpoints."""
+    torch._dynamo.reset()
+    expected = train_compiled(rig, recipe, sharded, selective=False, compiled=None)
+    results = train_compiled(rig, recipe, sharded, selective=True, compiled=compiled)
+    torch._dynamo.reset()
+    assert all(map(same_bytes, results, expected))
 
 
 # --- other dispatch modes -------------------------------------------------------------------------

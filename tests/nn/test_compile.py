@@ -111,16 +111,6 @@ def test_checkpointing_inside(device, recipe, wrap):
         assert backend.frame_count == graphs(recipe, 1)
 
 
-@a_few_recipes
-def test_selective_checkpoints_around_compiled_blocks(device, recipe):
-    eager, model = build(recipe, device), build(recipe, device, selective)
-    with counting() as backend:
-        for block in model.blocks:
-            block.compile(fullgraph=True, backend=backend)
-        assert_equal(train(eager, eager, device), train(model, model, device))
-        assert backend.frame_count == graphs(recipe, 1)
-
-
 @pytest.mark.parametrize("scaling", ["current", "delayed"])
 def test_a_checkpoint_of_the_whole_model_compiles(device, scaling):
     """Histories roll although the root's hooks do not run."""
