@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8rs._torch import hooks_of, is_distributed, own_part, set_hooks, set_local_tensor
 from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, SlotCache, new_buffers
@@ -22,8 +22,17 @@ from fp8rs.tensor.spec import quantize_planes
 
 from .model_state import ModelState, refuse_codes
 
+#: The name of a parameter that was replaced by a DTensor, as an attribute of the old parameter.
+_REPLACED = "_fp8_replaced"
+
 #: Attributes of quantized tensors, master weights and DTensors.
-_INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {"high_precision", "_handle", "_local_tensor", "_spec"}
+_INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {
+    "high_precision",
+    "_handle",
+    "_local_tensor",
+    "_spec",
+    _REPLACED,
+}
 
 
 class Float8Params(nn.Module):
@@ -199,6 +208,26 @@ def quantize_like(before: Any, parameter: Any) -> None:
             planes = quantize_planes(whole.spec, part.contiguous(), *whole._storage.has_planes)
         own = whole.over(whole._storage.over(*planes), part.shape, whole.dtype)
         set_local_tensor(parameter, own)
+
+
+# --- parameters that were replaced ----------------------------------------------------------------
+
+
+def mark_replaced(parameter: nn.Parameter, fqn: str) -> None:
+    """Mark a parameter that FSDP2 or tensor parallelism replaces by a DTensor.
+
+    The mark lets an optimizer that still holds the parameter report it.
+
+    Args:
+        parameter: the parameter that the module holds until now.
+        fqn: its fully qualified name.
+    """
+    parameter.__dict__[_REPLACED] = fqn
+
+
+def replaced_name(parameter: Tensor) -> str | None:
+    """Return the name of a parameter that was replaced by a DTensor. None for other parameters."""
+    return parameter.__dict__.get(_REPLACED)
 
 
 # --- scales of delayed scaling --------------------------------------------------------------------
