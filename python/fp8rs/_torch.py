@@ -325,19 +325,6 @@ def make_wrapper_subclass(cls: type[Tensor], size: Any, **kwargs: Any) -> Any:
     return wrapper
 
 
-def hooks_of(parameter: Any) -> tuple[Any, Any]:
-    """Return the hooks that users have registered on a parameter, for `set_hooks`."""
-    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-
-
-def set_hooks(parameter: Any, hooks: tuple[Any, Any]) -> None:
-    """Register hooks again after a parameter's tensor was swapped.
-
-    The dictionaries must be the same objects, because users' handles remove hooks from them.
-    """
-    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
-
-
 def forget_fake(parameter: Tensor) -> None:
     """Drop the weak reference by which a ``FakeTensorMode`` remembers a parameter.
 
@@ -353,20 +340,39 @@ def forget_fake(parameter: Tensor) -> None:
 def become(parameter: Tensor, new: Tensor) -> None:
     """Replace a parameter's tensor by ``new``. The parameter stays the same Python object.
 
-    Hooks that users have registered stay.
+    The parameter keeps its gradient, ``requires_grad``, ``grad_dtype``, and the hooks and
+    attributes that users have set.
 
     Raises:
         RuntimeError: torch cannot swap the tensors, because a graph or a weak reference holds one.
     """
     forget_fake(parameter)
-    hooks = hooks_of(parameter)
+    # Users' handles remove hooks from these dictionaries, so they must stay the same objects.
+    backward_hooks = parameter._backward_hooks
+    accumulate_hooks = cast(Any, parameter)._post_accumulate_grad_hooks
+
     other: Any = torch.nn.Parameter(new, requires_grad=parameter.requires_grad)
     for mark, value in parameter.__dict__.items():
         if not hasattr(other, mark):
             other.__dict__[mark] = value
+    # By default, `grad_dtype` follows the dtype. Torch does not say whether it was set.
+    grad_dtype = cast(Any, parameter).grad_dtype
+    if grad_dtype != parameter.dtype:
+        other.grad_dtype = grad_dtype
     other.grad = parameter.grad
+
     torch.utils.swap_tensors(parameter, other)
-    set_hooks(parameter, hooks)
+    parameter._backward_hooks = backward_hooks
+    cast(Any, parameter)._post_accumulate_grad_hooks = accumulate_hooks
+
+
+def can_share_data(tensor: Tensor, new: Tensor) -> bool:
+    """Return whether torch can assign ``new`` to the ``data`` of a tensor.
+
+    ``nn.Module.to`` queries this too.
+    """
+    compatible: bool = cast(Any, torch)._has_compatible_shallow_copy_type(tensor, new)
+    return compatible and type(tensor) is type(new)
 
 
 def check_can_become(parameter: Tensor) -> None:

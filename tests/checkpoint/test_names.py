@@ -444,3 +444,34 @@ def test_a_parameter_with_the_name_of_a_weights_scales_is_refused():
     fp8rs.convert_to_float8_training(model, recipe="current", fp8_weights=True)
     with pytest.raises(ValueError, match=r"0.weight_scale, which is also the name of a part"):
         Model(model).state_dict()
+
+
+@ranks(1)
+@pytest.mark.parametrize("stale", ["weights", "biases", "named biases"])
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_an_optimizer_from_before_the_sharding_is_refused_when_it_is_wrapped(
+    rig, fp8_weights, stale
+):
+    model = Stage([0, 1], seed=0, device=rig.device)
+    fp8rs.convert_to_float8_training(model, fp8_weights=fp8_weights)
+    parameters, first = {
+        "weights": (model.parameters(), r"layers\.0\.weight"),
+        "biases": ([layer.bias for layer in model.layers.values()], "parameter 0 of param group 0"),
+        "named biases": (
+            [(n, p) for n, p in model.named_parameters() if n.endswith("bias")],
+            r"layers\.0\.bias",
+        ),
+    }[stale]
+    optimizer = torch.optim.AdamW(parameters)
+    wrapped = Optimizer(model, optimizer)
+    fully_shard(model, mesh=rig.mesh())
+
+    message = rf"AdamW steps \d tensors .* {first}.* after fully_shard"
+    with pytest.raises(ValueError, match=message):
+        Optimizer(model, optimizer)
+    with pytest.raises(ValueError, match=message):
+        wrapped.state_dict()
+
+    fresh = AdamW(model.parameters())
+    model(torch.randn(2, 64, device=rig.device))  # leaves the root's parameters unsharded
+    assert Optimizer(model, fresh).state_dict()["state"]

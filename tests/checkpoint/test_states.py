@@ -254,6 +254,41 @@ def test_an_optimizer_from_before_sharding_is_refused(rig):
         checkpoint.Optimizer(model, optimizer).state_dict()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("save", ["save", "async_save"])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_a_converted_module_is_saved_and_loaded_as_a_model(tmp_path, fp8_weights, recipe, save):
+    def trained(seed):
+        model = make(recipe=RECIPES[recipe], seed=seed, fp8_weights=fp8_weights)
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
+        train(model, AdamW(model.parameters(), lr=1e-2), [x] * 3)
+        return model
+
+    def write(state, folder):
+        if save == "save":
+            checkpoint.save(state, folder)
+        else:
+            checkpoint.async_save(state, folder, process_group=None).result()
+
+    model = trained(0)
+    expected = {name: value.clone() for name, value in Model(model).state_dict().items()}
+    write({"model": model}, tmp_path / "module")
+    write({"model": Model(model)}, tmp_path / "wrapped")
+    names = []
+    for folder in ("module", "wrapped"):
+        metadata = dcp.FileSystemReader(tmp_path / folder).read_metadata()
+        names.append(metadata.state_dict_metadata.keys())
+    assert names[0] == names[1]
+    assert any("amax_history" in name for name in names[0]) == (recipe == "delayed")
+
+    other = trained(1)
+    state = {"model": other}
+    checkpoint.load(state, tmp_path / "module")
+    assert state["model"] is other
+    assert same(Model(other).state_dict(), expected)
+
+
 @ranks(1)
 def test_an_optimizer_is_saved_alone_after_an_evaluation(rig, tmp_path):
     model = make(HIDDEN["even"], device=rig.device)

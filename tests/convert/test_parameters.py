@@ -207,6 +207,146 @@ def test_attributes_and_requires_grad_are_kept(device):
     assert model.blocks[0].up.weight.of_group == "first"
 
 
+# --- state that torch keeps outside of __dict__ ---------------------------------------------------
+
+#: What is done to a model, by name.
+CALLS = {
+    "nothing": lambda model: model,
+    "to": lambda model: model.to("cpu"),
+    "half": lambda model: model.half(),
+    "half and back": lambda model: model.half().bfloat16(),
+    "float": lambda model: model.float(),
+    "share_memory": lambda model: model.share_memory(),
+    "to_empty": lambda model: model.to_empty(device="cpu"),
+    "to meta": lambda model: model.to("meta"),
+    "to meta and to_empty": lambda model: model.to("meta").to_empty(device="cpu"),
+    "requires_grad_": lambda model: model.requires_grad_(False),
+    "zero_grad": lambda model: model.zero_grad(set_to_none=True) or model,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: reloaded(model, weights_only=False),
+}
+
+FP8_RECIPES = ["current", "delayed", "rowwise", "block", "mxfp8 of 1x32"]
+
+
+def with_state(recipe, when, grad_dtype, gradient, frozen, hooks):
+    """Return a bf16 layer in a model, whose weight has state that is not in its __dict__."""
+
+    class Model(nn.Sequential):
+        def __init__(self):
+            super().__init__()
+            layer = nn.Linear(32, 64, bias=False, dtype=torch.bfloat16)
+            if when == "before":
+                change(layer.weight)
+            self.append(layer)
+
+    handles = []
+
+    def change(weight):
+        if grad_dtype != "default":
+            weight.grad_dtype = grad_dtype
+        if gradient:
+            dtype = weight.dtype if grad_dtype in ("default", None) else grad_dtype
+            weight.grad = torch.ones(weight.shape, dtype=dtype)
+        weight.of_group = "first"
+        if hooks:
+            handles.append(weight.register_hook(print))
+            handles.append(weight.register_post_accumulate_grad_hook(print))
+        weight.requires_grad_(not frozen)
+
+    torch.manual_seed(0)
+    if recipe is None:
+        model = nn.Sequential(*Model())
+    elif when == "before" and hooks:
+        with fp8rs.quantized_init(RECIPES[recipe]):
+            model = Model()
+        model = nn.Sequential(*model)
+    else:
+        model = convert(nn.Sequential(*Model()), recipe, fp8_weights=True)
+    if when == "after":
+        change(model[0].weight)
+    return model, handles
+
+
+def state_outside_of_dict(weight):
+    return {
+        "grad_dtype": weight.grad_dtype,
+        "dtype of the gradient": None if weight.grad is None else weight.grad.dtype,
+        "requires_grad": weight.requires_grad,
+        "is_leaf": weight.is_leaf,
+        "is a parameter": isinstance(weight, nn.Parameter),
+        "attribute": getattr(weight, "of_group", None),
+        "hooks": len(weight._backward_hooks or ()),
+        "hooks after accumulation": len(weight._post_accumulate_grad_hooks or ()),
+    }
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("grad_dtype", ["default", torch.float32, None])
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("hooks", [False, True])
+def test_fp8_weights_keep_the_state_that_plain_parameters_keep(
+    recipe, when, grad_dtype, gradient, frozen, hooks, call
+):
+    if call == "pickle" and hooks:
+        pytest.skip("torch does not pickle hooks")
+    if call.startswith("to meta") and gradient:
+        pytest.skip("torch refuses gradients of another dtype, and fp8rs keeps them")
+    results = []
+    for of in (None, recipe):
+        model, handles = with_state(of, when, grad_dtype, gradient, frozen, hooks)
+        weight = model[0].weight
+        before = state_outside_of_dict(weight)
+        after = CALLS[call](model)[0].weight
+        results.append((before, state_outside_of_dict(after), after is weight))
+        for handle in handles:
+            handle.remove()
+        if after is weight:
+            assert not weight._backward_hooks
+            assert not weight._post_accumulate_grad_hooks
+
+    (before, plain_after, plain_stays), (converted, after, stays) = results
+    assert converted == before
+    assert stays or not plain_stays
+    for name, value in plain_after.items():
+        # What torch drops, such as hooks in a copy, an FP8 weight may keep.
+        assert after[name] == value or (value != before[name] and after[name] == before[name])
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_gradients_of_fp8_weights_accumulate_in_their_grad_dtype(recipe, when):
+    model, _ = with_state(recipe, when, torch.float32, False, False, False)
+    x = torch.ones(32, 32, dtype=torch.bfloat16)
+    for value in (1.0, *[2.0**-9] * 8):  # bf16 loses the small ones
+        model(x).backward(torch.full((32, 64), value / 32, dtype=torch.bfloat16))
+    assert relative(model[0].weight.grad, torch.full((64, 32), 1 + 2.0**-6)) < 1e-3
+
+
+@ranks(1)
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_fully_shard_treats_the_grad_dtype_of_a_converted_weight_as_a_plain_one(
+    rig, fp8_weights, recipe
+):
+    states = []
+    for of in (None, recipe):
+        model = plain(rig.device, EVEN).bfloat16()
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+        if of is not None:
+            convert(model, of, fp8_weights=fp8_weights)
+        shard(model, rig)
+        model(batch(rig).bfloat16()).sum().backward()
+        model.to("cpu" if rig.device_type == "cpu" else rig.device)
+        weight = model.head.weight
+        states.append((weight.grad_dtype, weight.grad.dtype, weight.requires_grad))
+    assert states[0] == states[1]
+
+
 # --- third-party uses of a parameter -------------------------------------------------------------
 
 

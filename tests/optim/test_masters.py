@@ -695,3 +695,45 @@ def test_frozen_and_plain_weights_do_not_warn():
     assert not stepped(torch.optim.SGD(model.parameters(), 0.1), model)
     other, *_ = problem("current")
     assert not stepped(torch.optim.SGD(other.parameters(), 0.1), other)
+
+
+# --- optimizers from before the model was sharded -------------------------------------------------
+
+
+@ranks(1)
+@pytest.mark.parametrize("divided", ["fully_shard", "parallelize_module"])
+@pytest.mark.parametrize("weights", ["FP8", "FP8 gathers", "gathers in high precision"])
+@pytest.mark.parametrize("kind", ["AdamW", "MasterWeights"])
+def test_the_first_step_of_an_optimizer_from_before_the_sharding_raises(
+    rig, kind, weights, divided
+):
+    model = make(
+        UNEVEN,
+        device=rig.device,
+        fp8_weights=weights == "FP8",
+        enable_fsdp_float8_all_gather=weights != "gathers in high precision",
+    )
+
+    def build():
+        if kind == "AdamW":
+            return AdamW(model.parameters(), lr=1e-2)
+        return MasterWeights(model.parameters(), torch.optim.SGD, lr=1e-2)
+
+    stale = build()
+    if divided == "fully_shard":
+        shard(model, rig)
+    else:
+        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        parallelize_module(model, rig.mesh(), plan)
+    optimizer = build()
+    loss_of(model, batch(rig, 0)).backward()
+
+    message = rf"{kind} holds \d parameters .* blocks.0.up.weight.* after fully_shard"
+    with pytest.raises(ValueError, match=message):
+        stale.step()
+    # accelerate replaces the parameters of an older optimizer.
+    stale.param_groups[0]["params"] = optimizer.param_groups[0]["params"]
+    before = [full(p).clone() for p in model.parameters()]
+    stale.step()
+    assert all(not torch.equal(full(p), b) for p, b in zip(model.parameters(), before, strict=True))
+    optimizer.step()

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 import fp8rs
 from distributed import ranks
 from fp8rs.convert.convert import convert_to_float8_training
+from fp8rs.optim import AdamW
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling import steps
 from fp8rs.scaling.delayed import DelayedScalingState, note_compiled
@@ -569,6 +570,83 @@ def test_buffers_at_another_layers_place_are_packed_again(device):
     (pack,) = state_of(model.a).delayed.packs()
     assert torch.equal(pack.amax[0], model.a.fp8_amax)
     assert torch.equal(pack.amax[1], model.b.fp8_amax)
+
+
+def through_meta(model):
+    """Materialize a model as deferred initialization does."""
+    weights = copy.deepcopy(model.state_dict())
+    model = model.to("meta").to_empty(device=next(iter(weights.values())).device)
+    model.load_state_dict(weights)
+    return model
+
+
+def assigned(model):
+    weights = copy.deepcopy(model.state_dict())
+    model.to("meta").load_state_dict(weights, assign=True)
+    return model
+
+
+def moved_in_place(model):
+    model(batch(model.a.weight.device)).sum().backward()
+    step(model)
+    for buffer in model.buffers():  # as `fully_shard` does
+        buffer.data = buffer.data.clone()
+    model.zero_grad()
+    return model
+
+
+def used_in_inference_mode(model):
+    """The buffers are inference tensors, as after a move in inference mode."""
+    with torch.inference_mode():
+        for layer in (model.a, model.b):
+            for name, buffer in layer.named_buffers():
+                layer._buffers[name] = buffer.clone()
+        model(batch(model.a.weight.device))
+    return model
+
+
+#: What is done to a model before other code holds its buffers.
+BEFORE = {
+    "as converted": lambda model: model,
+    "copied": copy.deepcopy,
+    "pickled": lambda model: reloaded(model, weights_only=False),
+    "materialized": through_meta,
+    "assigned": assigned,
+    "cast": lambda model: model.bfloat16().float(),
+    "in shared memory": lambda model: model.share_memory(),
+    "moved in place": moved_in_place,
+    "used in inference mode": used_in_inference_mode,
+}
+
+
+@pytest.mark.parametrize("call", ["model", "layer"])
+@pytest.mark.parametrize("fp8_weights", [False, True])
+@pytest.mark.parametrize("before", list(BEFORE))
+def test_restored_buffers_undo_a_trial_forward(device, before, fp8_weights, call):
+    """PipelineStage infers shapes by a forward and a backward on uninitialized memory. It then
+    restores the buffers that it held before."""
+    model, _ = build(device, fp8_weights=fp8_weights)
+    model = BEFORE[before](model)
+    untouched = copy.deepcopy(model)
+    if before == "used in inference mode":  # nothing can write to inference tensors
+        model(batch(device))
+        untouched(batch(device))
+    held = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    (model if call == "model" else model.a)(batch(device, 1e6)).sum().backward()
+    with torch.no_grad():
+        for buffer, value in held:
+            buffer.copy_(value)
+    model.zero_grad()
+
+    for number in range(3):
+        for each in (model, untouched):
+            each(batch(device, seed=number)).square().mean().backward()
+            AdamW(each.parameters(), 0.1).step()
+            each.zero_grad()
+        histories = zip(model.buffers(), untouched.buffers(), held, strict=True)
+        for buffer, expected, (held_buffer, _) in histories:
+            assert buffer is held_buffer
+            assert torch.equal(buffer, expected)
 
 
 def test_to_empty_keeps_scales_finite(device):

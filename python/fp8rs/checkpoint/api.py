@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fp8rs._torch import own_part
+from fp8rs.nn.fp8_params import Float8Params
 
 from .files import Reader, Writer, map_local
 from .plans import ABSENT, LoadPlanner, MismatchError, SavePlanner
-from .states import Optimizer
+from .states import Model, Optimizer
 
 #: The unfinished asynchronous saves of this process, with the process group and path of each.
 _unfinished: dict[Future[None], tuple[Any, Any]] = {}
@@ -60,7 +61,8 @@ def save(
 
     Args:
         state: `Model` and `Optimizer` under names of your choice, other ``Stateful`` objects,
-            tensors, numpy arrays, and values that ``torch.load(weights_only=True)`` reads.
+            tensors, numpy arrays, and values that ``torch.load(weights_only=True)`` reads. A
+            converted module stands for ``Model(module)``.
         directory: a directory that does not exist and is visible to all ranks, or a URL that fsspec
             supports (``s3://``, ``gs://``, ``memory://``, ``file://``), as a str.
         process_group: the ranks that save. The default is the default group.
@@ -75,7 +77,7 @@ def save(
     """
     writer = _begin(directory, process_group)
     what = f"{directory} was not saved"
-    current = _call_state_dicts(state, what, process_group)
+    current = _call_state_dicts(_wrap_models(state), what, process_group)
     with _checkpoint_errors(what, writer):
         state_dict_saver.save(
             current, storage_writer=writer, planner=SavePlanner(), process_group=process_group
@@ -107,7 +109,7 @@ def async_save(
     """
     writer = _begin(directory, process_group)
     what = f"{directory} was not saved"
-    current = _call_state_dicts(state, what, process_group)
+    current = _call_state_dicts(_wrap_models(state), what, process_group)
     done: Future[None] = Future()
     with _checkpoint_errors(what, writer):
         saving: Any = state_dict_saver.async_save(
@@ -176,12 +178,13 @@ def load(
             written.
     """
     what = f"{directory} was not loaded"
-    live = _call_state_dicts(state, what, process_group)
+    objects = _wrap_models(state)
+    live = _call_state_dicts(objects, what, process_group)
     # The planner raises an error for tensors on the meta device.
     read = map_local(live, lambda t: torch.empty_like(t, device=None if t.is_meta else "cpu"), str)
 
     def check() -> None:
-        for key, value in state.items():
+        for key, value in objects.items():
             if isinstance(value, Optimizer):
                 value.check(live[key], read[str(key)])
 
@@ -194,7 +197,7 @@ def load(
             process_group=process_group,
         )
     with torch.no_grad():
-        for key, value in state.items():
+        for key, value in objects.items():
             if read[str(key)] is ABSENT:
                 continue
             written = _write(live[key], read[str(key)], keep=not isinstance(value, Stateful))
@@ -202,25 +205,45 @@ def load(
                 live[key] = written
             else:
                 state[key] = written
-    for key, value in state.items():
+    for key, value in objects.items():
         if isinstance(value, Stateful):
             value.load_state_dict(live[key])
 
 
-def _call_state_dicts(state: Any, what: str, process_group: Any) -> dict[str, Any]:
-    """Return a state with the state dicts of its ``Stateful`` objects in their place.
+def _wrap_models(state: Any) -> dict[Any, Any]:
+    """Return a copy of a state with a `Model` in the place of each converted module.
 
-    DCP would call them without an exchange of errors, and other ranks would wait.
+    A module has the methods of a ``Stateful`` object, but its own state dict has no histories.
 
     Raises:
         TypeError: ``state`` is not a dictionary.
-        CheckpointError: on all ranks, if an object raised on one of them.
     """
     if not isinstance(state, Mapping):
         raise TypeError(
             'state must be a dictionary such as {"model": fp8rs.checkpoint.Model(model)}, not '
             f"{type(state).__name__}"
         )
+    objects: dict[Any, Any] = {}
+    for key, value in state.items():
+        objects[key] = Model(value) if _is_converted(value) else value
+    return objects
+
+
+def _is_converted(value: object) -> bool:
+    """Return whether a value is a module with converted layers or experts."""
+    if not isinstance(value, nn.Module):
+        return False
+    return any(isinstance(module, Float8Params) for module in value.modules())
+
+
+def _call_state_dicts(state: dict[Any, Any], what: str, process_group: Any) -> dict[str, Any]:
+    """Return a state with the state dicts of its ``Stateful`` objects in their place.
+
+    DCP would call them without an exchange of errors, and other ranks would wait.
+
+    Raises:
+        CheckpointError: on all ranks, if an object raised on one of them.
+    """
     current: dict[str, Any] = {}
     error: Exception | None = None
     for key, value in state.items():

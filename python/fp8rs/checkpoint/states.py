@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer as TorchOptimizer
 
-from fp8rs._torch import names_of, note_write, own_part, reshard
-from fp8rs.nn.fp8_params import reset_scales
+from fp8rs._torch import names_of, note_write, own_part, reshard, sharded_parameters
+from fp8rs.nn.fp8_params import replaced_name, reset_scales
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import check_module
 from fp8rs.scaling.histories import BUFFERS, keep_local
@@ -122,6 +122,7 @@ class Optimizer:
 
     Raises:
         TypeError: ``model`` is not a module, or one of ``optimizers`` is not an optimizer.
+        ValueError: an optimizer steps tensors that are not parameters of the model.
     """
 
     def __init__(self, model: nn.Module, *optimizers: TorchOptimizer) -> None:
@@ -134,6 +135,25 @@ class Optimizer:
         self.model, self.optimizers = model, optimizers
         #: Whether an optimizer had a state before torch created an empty one to load into.
         self._had_state = True
+        self._check_parameters()
+
+    def _check_parameters(self) -> None:
+        """Raise ValueError if an optimizer steps tensors that are not parameters of the model."""
+        # A forward without a backward leaves unsharded parameters on the root.
+        parameters = {*map(id, self.model.parameters()), *map(id, sharded_parameters(self.model))}
+        for optimizer in self.optimizers:
+            others = []
+            for index, group in enumerate(optimizer.param_groups):
+                for position, param in enumerate(group["params"]):
+                    if id(param) not in parameters:
+                        others.append(_describe(group, index, position))
+
+            if others:
+                raise ValueError(
+                    f"{type(optimizer).__name__} steps {len(others)} tensors that are not "
+                    f"parameters of model, the first of them {others[0]}. Create the optimizer "
+                    "after fully_shard, which replaces parameters"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' own tensors, under the names of their parameters.
@@ -147,14 +167,7 @@ class Optimizer:
     def _by_name(self) -> dict[str, Any]:
         """Return torch's state dict of the optimizers, which has names in place of parameters."""
         reshard(self.model)  # a forward without a backward leaves the root's parameters unsharded
-        own = set(map(id, self.model.parameters()))
-        for optimizer in self.optimizers:
-            stepped = [p for group in optimizer.param_groups for p in group["params"]]
-            if other := sum(id(p) not in own for p in stepped):
-                raise ValueError(
-                    f"{type(optimizer).__name__} steps {other} tensors that are not parameters of "
-                    "model. Create the optimizer after fully_shard, which replaces parameters"
-                )
+        self._check_parameters()  # the model may have been sharded since
         fresh = [optimizer for optimizer in self.optimizers if not optimizer.state]
         params = [p for o in fresh for group in o.param_groups for p in group["params"]]
         gradients = [p.grad for p in params]
@@ -221,6 +234,23 @@ class Optimizer:
         for position, group in enumerate(own["param_groups"]):
             same_position = groups[position] if position < len(groups) else {}
             yield group, next((of[n] for n in group["params"] if n in of), same_position)
+
+
+def _describe(group: dict[str, Any], index: int, position: int) -> str:
+    """Return the name of a parameter of an optimizer, or its place and shape if it has no name.
+
+    Args:
+        group: the param group.
+        index: the index of the group in the optimizer.
+        position: the parameter's position in the group.
+    """
+    param = group["params"][position]
+    name = replaced_name(param)
+    if name is None and "param_names" in group:
+        name = group["param_names"][position]
+    if name is not None:
+        return name
+    return f"parameter {position} of param group {index}, of shape {tuple(param.shape)}"
 
 
 def _sync_scales(state: dict[str, Any]) -> None:

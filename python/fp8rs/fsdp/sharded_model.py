@@ -31,7 +31,7 @@ from fp8rs._torch import (
     set_local_tensor,
     sharded_parameters,
 )
-from fp8rs.nn.fp8_params import copy_attributes
+from fp8rs.nn.fp8_params import copy_attributes, mark_replaced
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import check_module, quant_spec
 from fp8rs.scaling.streams import StreamDependency
@@ -75,7 +75,8 @@ class ShardedModel:
     def __init__(self, state: ModelState) -> None:
         self._state = weakref.ref(state)
         self.quantizer = shard_quantizer(quant_spec(state.recipe, "weight"), state.delayed)
-        #: Parameters that are gathered in high precision, because others are tied to them.
+        #: Sharded parameters that are gathered in high precision: others are tied to them, or the
+        #: conversion asked for it.
         self._high_precision: set[ParamHandle] = set()
         #: Modules with parameters that are not converted, by name. Listed once, because each weight
         #: is compared with all of them.
@@ -123,8 +124,15 @@ class ShardedModel:
         state.move_hooks_first()
         if state.delayed is not None:
             state.delayed.add_mesh(parameter.device_mesh, index)
+        if handles[name] in self._high_precision:
+            return
+        # An optimizer from before holds the parameter that the first shard replaces.
+        before = module._parameters.get(name)
+        if before is not None and before is not parameter:
+            mark_replaced(before, handles[name].fqn)
         if not isinstance(local, QuantizedTensor):
-            if handles[name] in self._high_precision or not state.fp8_gather:
+            if not state.fp8_gather:
+                self._high_precision.add(handles[name])
                 return
             if tied := self._unconverted_ties(module, name, parameter):
                 self._high_precision.add(handles[name])
@@ -146,7 +154,6 @@ class ShardedModel:
         else:
             set_local_tensor(parameter, MasterWeight(local, handle))
         # The DTensor gets the attributes that users have set on the parameter before.
-        before = module._parameters.get(name)
         if before is not None:
             copy_attributes(before.__dict__, parameter)
         if make_plain not in module._state_dict_hooks.values():

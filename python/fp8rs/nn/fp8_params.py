@@ -9,21 +9,30 @@ linear layer does not change, and must accept the gathered `fp8rs.tensor.quantiz
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fp8rs._torch import hooks_of, is_distributed, own_part, set_hooks, set_local_tensor
+from fp8rs._torch import become, can_share_data, is_distributed, own_part, set_local_tensor
 from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, SlotCache, new_buffers
 from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor, is_fp8
 from fp8rs.tensor.spec import quantize_planes
 
 from .model_state import ModelState, refuse_codes
 
+#: The name of a parameter that was replaced by a DTensor, as an attribute of the old parameter.
+_REPLACED = "_fp8_replaced"
+
 #: Attributes of quantized tensors, master weights and DTensors.
-_INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {"high_precision", "_handle", "_local_tensor", "_spec"}
+_INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {
+    "high_precision",
+    "_handle",
+    "_local_tensor",
+    "_spec",
+    _REPLACED,
+}
 
 
 class Float8Params(nn.Module):
@@ -80,11 +89,24 @@ class Float8Params(nn.Module):
             sharded_model.wrap(self, name, parameter)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        weights = [(name, self._parameters.get(name)) for name in self._fp8_params]
-        kept = {name: (dict(w.__dict__), hooks_of(w)) for name, w in weights if is_fp8(w)}
         delayed = self._fp8_state.delayed
         buffers = {} if delayed is None else {name: self._buffers[name] for name in BUFFERS}
-        out = super()._apply(fn, recurse)
+        fp8_weights = {}
+        for name in self._fp8_params:
+            weight = self._parameters.get(name)
+            if is_fp8(weight):
+                fp8_weights[name] = weight
+
+        # Torch swaps the tensors of subclasses, which loses hooks and other state of autograd. It
+        # skips parameters that are None.
+        self._parameters.update(dict.fromkeys(fp8_weights))
+        try:
+            out = super()._apply(fn, recurse)
+        finally:
+            self._parameters.update(fp8_weights)
+        for weight in fp8_weights.values():
+            apply_to_fp8_weight(weight, fn)
+
         if delayed is not None:
             delayed.moved()
         for name, before in buffers.items():
@@ -95,13 +117,9 @@ class Float8Params(nn.Module):
                 self._buffers[name] = before.to(new.device)
             if before.is_meta and not new.is_meta:
                 reset_scales(self)  # the meta device has no values
+
         for name in self._fp8_params:
             weight = self._parameters.get(name)
-            if name in kept:
-                marks, hooks = kept[name]
-                copy_attributes(marks, weight)
-                if any(hooks):
-                    set_hooks(weight, hooks)
             # Without a sharded model, it is tensor parallelism that has divided the weight.
             if is_distributed(weight) and self._fp8_state.sharded_model is not None:
                 self._wrap_shard(name, weight)  # it may have another local tensor
@@ -183,6 +201,35 @@ def copy_attributes(before: dict[str, Any], parameter: Any) -> None:
             setattr(parameter, mark, value)
 
 
+def apply_to_fp8_weight(weight: Any, fn: Callable[[Tensor], Tensor]) -> None:
+    """Apply a function of ``nn.Module._apply`` to an FP8 weight and to its gradient.
+
+    Like a plain parameter, the weight keeps its object and its state of autograd. A weight that
+    moves from or to the meta device keeps them too, which a plain parameter does not.
+
+    Args:
+        weight: the parameter, maybe a DTensor.
+        fn: returns a tensor on another device, in another dtype, or in other memory.
+    """
+    with torch.no_grad():
+        new = fn(weight)
+    grad = weight.grad
+    if isinstance(weight, QuantizedTensor) and can_share_data(weight, new):
+        weight.data = new
+    else:
+        weight.grad = None
+        become(weight, new)
+
+    if grad is None:
+        return
+    with torch.no_grad():
+        new_grad = fn(grad)
+    if weight.grad is grad and can_share_data(grad, new_grad):
+        grad.data = new_grad
+    else:
+        weight.grad = new_grad
+
+
 def quantize_like(before: Any, parameter: Any) -> None:
     """Quantize the part that a parallel style takes from an FP8 weight, if it is not quantized.
 
@@ -199,6 +246,26 @@ def quantize_like(before: Any, parameter: Any) -> None:
             planes = quantize_planes(whole.spec, part.contiguous(), *whole._storage.has_planes)
         own = whole.over(whole._storage.over(*planes), part.shape, whole.dtype)
         set_local_tensor(parameter, own)
+
+
+# --- parameters that were replaced ----------------------------------------------------------------
+
+
+def mark_replaced(parameter: nn.Parameter, fqn: str) -> None:
+    """Mark a parameter that FSDP2 or tensor parallelism replaces by a DTensor.
+
+    The mark lets an optimizer that still holds the parameter report it.
+
+    Args:
+        parameter: the parameter that the module holds until now.
+        fqn: its fully qualified name.
+    """
+    parameter.__dict__[_REPLACED] = fqn
+
+
+def replaced_name(parameter: Tensor) -> str | None:
+    """Return the name of a parameter that was replaced by a DTensor. None for other parameters."""
+    return parameter.__dict__.get(_REPLACED)
 
 
 # --- scales of delayed scaling --------------------------------------------------------------------

@@ -20,7 +20,14 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .backward import check_has_memory
 from .debug import Debug, debugged_linear
-from .fp8_params import CLASSES, Float8Params, add_fp8_params, quantize_like, reset_scales
+from .fp8_params import (
+    CLASSES,
+    Float8Params,
+    add_fp8_params,
+    mark_replaced,
+    quantize_like,
+    reset_scales,
+)
 from .function import linear
 from .init import is_sharded, reset_linear
 from .model_state import ModelState
@@ -206,7 +213,11 @@ class Float8Linear(Float8Params, nn.Linear):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. A part that a parallel style takes from an FP8 weight is FP8."""
-        quantize_like(self._parameters.get(name), param)
+        before = self._parameters.get(name)
+        quantize_like(before, param)
+        if before is not None and is_distributed(param):
+            layer = self._fp8_state.names[self._fp8_index]
+            mark_replaced(before, f"{layer}.{name}".lstrip("."))
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from fp8rs._torch import check_graph_capture, own_part
+from fp8rs.nn.fp8_params import replaced_name
 from fp8rs.optim import weights
 from fp8rs.optim.param import LastWrite, Param
 
@@ -43,11 +44,19 @@ class MasterWeightOptimizer(Optimizer):
         #: the master is compared with the parameter at the next step. A plain parameter has one
         #: only if its master was loaded, differs from it, and no step was taken since.
         self._seen: dict[Tensor, LastWrite] = {}
+        #: Whether the parameters were checked since they were added or loaded.
+        self._checked = False
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._seen = {}
+        self._checked = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters."""
+        super().add_param_group(param_group)
+        self._checked = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -57,8 +66,15 @@ class MasterWeightOptimizer(Optimizer):
 
         Args:
             closure: reevaluates the loss, once, before the update. Its result is returned.
+
+        Raises:
+            ValueError: at the first step, a parameter was replaced by ``fully_shard`` or
+                ``parallelize_module`` after the optimizer was created.
         """
         check_graph_capture(self)
+        if not self._checked:
+            check_not_replaced(self)
+            self._checked = True
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -245,6 +261,23 @@ def parameters_by_key(
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return zip(keys, params, strict=True)
+
+
+def check_not_replaced(optimizer: Optimizer) -> None:
+    """Raise ValueError if an optimizer holds parameters that its model no longer has."""
+    names = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = replaced_name(param)
+            if name is not None:
+                names.append(name)
+
+    if names:
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {len(names)} parameters from before fully_shard or "
+            f"parallelize_module, the first of them {names[0]}. The model has other parameters "
+            "now, so a step would not train it. Create the optimizer after fully_shard"
+        )
 
 
 def check_sizes(param: Tensor, state: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ Each layer has these buffers. Their rows or columns are weight, input and gradie
 - ``fp8_amax_history`` (amax_history_len, 3) fp32: the maxima of earlier steps, newest first.
 
 Scales and amaxes are 16 bytes apart, because GEMMs require aligned scales, and because compilers
-copy unaligned inputs, which would lose writes. The buffers of all layers on one device are views of
-one pack, so that one operation rolls them. A pack is rebuilt after its buffers were moved.
+copy unaligned inputs, which would lose writes. The buffers of all layers on one device have the
+memory of one pack, so that one operation rolls them. A pack is rebuilt after its buffers were
+moved. The buffers stay the same objects.
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ def new_buffers(recipe: DelayedScaling, device: torch.device) -> dict[str, Tenso
 def keep_local(buffers: dict[str, Any]) -> None:
     """Make the buffers local float32 tensors again.
 
-    parallelize_module turns buffers into DTensors, and FullyShardedDataParallel casts them.
+    parallelize_module turns buffers into DTensors, and FullyShardedDataParallel casts them. Both
+    keep their buffers, which still share the memory.
     """
     for name in BUFFERS:
         if is_distributed(buffers[name]):
             buffers[name] = local_tensor(buffers[name])
         if buffers[name].dtype != torch.float32:
-            buffers[name] = buffers[name].float()
+            buffers[name].data = buffers[name].float()
 
 
 class SlotCache:
@@ -193,7 +195,11 @@ def _addresses(buffers: Sequence[Tensor]) -> list[int]:
 @outside_selective_checkpoints
 @torch.no_grad()
 def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
-    """Pack the layers' buffers, one pack per device. The buffers become views of the packs."""
+    """Pack the layers' buffers, one pack per device. The buffers get the memory of the packs.
+
+    The buffers stay the same objects. Other code may hold them, to restore their values after a
+    warm-up or a trial run.
+    """
     by_device: dict[torch.device, list[int]] = {}
     for index, layer in enumerate(layers):
         if layer is not None:
@@ -209,7 +215,10 @@ def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
             for name, dim in BUFFERS.items():
                 whole = torch.stack([own[name] for own in here], dim)
                 for place, own in enumerate(here):
-                    own[name] = whole.select(dim, place)
+                    if own[name].is_inference():
+                        # Such a buffer could be written in inference mode only.
+                        own[name] = own[name].clone()
+                    own[name].data = whole.select(dim, place)
                 wholes.append(whole)
             buffers = _buffers_of([layers[i] for i in indices])
             packs.append(Pack(indices, buffers, _addresses(buffers), *wholes))

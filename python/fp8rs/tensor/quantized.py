@@ -516,6 +516,8 @@ class QuantizedTensor(Tensor):
         # Copy all attributes: planes, attributes that users set, and the mark of a parameter.
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new.requires_grad_(self.requires_grad)
+        if self.grad_dtype != self.dtype:  # it was set, and the gradient may have it
+            new.grad_dtype = self.grad_dtype
         new.grad = copy.deepcopy(self.grad, memo)
         return new
 
