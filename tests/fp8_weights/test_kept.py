@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8rs
 from distributed import ranks
@@ -60,15 +62,95 @@ def test_loaded_values_are_what_masters_begin_with(recipe):
 @recipes
 def test_values_written_in_part_are_not_forgotten_for_the_kept_ones(recipe):
     model = layer_of(recipe)
-    with torch.no_grad():
-        model[0].weight[:32] = 7.0
     weight = model[0].weight
-    assert weight.get_high_precision_init_val() is None
-    before = weight.dequantize()
+    expected = weight.get_high_precision_init_val().clone()
+    expected[:32] = 7.1
+    with torch.no_grad():
+        weight[:32] = 7.1
+    assert torch.equal(weight.get_high_precision_init_val(), expected)
     optimizer = AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     weight.grad = torch.zeros(weight.shape)
     optimizer.step()
-    assert torch.equal(optimizer.state[weight]["master"], before)
+    assert torch.equal(optimizer.state[weight]["master"], expected)
+
+
+#: Ways to write the values that a weight already has, rounded.
+OWN_VALUES = {
+    "copy_": lambda model, weight: weight.copy_(weight.dequantize()),
+    "codes": lambda model, weight: weight.copy_(weight.detach().clone()),
+    "rows": lambda model, weight: weight[:32].copy_(weight[:32].dequantize()),
+    "mul_": lambda model, weight: weight.mul_(1.0),
+    "load": lambda model, weight: model.load_state_dict(model.state_dict()),
+    "load of a copy": lambda model, weight: model.load_state_dict(
+        copy.deepcopy(model.state_dict())
+    ),
+    "load of values": lambda model, weight: model.load_state_dict(
+        {"0.weight": weight.dequantize()}
+    ),
+}
+
+
+@recipes
+@pytest.mark.parametrize("write", list(OWN_VALUES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_writes_of_a_weights_own_values_leave_the_initial_ones(recipe, write, dtype):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False, dtype=dtype))
+    before = model[0].weight.detach().clone()
+    fp8rs.convert_to_float8_training(
+        model, recipe=RECIPES[recipe], fp8_weights=True, preserve_high_precision_init_val=True
+    )
+    weight = model[0].weight
+    codes = weight.detach().clone()
+    with torch.no_grad():
+        OWN_VALUES[write](model, weight)
+    assert torch.equal(weight.get_high_precision_init_val(), before)
+    assert torch.equal(weight.dequantize(), codes.dequantize())
+
+
+@recipes
+def test_elements_that_a_write_changes_replace_the_initial_ones(recipe):
+    model = layer_of(recipe)
+    weight = model[0].weight
+    expected = weight.get_high_precision_init_val().clone()
+    values = weight.dequantize()
+    values[:, 0] = 0.0123
+    expected[:, 0] = 0.0123
+    with torch.no_grad():
+        weight.copy_(values)
+    assert torch.equal(weight.get_high_precision_init_val(), expected)
+
+
+@ranks(2)
+def test_ddps_first_broadcast_leaves_the_initial_values(rig):
+    for recipe, dtype in itertools.product(RECIPES, (torch.float32, torch.bfloat16)):
+        model = make(recipe=RECIPES[recipe], device=rig.device, dtype=dtype)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model = make(
+            recipe=RECIPES[recipe],
+            device=rig.device,
+            dtype=dtype,
+            fp8_weights=True,
+            preserve_high_precision_init_val=True,
+        )
+        DistributedDataParallel(model)
+        for name, p in model.named_parameters():
+            if isinstance(p, fp8rs.QuantizedTensor):
+                found = p.get_high_precision_init_val()
+                assert torch.equal(found, before[name].cpu()), (recipe, name)
+
+
+@ranks(2)
+def test_ddps_first_broadcast_replaces_the_initial_values_of_other_ranks(rig):
+    """Ranks are initialized with different seeds."""
+    model = make(
+        device=rig.device, seed=rig.rank, fp8_weights=True, preserve_high_precision_init_val=True
+    )
+    DistributedDataParallel(model)
+    for layer in linears(model).values():
+        weight = layer.weight
+        error = (weight.get_high_precision_init_val().to(rig.device) - weight.dequantize()).abs()
+        assert (error <= 0.07 * weight.dequantize().abs() + 1e-3).all()
 
 
 @recipes

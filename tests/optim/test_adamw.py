@@ -337,6 +337,7 @@ class Keeper:
 
     sharded_model = slots = None
     in_place = True
+    detects_lost_writes = False
     writes = 0
 
     def __init__(self, init_value):
@@ -348,7 +349,13 @@ class Keeper:
     def observes(self, storage):
         return True
 
-    def observe_write(self, tensor, values, exact):
+    def use_master(self, optimizer, parameter):
+        self.forget_init()
+
+    def exact_values(self, tensor):
+        return None
+
+    def observe_write(self, tensor, write):
         pass
 
     def mark_written(self):

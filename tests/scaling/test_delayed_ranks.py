@@ -457,3 +457,31 @@ def test_group_with_different_layers_raises(rig):
     model = of_own_experts(rig, amax_reduction_group=torch.distributed.group.WORLD)
     with pytest.raises(ValueError, match=r"amax_reduction_group has ranks .* 2 to 3"):
         train_a_step(model, rig)
+
+
+#: Writes to an FP8 weight that leave its values as they are.
+RESTORING = {
+    "clamp_": lambda model, weight: weight.clamp_(-100, 100),
+    "swap": lambda model, weight: weight.copy_(weight.detach().clone().copy_(weight)),
+    "load": lambda model, weight: model.load_state_dict(model.state_dict()),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("write", list(RESTORING))
+def test_a_write_in_every_step_does_not_freeze_the_range_of_shards(rig, write):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False, device=rig.device))
+    target = 8 * model[0].weight.detach()
+    fp8rs.convert_to_float8_training(model, recipe="delayed", fp8_weights=True)
+    fully_shard(model, mesh=rig.mesh())
+    optimizer = fp8rs.optim.AdamW(model.parameters(), lr=6e-2, weight_decay=0.0)
+    for _ in range(40):
+        loss = (model(torch.eye(16, device=rig.device)).t() - target).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.reshard()
+        with torch.no_grad():
+            RESTORING[write](model, model[0].weight)
+    assert loss < 0.1 * target.square().sum()

@@ -29,6 +29,7 @@ from fp8rs._torch import (
 )
 from fp8rs.tensor.dcp import splits_blocks
 from fp8rs.tensor.formats import INPUT_DTYPES, split_batch
+from fp8rs.tensor.plane_storage import Write, WriteKind
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -89,7 +90,7 @@ class Codes(PlainPart):
             super().copy_(src, non_blocking)
             observer = self.weight.tensor._storage.observer
             if observer is not None:  # other ranks may load and quantize values
-                observer.observe_write(self.weight.tensor, None, exact=False)
+                observer.observe_write(self.weight.tensor, Write(WriteKind.CODES))
         elif src.dtype in INPUT_DTYPES:
             self.weight.tensor.copy_(src)
         else:

@@ -22,6 +22,7 @@ from fp8rs.nn.fp8_params import replaced_name, reset_scales
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import check_module
 from fp8rs.scaling.histories import BUFFERS, keep_local
+from fp8rs.tensor.plane_storage import Write, WriteKind
 from fp8rs.tensor.quantized import QuantizedTensor, is_fp8
 
 from .parts import SCALE, distribute_like, parts_of
@@ -281,4 +282,4 @@ def load_parts(value: Tensor, parts: dict[str, Tensor]) -> None:
     handle: Any = weight._storage.observer
     reset_scales(handle.module)
     # A rank may have quantized loaded values, so scales are synchronized. Common ones stay.
-    handle.observe_write(weight, None, exact=False)
+    handle.observe_write(weight, Write(WriteKind.CODES))

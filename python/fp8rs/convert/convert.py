@@ -180,7 +180,10 @@ def _convert(state: ModelState, selected: Selection, fp8_weights: bool, keep_ini
 
         # The amaxes of experts come last. Batched weights have no history.
         for (_, layer), amax in zip(layers, amaxes, strict=False):
-            cast(Any, layer)._fp8_params["weight"].start_history_from(amax)
+            if not amax.is_meta:
+                handle = cast(Any, layer)._fp8_params["weight"]
+                scale = handle.quant_spec.scale_from_amax(amax.float())
+                handle.fit_history(scale, amax.float(), exact=True)
         steps.subscribe(state)
         warn_without_masters()
 

@@ -7,15 +7,18 @@ alone and never starts a collective. It marks the `Float8ParamHandle` as unsynce
 
 from __future__ import annotations
 
-from typing import Any, cast
+import math
+import weakref
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import is_distributed, is_traced, own_part, sharded_parameters
-from fp8rs.scaling.histories import set_next_scales
-from fp8rs.tensor.plane_storage import PlaneStorage
+from fp8rs.tensor.formats import split_batch
+from fp8rs.tensor.plane_storage import PlaneStorage, Write, WriteKind
 from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.rounding import rounds_to_codes
 from fp8rs.tensor.spec import QuantSpec
 
 from .master_weight import post_all_gather, pre_all_gather
@@ -39,6 +42,19 @@ class Float8Shard(QuantizedTensor):
         return self._handle.in_place and self is self._handle.parameter_part
 
 
+class MasterSource(Protocol):
+    """An optimizer that keeps masters of FP8 weights (`fp8rs.optim.masters`)."""
+
+    def local_master(self, parameter: Tensor) -> Tensor | None:
+        """Return the master of this rank's part of a parameter, float32, or None."""
+
+    def is_current(self, parameter: Tensor) -> bool:
+        """Return whether a parameter's master includes all writes to the parameter."""
+
+    def mark_current(self, parameter: Tensor) -> None:
+        """Record that a parameter's master includes all writes to the parameter."""
+
+
 class Float8ParamHandle(ParamHandle):
     """The handle of an FP8 weight, sharded or not (`fp8rs.tensor.plane_storage.WriteObserver`).
 
@@ -55,12 +71,17 @@ class Float8ParamHandle(ParamHandle):
         self.unsynced = self.keep_init = False
         self.pending: Tensor | None = None
         self._init_value: Tensor | None = None
+        #: The optimizer that keeps the weight's master, and its parameter.
+        self._optimizer: tuple[weakref.ref[Any], weakref.ref[Tensor]] | None = None
 
     def _copy_for(self, module: nn.Module) -> Float8ParamHandle:
         new = Float8ParamHandle(module, self.name)
-        new.unsynced, new.keep_init = self.unsynced, self.keep_init
-        # Nothing writes to these tensors, so the copy can share them.
-        new.pending, new._init_value = self.pending, self._init_value
+        new.unsynced = self.unsynced
+        new.keep_init = self.keep_init
+        # Nothing writes to the pending values, so the copy can share them.
+        new.pending = self.pending
+        if self._init_value is not None:
+            new._init_value = self._init_value.clone()
         return new
 
     # --- the parameter ---------------------------------------------------------------------------
@@ -108,34 +129,40 @@ class Float8ParamHandle(ParamHandle):
         own = [shard for shard in shards if shard.observer is self]
         return not own or storage in own
 
-    def observe_write(self, tensor: QuantizedTensor, values: Tensor | None, exact: bool) -> None:
-        """Note that an operator wrote to the weight. Runs no collective.
+    @property
+    def detects_lost_writes(self) -> bool:
+        """Whether to find out if arithmetic is lost to rounding, to warn of it."""
+        state = self.state_if_any
+        return state is not None and state.lost_writes.detects
 
-        Args:
-            tensor: the weight, or a tensor that shares its planes.
-            values: the values that it has now, in high precision and in its shape. None if codes
-                and scales were copied.
-            exact: whether each value was rounded by itself. In-place arithmetic instead keeps the
-                codes of elements that it does not change.
-        """
+    def observe_write(self, tensor: QuantizedTensor, write: Write) -> None:
+        """Note that an operator wrote to the weight. Runs no collective."""
         self.mark_written()
         self.unsynced = True
-        if values is not None and tensor.is_whole and not values.is_meta:
-            row = tensor._storage.rowwise
-            values = values.reshape(tensor._storage.matrix if row is None else row.data.shape)
-        else:
-            values = None
-        if self.keep_init:  # until an optimizer reads them
-            self.init_value = None if values is None else values.detach().to("cpu", copy=True)
-        if values is not None and not self.shares_scales:
-            self.start_history_from(values)
-        elif values is not None and exact:
-            self.pending = values.clone()
-        storage = getattr(self.parameter_part, "_storage", None)
-        # A gathered weight has no observer.
-        if storage is not None and storage.observer is self and not tensor.is_meta:
-            # The next write would otherwise saturate with a scale from before these values.
-            set_next_scales([self.slots], [storage.any_plane.scale.view(-1)], self.quant_spec)
+        if tensor.is_meta:
+            return
+
+        if write.kind is WriteKind.EXACT_ARITHMETIC:
+            self._store_exact_values(tensor, cast(Tensor, write.values))
+        elif self.keep_init:  # until an optimizer reads them
+            self._update_init_value(tensor, write)
+
+        storage = tensor._storage
+        shares_scales = self.shares_scales
+        replaces = write.kind in (WriteKind.VALUES, WriteKind.COPY) and tensor.is_whole
+        if shares_scales and replaces:
+            row = storage.rowwise
+            shape = storage.matrix if row is None else row.data.shape
+            self.pending = cast(Tensor, write.values).reshape(shape).clone()
+        if self.slots is not None and tensor.numel():
+            # The synchronization fits the history to the values of all ranks.
+            partial = shares_scales or not tensor.is_whole
+            amax = codes_amax(storage) if write.values is None else values_amax(write.values)
+            scale = storage.any_plane.scale
+            self.fit_history(scale, amax, exact=replaces and not partial, partial=partial)
+
+        if write.lost is not None:
+            self.state.lost_writes.add(write.lost, self.fqn)
 
     def mark_written(self) -> None:
         """Note a write that left the same scales on all ranks. Other writes set ``unsynced``."""
@@ -155,18 +182,47 @@ class Float8ParamHandle(ParamHandle):
         self.unsynced, self.pending = False, None
         self._note_stream()
 
-    # --- delayed scaling -------------------------------------------------------------------------
+    # --- values from before rounding -------------------------------------------------------------
 
-    def start_history_from(self, values: Tensor) -> None:
-        """With delayed scaling, start the history of a whole weight with the amax of its values."""
-        if self.slots is None or values.is_meta or not values.numel():
-            return
-        with torch.no_grad():
-            low, high = values.detach().aminmax()
-            amax = torch.maximum(-low, high).float()
-            self.start_history(self.quant_spec.scale_from_amax(amax), amax)
+    def exact_values(self, tensor: QuantizedTensor) -> Tensor | None:
+        """Return the values that codes were rounded from: see `WriteObserver`."""
+        storage = tensor._storage
+        if is_traced(storage.any_plane.data) or tensor.is_meta:
+            return None
+        source, parameter = self._master_source()
+        if source is None:
+            exact = self.init_value
+        elif source.is_current(parameter):
+            exact = source.local_master(parameter)
+        else:
+            # Other code has written the weight, and may write its codes back.
+            exact = None
+        if exact is None or exact.numel() != math.prod(storage.matrix):
+            return None
+        return elements_of(exact, tensor).to(tensor.device, torch.float32)
 
-    # --- values from before the first rounding ---------------------------------------------------
+    def _store_exact_values(self, tensor: QuantizedTensor, values: Tensor) -> None:
+        """Write the results of exact arithmetic to where `exact_values` read its operands."""
+        source, parameter = self._master_source()
+        if source is None:
+            elements_of(cast(Tensor, self.init_value), tensor).copy_(values)
+        else:
+            elements_of(cast(Tensor, source.local_master(parameter)), tensor).copy_(values)
+            source.mark_current(parameter)
+
+    def _master_source(self) -> tuple[MasterSource | None, Any]:
+        """Return the optimizer that keeps the master, if there is one, and its parameter."""
+        if self._optimizer is None:
+            return None, None
+        optimizer, parameter = (reference() for reference in self._optimizer)
+        if optimizer is None or parameter is None:
+            return None, None
+        return cast(MasterSource, optimizer), parameter
+
+    def use_master(self, optimizer: MasterSource, parameter: Tensor) -> None:
+        """Take exact values from an optimizer's master, and free those from before conversion."""
+        self.forget_init()
+        self._optimizer = weakref.ref(optimizer), weakref.ref(parameter)
 
     @property
     def init_value(self) -> Tensor | None:
@@ -176,16 +232,81 @@ class Float8ParamHandle(ParamHandle):
             return value
         # Tensor parallelism replaces the parameter by a DTensor without a notification.
         if value.shape == self.parameter.shape != self.parameter_part.shape:
-            self._init_value = local_part(value, self.parameter)
+            self.init_value = local_part(value, self.parameter)
         return self._init_value
 
     @init_value.setter
     def init_value(self, value: Tensor | None) -> None:
-        self._init_value = value
+        self._init_value = None if value is None else value.contiguous()
+
+    def _update_init_value(self, tensor: QuantizedTensor, write: Write) -> None:
+        """Replace the initial values of the elements that a write changed.
+
+        A copy of the weight's own rounded values, such as DDP's first broadcast, changes none.
+        """
+        init, values, storage = self.init_value, write.values, tensor._storage
+        if is_traced(storage.any_plane.data):
+            self.init_value = None  # compiled code writes without a notification
+            return
+        if init is None:
+            if values is not None and tensor.is_whole:
+                self.init_value = values.detach().to("cpu", copy=True)
+            return
+        if init.numel() != math.prod(storage.matrix) or not tensor.is_contiguous():
+            self.init_value = None  # DCP loads columns of a shard, for example
+            return
+
+        part = elements_of(init, tensor)
+        unchanged = write.unchanged
+        if write.kind in (WriteKind.CODES, WriteKind.ARITHMETIC):
+            unchanged = rounds_to(part.to(tensor.device, torch.float32), tensor)
+        if values is None:
+            values = tensor.dequantize(torch.float32)
+        values = values.detach().cpu()
+        if unchanged is not None:
+            values = torch.where(unchanged.cpu(), part, values)
+        if tensor.is_whole:
+            self.init_value = values.reshape(init.shape).clone()  # it may have another dtype
+        else:
+            part.copy_(values)
 
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""
         self.init_value, self.keep_init = None, False
+
+
+def values_amax(values: Tensor) -> Tensor:
+    """Return the amax () of values, fp32."""
+    low, high = values.detach().aminmax()
+    return torch.maximum(-low, high).float()
+
+
+def codes_amax(storage: PlaneStorage) -> Tensor:
+    """Return the amax () of codes with one scale, fp32."""
+    plane = storage.any_plane
+    magnitudes = plane.data.view(torch.uint8) & 0x7F
+    largest = magnitudes.amax().view(plane.data.dtype)
+    return largest.float() * plane.scale.view(())
+
+
+def elements_of(values: Tensor, tensor: QuantizedTensor) -> Tensor:
+    """Return the elements of a weight's values that a view of the weight has, as a view.
+
+    Args:
+        values: values in high precision, in the order of the weight's elements.
+        tensor: a view of consecutive elements, or the weight itself.
+    """
+    flat = values.view(-1)
+    return flat.narrow(0, int(tensor.storage_offset()), tensor.numel()).view(tensor.shape)
+
+
+def rounds_to(values: Tensor, tensor: QuantizedTensor) -> Tensor:
+    """Return where values round to the codes of a tensor. Nowhere if it has parts of blocks."""
+    planes = tensor.planes
+    if planes == (None, None):
+        return torch.zeros_like(values, dtype=torch.bool)
+    batch, matrix = split_batch(tensor.shape, tensor._storage.batched)
+    return rounds_to_codes(planes, values.view(*batch, *matrix)).view(values.shape)
 
 
 def handle_for(module: nn.Module, name: str, parameter: Any = None) -> ParamHandle:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_spec, own_part, reshard
+from fp8rs.scaling.histories import fit_history
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -190,13 +191,21 @@ class ParamHandle:
         scales, amaxes = module._fp8_slots.get(module._buffers)
         return scales[0], amaxes[0]
 
-    def start_history(self, scale: Tensor, amax: Tensor) -> None:
-        """With delayed scaling, set the next scale and the recorded amax, if the amax is finite."""
-        if (slots := self.slots) is None:
-            return
-        finite = amax.isfinite().view(())
-        for slot, value in zip(slots, (scale, amax), strict=True):
-            slot.copy_(torch.where(finite, value.to(slot.device).view(()), slot))
+    def fit_history(
+        self, scale: Tensor, amax: Tensor, *, exact: bool = False, partial: bool = False
+    ) -> None:
+        """With delayed scaling, fit the history to written values (`fp8rs.scaling.histories`).
+
+        Args:
+            scale: the scale of the written values, fp32, one element.
+            amax: their amax, fp32, one element.
+            exact: whether the amax is that of high-precision values.
+            partial: whether other ranks have elements of the parameter.
+        """
+        slots = self.slots
+        if slots is not None:
+            history = cast(Tensor, self.module._buffers["fp8_amax_history"])[:, 0]
+            fit_history(slots, history, scale, amax, exact=exact, partial=partial)
 
     # --- copies ----------------------------------------------------------------------------------
 

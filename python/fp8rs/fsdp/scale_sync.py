@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fp8rs._core import multi_rescale
 from fp8rs._torch import is_traced
-from fp8rs.scaling.histories import differs, largest_code, set_next_scales
+from fp8rs.scaling.histories import differs, largest_code, raise_next_scales
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import QuantSpec
@@ -136,15 +136,17 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     if is_traced(common):
         return
     scales, before = common.split(counts), stored.split(counts)
-    each = zip(shards, rows, scales, before, amaxes.split(counts), strict=True)
-    set_next_scales([s.handle.slots for s in shards], scales, quantizer.quant_spec, before)
+    amaxes_of_shards = amaxes.split(counts)
+    raise_next_scales([s.handle.slots for s in shards], scales, amaxes_of_shards, before)
+    each = zip(shards, rows, scales, before, amaxes_of_shards, strict=True)
     parts = []
     for shard, row, scale, old, amax in each:
         handle = shard.handle
         values = handle.pending
-        # A write to an empty shard has no values to keep. The other shards may have new ones.
-        if values is not None or (handle.unsynced and not shard.data.numel()):
-            handle.start_history(scale, amax)
+        if handle.unsynced:
+            # A write to an empty shard has no values to keep. The other shards may have new ones.
+            exact = values is not None or not shard.data.numel()
+            handle.fit_history(scale, amax, exact=exact)
         if values is not None:
             scale = scale.to(values.device).view(row.scale.shape)
             made = _quantize(values, scale, row.data.dtype, True, False, None, row.batched)[0]

@@ -199,7 +199,7 @@ class TensorwiseShardQuantizer(ShardQuantizer):
             scale = scale.to(shard.data.device)
             scale = scale if shard.shard_spec.batched else scale.view(())
             made.append(quantize_planes(self.quant_spec, shard.data, True, False, scale=scale))
-            shard.handle.start_history(scale, amax)
+            shard.handle.fit_history(scale, amax, exact=True)
         return made
 
     def _amaxes(self, shards: Sequence[LocalShard]) -> Tensor:

@@ -116,7 +116,7 @@ class Float8Params(nn.Module):
                 # A cast applies only to parameters, and to_empty does not initialize memory.
                 self._buffers[name] = before.to(new.device)
             if before.is_meta and not new.is_meta:
-                reset_scales(self)  # the meta device has no values
+                reset_scales(self, keep_fp8_weight=False)  # the meta device has no values
 
         for name in self._fp8_params:
             weight = self._parameters.get(name)
@@ -272,18 +272,34 @@ def replaced_name(parameter: Tensor) -> str | None:
 
 
 @torch.no_grad()
-def reset_scales(module: Any) -> None:
+def reset_scales(module: Any, *, keep_fp8_weight: bool = True) -> None:
     """With delayed scaling, reset scales and histories, because a weight is about to be replaced.
 
     With the old scales, the new values and the outputs could saturate. In an evaluation, nothing
     would update the scales.
+
+    Args:
+        module: a converted module.
+        keep_fp8_weight: whether to keep the history of an FP8 weight that was trained. The write
+            then fits it to the new values, which may be the weight's own codes. A history of exact
+            values is not lost to them.
     """
     delayed = module._fp8_state.delayed
-    if delayed is not None:
-        for name in BUFFERS:
-            module._buffers[name].zero_()
-        module.fp8_ready = NOTHING_READY
-        delayed.scales_lost()
+    if delayed is None:
+        return
+    scale, amax, history = (module._buffers[name] for name in BUFFERS)
+    weight = next(iter(module._fp8_params), None)
+    keeps_weight = keep_fp8_weight and is_fp8(module._parameters.get(weight))
+    of_weight = [scale[0], amax[0], history[:, 0]]
+    before = [part.clone() for part in of_weight]
+    trained = history[:, 0].amax() > 0
+    for buffer in (scale, amax, history):
+        buffer.zero_()
+    if keeps_weight:
+        for part, value in zip(of_weight, before, strict=True):
+            part.copy_(torch.where(trained, value, part))
+    module.fp8_ready = NOTHING_READY
+    delayed.scales_lost()
 
 
 def _materialize(module: Any, device: torch.device) -> None:

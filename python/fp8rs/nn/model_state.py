@@ -32,6 +32,7 @@ from fp8rs.tensor.quantized import is_fp8
 
 from .function import prepare_compilers
 from .input_cache import this_thread
+from .lost_writes import LostWrites
 from .spec import ROLES, register
 
 
@@ -54,6 +55,7 @@ class ModelState:
         group: the ``amax_reduction_group``.
         experts: the conversion's ``experts``, for reports and later conversions.
         delayed: the state of delayed scaling, or None for other recipes.
+        lost_writes: warns when arithmetic on FP8 weights is lost to rounding.
         sharded_model: the `fp8rs.fsdp.sharded_model.ShardedModel`. None while no weight is sharded,
             and in a new copy.
     """
@@ -89,6 +91,7 @@ class ModelState:
         prepare_compilers()
         self.key = register(self.recipe, group.group_name if by_tensor else None)
         self.tracker = StepTracker()
+        self.lost_writes = LostWrites()
         self.delayed: DelayedScalingState | None = None
         if isinstance(self.recipe, DelayedScaling):
             specs = [quant_spec(self.recipe, role) for role in ROLES]
@@ -205,6 +208,7 @@ class ModelState:
         )
         if new and module.training and self.delayed is not None:
             self.delayed.forward_begins()
+        self.lost_writes.poll()
         if new and self.sharded_model is not None:
             self.sharded_model.forward_begins(module)
 
@@ -243,6 +247,7 @@ class ModelState:
         Torch's optimizers call this through a hook. For others, training loops call
         ``fp8rs.optimizer_stepped``.
         """
+        self.lost_writes.in_step = False
         if self.sharded_model is not None:
             self.sharded_model.stepped()
         if self.delayed is not None:
@@ -281,7 +286,7 @@ class ModelState:
         state = {**self.__dict__, "names": list(self.names), "linears": []}
         state.update(dict.fromkeys(("_root", "sharded_model")))
         state["delayed"] = self.delayed is not None and self.delayed.recorded
-        del state["key"], state["tracker"]
+        del state["key"], state["tracker"], state["lost_writes"]
         return state
 
 

@@ -55,7 +55,8 @@ class AdamW(MasterWeightOptimizer):
             under "master". It starts from the values that a weight was initialized with, if they
             were kept, else from the weight. If other code writes the parameter between steps (it
             swaps in an average, or loads a checkpoint), the master takes the written values. An
-            element keeps its master if the written value is still the rounded master.
+            element keeps its master if the written value is still the rounded master. In-place
+            arithmetic on an FP8 weight changes its master.
         stochastic_rounding: whether codes are rounded stochastically, or to nearest. None rounds
             stochastically without masters and to nearest with them.
         seed: the seed of the random numbers, 64 bits. All ranks must have the same seed.

@@ -35,6 +35,8 @@ class MasterWeightOptimizer(Optimizer):
     - A plain parameter is compared with its master at every step, on the device. Its version
       counter misses writes through ``.data`` and foreach operators on DTensors.
     - In both cases, the elements whose master still rounds to the stored value keep it.
+    - In-place arithmetic on an FP8 weight runs on the master, and codes are rounded from the
+      result. Arithmetic on codes would lose small changes.
     - Loading an optimizer state replaces the masters that it contains. They win over earlier
       writes. All other masters stay.
     """
@@ -107,9 +109,12 @@ class MasterWeightOptimizer(Optimizer):
                 self._seen[p.param] = p.last_write
             if p.delayed is not None:
                 state["scale"] = p.plane.scale.clone()
-        if p.handle is not None:
-            p.handle.forget_init()  # also if masters were loaded
         master: Tensor | None = state.get("master")
+        if p.handle is not None:  # also if masters were loaded
+            if master is None:
+                p.handle.forget_init()
+            else:
+                p.handle.use_master(self, p.param)
         if master is None:
             return None
         if "scale" not in state and p.delayed is not None:
@@ -133,6 +138,19 @@ class MasterWeightOptimizer(Optimizer):
         if p.weight is not None:
             return self._seen.get(p.param) == p.last_write
         return p.is_rounded(master)
+
+    def local_master(self, parameter: Tensor) -> Tensor | None:
+        """Return the master of this rank's part of a parameter, float32, or None."""
+        master = self.state.get(parameter, {}).get("master")
+        return None if master is None else own_part(master)
+
+    def is_current(self, parameter: Tensor) -> bool:
+        """Return whether an FP8 weight's master includes all writes to the weight."""
+        return self._seen.get(parameter) == Param(parameter).last_write
+
+    def mark_current(self, parameter: Tensor) -> None:
+        """Record that an FP8 weight's master includes all writes to the weight."""
+        self._seen[parameter] = Param(parameter).last_write
 
     def _wrote(self, params: Sequence[Param]) -> None:
         """Record that a step has written these parameters."""
@@ -227,6 +245,8 @@ class MasterWeightOptimizer(Optimizer):
             if "master" in given:
                 if p.weight is not None or not p.is_rounded(own_part(state["master"])):
                     self._seen[param] = p.last_write
+                if p.handle is not None:
+                    p.handle.use_master(self, param)
             elif "master" in old.get(param, {}):
                 self.state[param].update(
                     {n: old[param][n] for n in MASTER_STATE_KEYS if n in old[param]}

@@ -14,8 +14,9 @@ from fp8rs._torch import not_traced
 from fp8rs.optim.masters import MasterWeightOptimizer
 from fp8rs.optim.param import Param
 
-#: The optimizers that have taken their first step.
-_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+#: The optimizers that have taken their first step, with the states (`fp8rs.nn.model_state`) of the
+#: models whose FP8 weights they step without masters.
+_stepped: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -25,13 +26,20 @@ def warn_without_masters() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _stepped or has_zero_lr(optimizer):
-        return
-    _stepped.add(optimizer)
+    if optimizer not in _stepped and not has_zero_lr(optimizer):
+        _stepped[optimizer] = _begin(optimizer)
+    for reference in _stepped.get(optimizer, ()):
+        state = reference()
+        if state is not None:
+            state.lost_writes.in_step = True  # until the hook after the step
+
+
+def _begin(optimizer: Optimizer) -> list[weakref.ref[Any]]:
+    """Warn if an optimizer keeps no masters of FP8 weights. Return the states of their models."""
     if isinstance(optimizer, MasterWeightOptimizer):
-        return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    fp8 = [param for param in params if param.requires_grad and Param(param).handle is not None]
+        return []
+    params = [Param(param) for group in optimizer.param_groups for param in group["params"]]
+    fp8 = [p for p in params if p.param.requires_grad and p.handle is not None]
     if fp8:
         kind = type(optimizer).__name__
         warnings.warn(
@@ -41,8 +49,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "from 0.30 to 0.24, with masters to 0.02). Use fp8rs.optim.AdamW, or any optimizer on "
             f"fp32 masters by fp8rs.optim.MasterWeights(params, {kind}, ...), or convert with "
             "fp8_weights=False",
-            stacklevel=5,
+            stacklevel=6,
         )
+    states = dict.fromkeys(p.handle.state_if_any for p in fp8)
+    return [weakref.ref(state) for state in states if state is not None]
 
 
 def has_zero_lr(optimizer: Optimizer) -> bool:

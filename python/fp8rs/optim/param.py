@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import dtensor_like, is_distributed, is_traced, own_part
-from fp8rs.optim import stochastic
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.plane_storage import Delayed
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.rounding import rounds_to_codes, stochastic_round
 
 _random_uniform = torch.ops.fp8rs.random_uniform_.default
 
@@ -176,16 +176,15 @@ class Param:
         """Identifies the last write by any code.
 
         For a sharded FP8 weight, its handle counts writes. Version counters are not used, because
-        FSDP2 may replace the tensors. For an unsharded weight, the version counters of the
-        parameter and its planes are used too, because the handle does not observe direct writes to
-        planes.
+        FSDP2 may replace the tensors. For an unsharded weight, the version counter of its planes is
+        used too, because the handle does not observe direct writes to planes.
         """
         if self.weight is None:
             return bits_of(self.plain).clone(), self.param._version
         count = 0 if self.handle is None else self.handle.writes
         if is_distributed(self.param):
             return (count,)
-        return count, self.param._version, self.weight._storage.any_plane.data._version
+        return count, self.weight._storage.any_plane.data._version
 
     def is_rounded(self, master: Tensor) -> bool:
         """Return whether a plain parameter equals its rounded master. Synchronizes with a GPU."""
@@ -228,7 +227,6 @@ class Param:
         weight = self.codes
         if not weight.numel():
             return
-        row, col = weight.planes
         values = master.view(self.matrix)
         if written is not None and self.delayed is not None:
             scale = self.plane.scale
@@ -237,14 +235,9 @@ class Param:
             unchanged = torch.isclose(scale, written, rtol=2.0**-8, atol=0.0)
             most = scale * (1.01 * FP8_MAX[weight.fp8_dtype])  # rounds to the largest code
             values = torch.where(unchanged, values.clamp(-most, most), values)
-        saturates = weight.format.microscaled
-        if row is not None:
-            kept = stochastic.matches_rounding(row, values, stochastically, saturates)
-        else:
-            assert col is not None
-            kept = stochastic.matches_rounding(col, values.mT, stochastically, saturates).mT
+        unwritten = rounds_to_codes(weight.planes, values, stochastically)
         torch.where(
-            kept.reshape(master.shape), master, weight.dequantize(torch.float32), out=master
+            unwritten.reshape(master.shape), master, weight.dequantize(torch.float32), out=master
         )
 
     # --- codes -----------------------------------------------------------------------------------
@@ -270,9 +263,9 @@ class Param:
             _random_uniform(part, seed, offset, 0.0, 1.0, stream, step)
         row, col = weight.planes
         if row is not None:
-            row.matrix.copy_(stochastic.stochastic_round(row, values, numbers))
+            row.matrix.copy_(stochastic_round(row, values, numbers))
         if col is not None:
-            col.matrix.copy_(stochastic.stochastic_round(col, values.mT, numbers.mT))
+            col.matrix.copy_(stochastic_round(col, values.mT, numbers.mT))
 
 
 def bits_of(x: Tensor) -> Tensor:

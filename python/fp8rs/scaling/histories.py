@@ -238,32 +238,82 @@ def differs(a: Tensor, b: Tensor) -> Tensor:
     return a.view(torch.int32) != b.view(torch.int32)
 
 
+#: How many times larger than its codes show a weight may be, because codes saturate.
+HEADROOM = 16.0
+
+
 @torch.no_grad()
-def set_next_scales(
+def fit_history(
+    slots: tuple[Tensor, Tensor],
+    history: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    *,
+    exact: bool = False,
+    partial: bool = False,
+) -> None:
+    """Fit the history of a weight to values that were written to it.
+
+    A history holds amaxes from before values were rounded. An amax that is read from codes is too
+    small if they saturate, so a write does not lower the next scale and the recorded amax. It only
+    limits the history to `HEADROOM` times the written values: larger values were replaced, for
+    example by a checkpoint from before a run diverged. Zeros need no scale and have no effect.
+
+    Args:
+        slots: the next scale () and the recorded amax () of the weight.
+        history: the amaxes of earlier steps (amax_history_len,).
+        scale: the scale of the written values, fp32, one element.
+        amax: their amax, fp32, one element.
+        exact: whether the amax is that of high-precision values. They replace the state of a weight
+            without a history, which was not trained.
+        partial: whether other ranks have elements of the weight. Nothing is limited then.
+    """
+    next_scale, recorded = slots
+    scale = scale.to(next_scale.device).view(())
+    amax = amax.to(next_scale.device).view(())
+    counts = scale.isfinite() & amax.isfinite() & (amax > 0)
+    fitted_scale = next_scale.maximum(scale)
+    fitted_amax = recorded.maximum(amax)
+    if not partial:
+        limit: float | Tensor = HEADROOM
+        if exact:
+            trained = history.amax() > 0
+            limit = torch.where(trained, HEADROOM, 1.0)
+        fitted_scale = fitted_scale.minimum(limit * scale)
+        fitted_amax = fitted_amax.minimum(limit * amax)
+        history.copy_(torch.where(counts, history.minimum(HEADROOM * amax), history))
+    next_scale.copy_(torch.where(counts, fitted_scale, next_scale))
+    recorded.copy_(torch.where(counts, fitted_amax, recorded))
+
+
+@torch.no_grad()
+def raise_next_scales(
     slots: Sequence[tuple[Tensor, Tensor] | None],
     scales: Sequence[Tensor],
-    spec: QuantSpec,
-    before: Sequence[Tensor] | None = None,
+    amaxes: Sequence[Tensor],
+    before: Sequence[Tensor],
 ) -> None:
-    """Set the next scales to those that values were written with, and raise amaxes accordingly.
+    """Raise the next scales and the recorded amaxes of weights whose scales have changed.
 
     Args:
         slots: the next scale () and the recorded amax () of each weight. None for a weight without
             a history, whose scale has no effect.
         scales: the scale (1,) of each weight, fp32. A scale that is not finite has no effect.
-        spec: how the weights are quantized.
-        before: the scales before the write. A scale that still has the same bits has no effect. If
-            None, all scales count as changed.
+        amaxes: the amax (1,) of each weight, fp32. A weight of zeros has no effect.
+        before: the scales before the change. A scale that still has the same bits has no effect.
     """
     places = [i for i, pair in enumerate(slots) if pair is not None]
     if not places:
         return
     found: Any = [slots[i] for i in places]
-    known, amaxes = (torch.stack(part) for part in zip(*found, strict=True))
+    known, recorded = (torch.stack(part) for part in zip(*found, strict=True))
     new_scales = torch.cat([scales[i] for i in places]).to(known.device)
-    counts = new_scales.isfinite()
-    if before is not None:
-        counts &= differs(new_scales, torch.cat([before[i] for i in places]).to(known.device))
-    largest = amaxes.maximum(new_scales * largest_code(spec))
-    new = (*torch.where(counts, new_scales, known), *torch.where(counts, largest, amaxes))
-    torch._foreach_copy_([slot for part in zip(*found, strict=True) for slot in part], new)
+    new_amaxes = torch.cat([amaxes[i] for i in places]).to(known.device)
+    counts = new_scales.isfinite() & (new_amaxes > 0)
+    counts &= differs(new_scales, torch.cat([before[i] for i in places]).to(known.device))
+    raised_scales = torch.where(counts, known.maximum(new_scales), known)
+    raised_amaxes = torch.where(counts, recorded.maximum(new_amaxes), recorded)
+    torch._foreach_copy_(
+        [slot for part in zip(*found, strict=True) for slot in part],
+        [*raised_scales.unbind(), *raised_amaxes.unbind()],
+    )

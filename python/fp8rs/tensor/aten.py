@@ -20,6 +20,7 @@ from fp8rs.tensor import collectives
 from fp8rs.tensor.copies import copy_codes, new_shard
 from fp8rs.tensor.fallback import dequantized_call, each_member, quantized_in
 from fp8rs.tensor.formats import FP8_MAX, INPUT_DTYPES, LOGICAL_DTYPES
+from fp8rs.tensor.plane_storage import WriteKind
 from fp8rs.tensor.planes import zeros
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
 
@@ -124,11 +125,14 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
     if isinstance(src, QuantizedTensor):
         src = src.dequantize()
     if src.device != dst.device:
-        # `quantize_` reads the values at once, so a copy to the CPU must have finished.
+        # `write` reads the values at once, so a copy to the CPU must have finished.
         src = src.to(dst.device, non_blocking=non_blocking and not dst.is_cpu)
     if src.dtype not in INPUT_DTYPES:
         src = src.to(torch.float32)
-    return dst.quantize_(src.expand(dst.shape) if src.shape != dst.shape else src)
+    if src.shape != dst.shape:
+        src = src.expand(dst.shape)
+    dst.write(src, dst.spec, dst._storage.delayed, WriteKind.COPY)
+    return dst
 
 
 @implements(aten.constant_pad_nd.default)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from fp8rs.tensor import formats
 from fp8rs.tensor.fallback import quantized_in, run_dequantized, wait
+from fp8rs.tensor.plane_storage import WriteKind
 from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -51,7 +52,7 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
     ):
         return _scatter(func, *args, **kwargs)
     written = [] if name in READING else quantized_in(args[0])
-    return run_dequantized(func, args, kwargs, written)
+    return run_dequantized(func, args, kwargs, written, WriteKind.COPY)
 
 
 def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

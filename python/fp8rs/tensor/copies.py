@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fp8rs.tensor.formats import split_batch
-from fp8rs.tensor.plane_storage import PlaneStorage
+from fp8rs.tensor.plane_storage import PlaneStorage, Write, WriteKind
 from fp8rs.tensor.planes import Box, Plane, zeros
 from fp8rs.tensor.quantized import PLANES, QuantizedTensor
 
@@ -68,7 +68,7 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
     row, col = planes
     storage.copy_planes_(parts, (row, col), non_blocking)
     if observer is not None:
-        observer.observe_write(dst, None, exact=False)
+        observer.observe_write(dst, Write(WriteKind.CODES))
     return True
 
 

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from fp8rs.tensor.plane_storage import WriteKind
 from fp8rs.tensor.quantized import QuantizedTensor
 
 
 def dequantized_call(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on dequantized arguments, and quantize those that it wrote."""
     written = written_by(func, args, kwargs)
-    return run_dequantized(func, args, kwargs, written, keep=not overwrites(func))
+    kind = WriteKind.VALUES if overwrites(func) else WriteKind.ARITHMETIC
+    return run_dequantized(func, args, kwargs, written, kind)
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
@@ -49,17 +51,19 @@ def run_dequantized(
     args: Any,
     kwargs: Any,
     written: Sequence[QuantizedTensor],
-    *,
-    keep: bool = False,
+    kind: WriteKind,
 ) -> Any:
     """Run an operator on dequantized arguments, and quantize those that it wrote.
+
+    Arithmetic on a weight with a master runs on the master. Arithmetic on codes would lose changes
+    that are smaller than half the distance to the next code.
 
     Args:
         func: the operator.
         args: its positional arguments.
         kwargs: its keyword arguments.
         written: the arguments that it writes.
-        keep: elements that the operator does not change keep their codes.
+        kind: what it writes.
 
     Returns:
         The result of the operator. Arguments that it wrote are returned as quantized tensors.
@@ -69,7 +73,12 @@ def run_dequantized(
     """
     for t in written:
         t.check_writable()
-    plain: dict[int, Tensor] = {}
+    exact: dict[int, Tensor] = {}
+    if kind is WriteKind.ARITHMETIC:
+        operands = tree_leaves(written_arguments(func, args, kwargs))
+        if len(operands) == len(written):  # a fused optimizer also writes its moments
+            exact = exact_values_of(written)
+    plain = {key: values.clone() for key, values in exact.items()}
 
     def dequantize(t: QuantizedTensor) -> Tensor:
         if id(t) not in plain:
@@ -79,6 +88,8 @@ def run_dequantized(
         return plain[id(t)]
 
     given, named = tree_map_only(QuantizedTensor, dequantize, (args, kwargs))
+    if exact:
+        given, named = promoted(given, named)
     out = func(*given, **named)
     if not written:
         return out
@@ -88,8 +99,33 @@ def run_dequantized(
     for t in {id(t): t for t in written}.values():
         value = plain[id(t)]
         stand_ins[id(value)] = t
-        t.write(value, t.spec, t._storage.delayed, keep)
+        before = exact.get(id(t))
+        t_kind = kind if before is None else WriteKind.EXACT_ARITHMETIC
+        t.write(value, t.spec, t._storage.delayed, t_kind, before)
     return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
+
+
+def exact_values_of(written: Sequence[QuantizedTensor]) -> dict[int, Tensor]:
+    """Return the values that codes were rounded from, of the tensors that have them, by id."""
+    exact = {}
+    for t in written:
+        observer = t._storage.active_observer
+        values = None if observer is None else observer.exact_values(t)
+        if values is not None:
+            exact[id(t)] = values
+    return exact
+
+
+def promoted(args: Any, kwargs: Any) -> Any:
+    """Return arguments with 16-bit floats as float32.
+
+    Some operators, such as ``lerp_``, do not promote the other arguments to the dtype of a master.
+    """
+
+    def promote(x: Tensor) -> Tensor:
+        return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+    return tree_map_only(Tensor, promote, (args, kwargs))
 
 
 def wait(out: Any) -> None:

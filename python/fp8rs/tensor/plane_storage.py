@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fp8rs._torch import note_write
+from fp8rs._torch import is_traced, note_write
 from fp8rs.tensor.formats import BlockFormat, split_batch
-from fp8rs.tensor.planes import Box, Plane, transpose_dims
+from fp8rs.tensor.planes import Box, Plane, as_bytes, transpose_dims
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes, requantize_plane
 
 #: Why a quantized tensor cannot be copied as the bytes of one storage, and what to do instead.
@@ -26,6 +27,40 @@ NO_SINGLE_MEMORY = (
 Delayed = tuple[Tensor, Tensor]
 
 
+class WriteKind(Enum):
+    """What an operator wrote to a quantized tensor."""
+
+    VALUES = auto()  #: values that do not depend on the previous ones (fills, random numbers)
+    COPY = auto()  #: values of another tensor, which may be the previous ones (a broadcast, a load)
+    MERGED_COPY = auto()  #: a copy, and the previous values of other elements of the same rows
+    ARITHMETIC = auto()  #: the results of arithmetic on the dequantized values
+    EXACT_ARITHMETIC = auto()  #: the results of arithmetic on the values before rounding
+    CODES = auto()  #: codes and scales
+
+
+#: Kinds of writes after which elements that did not change keep their codes.
+_KEEPING_CODES = (WriteKind.MERGED_COPY, WriteKind.ARITHMETIC, WriteKind.EXACT_ARITHMETIC)
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """A write to a tensor that shares the planes of a weight.
+
+    Attributes:
+        kind: what was written.
+        values: the values that were written, in the shape of the tensor. None for codes.
+        unchanged: for copies, where a value equals the dequantized one from before, in the shape of
+            the tensor. For other kinds None.
+        lost: for arithmetic on dequantized values, whether all its changes were lost to rounding. A
+            bool () on the device. For other kinds None.
+    """
+
+    kind: WriteKind
+    values: Tensor | None = None
+    unchanged: Tensor | None = None
+    lost: Tensor | None = None
+
+
 class WriteObserver(Protocol):
     """Observes writes to the planes of a weight.
 
@@ -35,18 +70,31 @@ class WriteObserver(Protocol):
 
     init_value: Tensor | None
 
+    @property
+    def detects_lost_writes(self) -> bool:
+        """Whether to find out if arithmetic is lost to rounding."""
+
     def observes(self, storage: PlaneStorage) -> bool:
         """Return whether planes may belong to the weight, and not to a copy of it."""
 
-    def observe_write(self, tensor: Any, values: Tensor | None, exact: bool) -> None:
+    def exact_values(self, tensor: Any) -> Tensor | None:
+        """Return the values that codes were rounded from: of a master, or from before conversion.
+
+        Args:
+            tensor: a tensor of consecutive elements that shares the weight's planes.
+
+        Returns:
+            float32 values in the shape of the tensor and on its device. None if they are not known.
+        """
+
+    def observe_write(self, tensor: Any, write: Write) -> None:
         """Notify that a tensor that shares the weight's planes was written.
 
         Called on every rank that writes, also on one with an empty shard.
 
         Args:
             tensor: the tensor that was written.
-            values: the values that were written to it. None if codes and scales were copied.
-            exact: whether each value was rounded by itself: see `PlaneStorage.write`.
+            write: what was written.
         """
 
     def forget_init(self) -> None:
@@ -232,8 +280,10 @@ class PlaneStorage:
         values: Tensor,
         spec: QuantSpec,
         delayed: Delayed | None,
-        keep: bool = False,
-    ) -> bool:
+        kind: WriteKind = WriteKind.VALUES,
+        exact_values: Tensor | None = None,
+        observer: WriteObserver | None = None,
+    ) -> Write | None:
         """Quantize values into consecutive elements.
 
         A block has one scale. The other elements of a block that is written in part keep their
@@ -244,11 +294,15 @@ class PlaneStorage:
             values: float32, bfloat16 or float16, on the device of the planes.
             spec: how to quantize, in the format of the planes.
             delayed: for delayed scaling, the scale to read and the amax to raise.
-            keep: elements that do not change keep their codes, and blocks without a changed element
-                keep their scales. If False, this holds only if the values do not fill their blocks.
+            kind: what is written. After arithmetic, elements that did not change keep their codes,
+                and blocks without a changed element keep their scales. After other writes, this
+                holds only if the values do not fill their blocks.
+            exact_values: for exact arithmetic, the values before it.
+            observer: the observer of the weight that the planes belong to, or None. A copy of all
+                of the weight's own values then changes no byte.
 
         Returns:
-            Whether anything was written.
+            What was written. None if nothing was.
 
         Raises:
             RuntimeError: the storage was freed by a reshard.
@@ -260,47 +314,67 @@ class PlaneStorage:
         rows = self.rows_around(offset, offset + count)
         first, end = rows.start * size, rows.stop * size
         whole = count == end - first
+        keep = kind in _KEEPING_CODES
         # The ranks of a group reduce amaxes together, including ranks that write nothing.
         if not count and spec.group is None and (keep or height * size):
-            return False
-        shape = rows.stop - rows.start, *self.matrix[1:]
+            return None
+
+        write = Write(kind, values)
+        written = slice(offset - first, offset - first + count)
+        parts = self.rows(rows)
+        observed = observer is not None and bool(count) and not is_traced(values)
+        if observed and kind in (WriteKind.COPY, WriteKind.MERGED_COPY):
+            before = self.read(rows, values.dtype).view(-1)
+            write.unchanged = before[written].view(values.shape) == values
+
         if keep or not whole:
-            old = self.read(rows, values.dtype)
+            before = self.read(rows, values.dtype)
+            after = values.reshape(-1)
             if not whole:
-                flat, begin = old.view(-1), offset - first
-                values = torch.cat([flat[:begin], values.reshape(-1), flat[begin + count :]])
-            planes = self._requantized(rows, old, values.reshape(shape), spec, delayed)
+                after = before.view(-1).clone()
+                after[written] = values.reshape(-1)
+            if exact_values is not None:
+                before.view(-1)[written] = exact_values.reshape(-1)
+            after = after.view(before.shape)
+            changed = _differs(before, after)
+            planes = self._requantized(rows, after, changed, spec, delayed)
+            detects = observer is not None and observer.detects_lost_writes
+            if kind is WriteKind.ARITHMETIC and observed and detects:
+                write.lost = changed.any() & _have_same_values(parts, planes)
         else:
             scale, amax = (None, None) if delayed is None else delayed
             planes = quantize_planes(
                 spec,
-                values.reshape(shape),
+                values.reshape(rows.stop - rows.start, *self.matrix[1:]),
                 *self.has_planes,
                 scale=scale,
                 amax=amax,
                 declare_mutation=True,
                 block_offset=0 if rows.start else self.block_offset,
             )
-        self.copy_planes_(self.rows(rows), planes)
-        return True
+            if write.unchanged is not None and spec.group is None:
+                # The values may have been rounded to a dtype that cannot represent the scale. A
+                # scale that is computed from them would move the codes.
+                planes = _select_planes(write.unchanged.all(), parts, planes)
+
+        self.copy_planes_(parts, planes)
+        return write
 
     def _requantized(
         self,
         rows: slice,
-        old: Tensor,
         new: Tensor,
+        changed: Tensor,
         spec: QuantSpec,
         delayed: Delayed | None,
     ) -> Planes:
         """Return the planes of rows after a write. Blocks that do not change keep their bytes."""
-        # A NaN that replaces a NaN is not a change, and neither is a zero of the other sign.
-        changed = (new != old) & ~(new.isnan() & old.isnan())
         noted = None if delayed is None else delayed[1]
 
         def requantized(plane: Plane, new: Tensor, changed: Tensor) -> Plane:
             own = plane.dequantize(torch.float32).view(new.shape)
-            # If there are two planes, `old` comes from the rowwise one. If only the columnwise one
-            # has a NaN, the value replaces it when any element of its block changes.
+            # If there are two planes, `changed` depends on the rowwise one. If only the columnwise
+            # one has a NaN, the value replaces it when any element of its block changes.
             values = torch.where(changed | own.isnan(), new.to(torch.float32), own)
             return requantize_plane(spec, plane, values, changed, noted)
 
@@ -339,3 +413,42 @@ def _of_whole_blocks(plane: Plane | None, starts: tuple[int, int]) -> Plane | No
     ):
         return None
     return plane
+
+
+def _differs(old: Tensor, new: Tensor) -> Tensor:
+    """Return where values differ.
+
+    A NaN that replaces a NaN is not a change, and neither is a zero of the other sign.
+    """
+    return (new != old) & ~(new.isnan() & old.isnan())
+
+
+def _have_same_values(old: Planes, new: Planes) -> Tensor:
+    """Return whether planes have the same values, as a bool () on the device.
+
+    Codes and scales may differ, because a scale may have changed by a power of two. If there are
+    two planes, a tensor has the values of the rowwise one.
+    """
+    row, col = old
+    own, other = (row, new[0]) if row is not None else (col, new[1])
+    assert own is not None and other is not None
+    old_values = own.dequantize(torch.float32)
+    new_values = other.dequantize(torch.float32)
+    return ~_differs(old_values, new_values.view(old_values.shape)).any()
+
+
+def _select_planes(keep_old: Tensor, old: Planes, new: Planes) -> Planes:
+    """Return the old planes where ``keep_old``, a bool (), is true, and else the new ones."""
+
+    def select(own: Tensor, other: Tensor) -> Tensor:
+        selected = torch.where(keep_old, as_bytes(own), as_bytes(other).view(own.shape))
+        return selected.view(own.dtype)
+
+    planes: list[Plane | None] = []
+    for own, other in zip(old, new, strict=True):
+        if own is None or other is None:
+            planes.append(None)
+            continue
+        data, scale = select(own.data, other.data), select(own.scale, other.scale)
+        planes.append(Plane(data, scale, own.format, own.block_offset))
+    return planes[0], planes[1]

@@ -38,7 +38,13 @@ from fp8rs._torch import (
 )
 from fp8rs.tensor import dcp, formats
 from fp8rs.tensor.formats import BlockFormat
-from fp8rs.tensor.plane_storage import NO_SINGLE_MEMORY, Delayed, PlaneStorage
+from fp8rs.tensor.plane_storage import (
+    NO_SINGLE_MEMORY,
+    Delayed,
+    PlaneStorage,
+    Write,
+    WriteKind,
+)
 from fp8rs.tensor.planes import Box, as_bytes, check_planes
 from fp8rs.tensor.planes import Plane as Plane
 from fp8rs.tensor.spec import Planes, QuantSpec, default_spec
@@ -380,7 +386,12 @@ class QuantizedTensor(Tensor):
         return self
 
     def write(
-        self, src: Tensor, spec: QuantSpec, delayed: Delayed | None, keep: bool = False
+        self,
+        src: Tensor,
+        spec: QuantSpec,
+        delayed: Delayed | None,
+        kind: WriteKind = WriteKind.VALUES,
+        exact_values: Tensor | None = None,
     ) -> None:
         """Quantize ``src`` as ``quantize_`` does, with another spec of the same format.
 
@@ -391,7 +402,9 @@ class QuantizedTensor(Tensor):
             src: values, or another quantized tensor.
             spec: how to quantize, in the format of this tensor.
             delayed: for delayed scaling, the scale to read and the amax to raise.
-            keep: elements that do not change keep their codes.
+            kind: what is written: see `PlaneStorage.write`.
+            exact_values: for exact arithmetic, the values before it, float32 in the shape of this
+                tensor.
         """
         self.check_writable()
         if not isinstance(src, Tensor):
@@ -407,11 +420,14 @@ class QuantizedTensor(Tensor):
         if src.dtype not in formats.INPUT_DTYPES:
             raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
         src = src.detach()
+
         storage, offset = self._storage, int(self.storage_offset())
-        if storage.write(offset, src, spec, delayed, keep):
+        observer = storage.active_observer
+        write = storage.write(offset, src, spec, delayed, kind, exact_values, observer)
+        if write is not None:
             note_write(self)
-        if (observer := storage.active_observer) is not None:
-            observer.observe_write(self, src, exact=not keep)
+        if observer is not None:
+            observer.observe_write(self, write or Write(kind, src))
 
     def check_writable(self) -> None:
         """Check that writes to this tensor reach its storage.
@@ -614,7 +630,12 @@ class LoadedShard(QuantizedTensor):
             super().check_writable()
 
     def write(
-        self, src: Tensor, spec: QuantSpec, delayed: Delayed | None, keep: bool = False
+        self,
+        src: Tensor,
+        spec: QuantSpec,
+        delayed: Delayed | None,
+        kind: WriteKind = WriteKind.VALUES,
+        exact_values: Tensor | None = None,
     ) -> None:
         """Quantize ``src``. Columns are written with the rest of their rows.
 
@@ -624,13 +645,13 @@ class LoadedShard(QuantizedTensor):
         box = self.box
         if box is None or self._storage.batched or self.is_contiguous():
             super().check_writable()
-            return super().write(src, spec, delayed, keep)
+            return super().write(src, spec, delayed, kind, exact_values)
         cols = self._storage.rows_and_row_size[1]
         size, offset = (self.shape[0], cols), box[0].start * cols
         rows = self.view_of((size, (cols, 1), offset))
         values = rows.dequantize(src.dtype)
         values[:, box[1]] = src
-        return rows.write(values, spec, delayed, keep=True)
+        return rows.write(values, spec, delayed, WriteKind.MERGED_COPY)
 
 
 class Float8Tensor(QuantizedTensor):

@@ -1,7 +1,8 @@
-"""Stochastic rounding to FP8 codes with PyTorch operators.
+"""Rounding to FP8 codes with PyTorch operators, and the inverse question: are codes rounded values?
 
-Follows the definition in ``src/format/fp8.rs``, for formats and shards whose codes ``adamw_`` does
-not write itself. The rounding is exact arithmetic, so every device gives the same bytes.
+Stochastic rounding follows the definition in ``src/format/fp8.rs``, for formats and shards whose
+codes ``adamw_`` does not write itself. The rounding is exact arithmetic, so every device gives the
+same bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fp8rs.tensor.formats import E4M3, E5M2, FP8_BOUND, FP8_MAX
 from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.spec import Planes
 
 #: Mantissa bits, and the exponent of the smallest normal number.
 _SIZES = {E4M3: (3, -6), E5M2: (2, -14)}
@@ -71,3 +73,18 @@ def matches_rounding(plane: Plane, values: Tensor, stochastic: bool, saturates: 
         same = codes == scaled.clamp(-largest, largest).to(dtype).view(torch.uint8)
     beyond = 2.0 ** math.ceil(math.log2(largest)) if saturates else FP8_BOUND[dtype]
     return same & (scaled.abs() < beyond)
+
+
+def rounds_to_codes(planes: Planes, values: Tensor, stochastic: bool = False) -> Tensor:
+    """Return where ``values`` round to the codes of a weight, as a bool for each element.
+
+    Args:
+        planes: the planes of the weight. If there are two, the rowwise one is compared.
+        values: fp32, in the shape of the weight's matrix (rows, cols) or batch (E, rows, cols).
+        stochastic: whether codes are rounded stochastically: see `matches_rounding`.
+    """
+    row, col = planes
+    if row is not None:
+        return matches_rounding(row, values, stochastic, row.format.microscaled)
+    assert col is not None
+    return matches_rounding(col, values.mT, stochastic, col.format.microscaled).mT
