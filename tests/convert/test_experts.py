@@ -89,7 +89,26 @@ def test_experts_of_transformers_are_converted(kind, mode):
     layer = model.model.layers[-1].mlp.experts
     used = layer.config._experts_implementation
     assert used == ("grouped_mm" if mode == "off" else "fp8rs")
-    assert "fp8rs" not in model.config.to_json_string(use_diff=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{"experts": "fp8"}, {"recipe": "mxfp8", "fp8_weights": True}])
+def test_a_conversion_leaves_the_model_config_alone(kind, options):
+    """It is the user's object, from which other models and processes build models."""
+    model = mixture(kind)
+    before = copy.deepcopy(vars(model.config))
+    convert(model, **options)
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    tokens = torch.arange(64).view(2, 32)
+    for one in (model, *copies):
+        assert vars(one.config) == before
+        experts = one.model.layers[-1].mlp.experts
+        assert experts.config.config is one.config
+        assert experts.config.hidden_size == one.config.hidden_size
+        assert torch.equal(one(tokens).logits, model(tokens).logits)
+    copies[0].set_experts_implementation("eager")
+    assert model.model.layers[-1].mlp.experts.config._experts_implementation == "fp8rs"
+    assert copies[0].model.layers[-1].mlp.experts.config._experts_implementation == "eager"
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
@@ -725,9 +744,9 @@ def test_gemms_that_depend_on_the_forward_are_reported_with_the_condition(caplog
 
 
 @ranks(2)
-@pytest.mark.parametrize("other", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("other", ["batched_mm", "eager"])
 def test_another_experts_implementation_multiplies_dequantized_weights(rig, other):
-    """The report says so, and the implementation can be selected again."""
+    """The report says so, and the implementation can be selected again by either name."""
     model = convert(mixture("mixtral", rig.device), experts="fp8", filter_fqns=["lm_head"])
     gather = convert(mixture("mixtral", rig.device), experts="gather", filter_fqns=["lm_head"])
     shard(model, rig), shard(gather, rig)
@@ -738,12 +757,13 @@ def test_another_experts_implementation_multiplies_dequantized_weights(rig, othe
     assert loss != before
     loss.backward()
     found = fp8rs.report(model)
-    reason = f"the experts implementation is '{other}', not 'fp8rs'"
+    reason = f"the experts implementation '{other}' was selected after the conversion"
     assert set(found.gemm_reasons.values()) == {reason}
     assert {text for by in found.gemms.values() for text in by.values()} == {"high precision"}
-    model.set_experts_implementation("fp8rs")
-    assert fp8rs.report(model) == planned
-    assert torch.equal(loss_of(model, rig), before)
+    for name in ("grouped_mm", "fp8rs"):
+        model.set_experts_implementation(name)
+        assert fp8rs.report(model) == planned
+        assert torch.equal(loss_of(model, rig), before)
 
 
 @pytest.fixture
