@@ -21,11 +21,12 @@ import fp8rs
 import fp8rs.optim
 from distributed import ranks
 from distributed.collectives import Collectives
-from distributed.models import RECIPES
+from distributed.models import RECIPES, same_bytes
 from fp8rs.fsdp.master_weight import MasterWeight
 from fp8rs.fsdp.param import local_of
 from fp8rs.tensor.quantized import QuantizedTensor
 from internals import gemms_of, handle_of, handles_of, run_in_high_precision
+from internals import local_of as local_tensor
 from language_models import mixture, train_on
 
 KINDS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
@@ -655,6 +656,51 @@ def test_no_values_of_gathered_weights_are_saved_for_the_backward(rig, mode, rec
         model(x, torch.tensor([7, 0, 20, 13], device=rig.device)).sum().backward()
     assert saved and all(t.dim() < 3 for t in saved)
     assert x.grad.any()
+
+
+@ranks(2)
+def test_fp8_weights_do_not_depend_on_whether_expert_parallelism_came_first(rig):
+    """Each rank quantizes its own experts, of which the second rank has fewer."""
+    mesh = rig.mesh(1, 2, names=("efsdp", "ep"))
+    for recipe in ("current", "delayed", "rowwise", "block", "mxfp8"):
+        options = {"recipe": recipe, "experts": "gather", "fp8_weights": True}
+        models = []
+        for first in ("conversion", "expert parallelism"):
+            torch.manual_seed(0)
+            model = Titan(experts=3).to(rig.device)
+            if first == "conversion":
+                convert(model, preserve_high_precision_init_val=True, **options)
+            for name, p in list(model.named_parameters()):
+                part = distribute_tensor(p.detach(), mesh["ep"], [Shard(0)])
+                model.register_parameter(name, nn.Parameter(part))
+            weights = dict(model.named_parameters())
+            if first != "conversion":
+                convert(model, preserve_high_precision_init_val=True, **options)
+            assert all(p is weights[name] for name, p in model.named_parameters())
+            models.append(model)
+
+        for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            assert b.shape == (3, *a.shape[1:]) and b.placements == a.placements
+            for one, other in zip(planes_of(a), planes_of(b), strict=True):
+                assert same_bytes(one.data, other.data), (recipe, name)
+                assert same_bytes(one.scale, other.scale), (recipe, name)
+
+        results = []
+        for model in models:
+            fully_shard(model, mesh=mesh["efsdp"])
+            optimizer = fp8rs.optim.AdamW(model.parameters(), lr=1e-2)
+            x = torch.randn(40, 64, generator=torch.Generator().manual_seed(rig.rank))
+            counts = torch.tensor([30, 10] if rig.rank == 0 else [40], device=rig.device)
+            for _ in range(2):
+                y = model(x.to(rig.device), counts)
+                y.square().sum().backward()
+                optimizer.step()
+            results.append(y)
+        assert torch.equal(*results), recipe
+
+
+def planes_of(parameter):
+    return [plane for plane in local_tensor(parameter).planes if plane is not None]
 
 
 @ranks(4)
