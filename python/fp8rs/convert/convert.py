@@ -47,8 +47,10 @@ def convert_to_float8_training(
 
     A second call with the same arguments has no effect. A module that was converted with another
     recipe, another mode of ``experts`` or other arguments is an error, unless ``filter_fqns``
-    excludes it. A subclass of nn.Linear that inherits its forward is converted
-    and remains an instance of its class.
+    excludes it. `convert_to_high_precision` undoes a conversion.
+
+    A subclass of nn.Linear that inherits its forward is converted and remains an instance of its
+    class.
 
     These layers stay in high precision: subclasses that override forward and, with a warning,
     layers whose weight is tied to another module's or computed from other parameters (weight_norm,

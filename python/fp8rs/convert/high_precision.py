@@ -32,7 +32,7 @@ def convert_to_high_precision(module: M) -> M:
     Master weights keep their values. FP8 weights are dequantized to their logical dtype. This needs
     memory for one weight at a time, besides the result. Masters of an optimizer are not copied, and
     values of ``preserve_high_precision_init_val`` are dropped. Scales and histories of delayed
-    scaling are removed. Create optimizers again if training continues.
+    scaling are removed. Create optimizers again if training continues, and monitors.
 
     ``module`` may be a part of a converted model. Without converted layers, nothing changes. All
     layers are checked before the first one is changed.
