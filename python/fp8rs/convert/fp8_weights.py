@@ -173,7 +173,7 @@ def new_weight(values: Tensor, recipe: Recipe) -> QuantizedTensor:
         return wrap(PlaneStorage(row, col, spec), values.shape, values.dtype)
 
 
-def dequantize_weight(weight: nn.Parameter) -> None:
+def dequantize_weight(weight: Tensor) -> None:
     """Dequantize a weight in place to its logical dtype, if it is FP8. It stays the same object."""
     if isinstance(weight, QuantizedTensor):
         become(weight, weight.dequantize())

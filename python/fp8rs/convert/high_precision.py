@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -84,7 +84,8 @@ def _check(layer: Float8Params, fqn: str) -> None:
     Raises:
         ValueError, RuntimeError: see `convert_to_high_precision`.
     """
-    for name, parameter in layer._parameters.items():
+    parameters: dict[str, Any] = layer._parameters  # a parameter may be any tensor subclass
+    for name, parameter in parameters.items():
         fp8 = isinstance(parameter, QuantizedTensor)
         if is_distributed(parameter) or (fp8 and parameter._storage.gathered):
             raise ValueError(

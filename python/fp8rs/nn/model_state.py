@@ -115,7 +115,7 @@ class ModelState:
         """Remove a layer. The indices of the others stay."""
         index = cast(int, cast(Any, module)._fp8_index)
         if index < len(self.layers()):  # a copy of the layer alone is not in the list
-            self.linears[index] = lambda: None  # type: ignore[assignment,return-value]
+            self.linears[index] = lambda: None  # type: ignore[call-overload]
 
     def layers(self) -> Sequence[nn.Module | None]:
         """Return the layers by index, with None for a layer that was freed."""
