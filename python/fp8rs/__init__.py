@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import ops  # isort: skip  (registers the operators)
 
 from fp8rs.convert.convert import convert_to_float8_training, optimizer_stepped
+from fp8rs.convert.high_precision import convert_to_high_precision
 from fp8rs.convert.quantized_init import quantized_init
 from fp8rs.convert.select import min_speedup
 from fp8rs.nn.linear import Float8Linear
@@ -68,6 +69,7 @@ __all__ = [
     "checkpoint",
     "comm",
     "convert_to_float8_training",
+    "convert_to_high_precision",
     "export",
     "fsdp",
     "high_precision",

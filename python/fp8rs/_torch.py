@@ -254,6 +254,15 @@ def keep_from_ddp(module: Any, names: list[str]) -> None:
     module._ddp_params_and_buffers_to_ignore = [*known, *(n for n in names if n not in known)]
 
 
+def give_to_ddp(module: Any, names: list[str]) -> None:
+    """Undo `keep_from_ddp`."""
+    ignored = [n for n in module._ddp_params_and_buffers_to_ignore if n not in names]
+    if ignored:
+        module._ddp_params_and_buffers_to_ignore = ignored
+    else:
+        del module._ddp_params_and_buffers_to_ignore
+
+
 def keep_address(x: Tensor) -> Tensor:
     """Mark a tensor as a static input for compilers, and return it.
 

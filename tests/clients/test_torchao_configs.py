@@ -1,18 +1,20 @@
-"""The names and fields of torchao's configs agree with convert/torchao_configs.py."""
+"""The names and fields of torchao's configs, and models that torchao quantizes after training."""
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import subprocess
 import sys
 
 import pytest
+import torch
 from harness import ROOT, need
 from torch import nn
 
 from convert.torchao_configs import NAMED
-from fp8rs import convert_to_float8_training
+from fp8rs import convert_to_float8_training, convert_to_high_precision
 
 need("torchao", "0.18")
 
@@ -42,6 +44,26 @@ def test_a_gemm_in_high_precision_is_refused():
 
     with pytest.raises(ValueError, match="one GEMM in high precision"):
         recipe_of(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))
+
+
+@pytest.mark.parametrize("fp8_weights", [False, True])
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("config", ["Float8WeightOnlyConfig", "Int8WeightOnlyConfig"])
+def test_a_trained_model_is_quantized_by_torchao(config, back, fp8_weights):
+    """With or without a conversion to high precision, the layers compute torchao's products."""
+    from torchao import quantization
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    convert_to_float8_training(model, fp8_weights=fp8_weights)
+    plain = convert_to_high_precision(copy.deepcopy(model))
+    if back:
+        convert_to_high_precision(model)
+    for one in (plain, model):
+        quantization.quantize_(one, getattr(quantization, config)())
+    x = torch.randn(32, 64)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
 
 
 @pytest.mark.long

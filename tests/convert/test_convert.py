@@ -9,8 +9,10 @@ from typing import get_type_hints
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8rs
+from convert.contents import Foreign, contents
 from convert.torchao_configs import (
     NAMED,
     CastConfig,
@@ -702,15 +704,83 @@ def test_a_transformers_llama_with_tied_embeddings(device):
 # --- a refused conversion leaves the model unchanged ----------------------------------------------
 
 
-def contents(model):
-    """Return everything that a conversion changes in a model."""
-    found = {}
-    for name, m in model.named_modules():
-        hooks = m._forward_pre_hooks, m._forward_hooks, m._forward_hooks_always_called
-        found[name] = type(m), set(m.__dict__), list(m._buffers), *(list(of) for of in hooks)
-    for name, p in model.named_parameters():
-        found[name] = type(p), id(p), p.detach().clone().numpy().tobytes(), list(p.__dict__)
-    return found
+class Final(nn.Linear):
+    def __init_subclass__(cls, **kwargs):
+        raise TypeError("Final cannot be subclassed")
+
+
+def with_head(head):
+    model = Model()
+    model.head = head
+    return model
+
+
+def graph_holds_a_weight():
+    model = Model()
+    return model, {"fp8_weights": True}, model(torch.arange(3)).sum()
+
+
+def weak_reference_to_a_weight():
+    model = Model()
+    return model, {"fp8_weights": True}, weakref.ref(model.head.weight)
+
+
+def weight_without_a_kernel():
+    model = Model()
+    model.head.weight = nn.Parameter(Foreign(model.head.weight.detach()))
+    return model, {"fp8_weights": True}, None
+
+
+def fp8_weights_of_another_format():
+    donor = convert_to_float8_training(nn.Linear(16, 24), recipe="rowwise", fp8_weights=True)
+    model = Model()
+    model.head.weight = donor.weight
+    return model, {}, donor
+
+
+def converted_with_another_recipe():
+    return with_head(convert(nn.Linear(16, 24), recipe="rowwise")), {}, None
+
+
+def part_of_a_module_with_a_recipe():
+    model = with_head(fp8nn.LayerNormMLP(16, 32, recipe="current"))
+    return model, {"filter_fqns": ["down_proj"]}, None
+
+
+def experts_of_another_recipe():
+    return with_head(fp8nn.GroupedLinear(2, 16, 16, recipe="rowwise")), {}, None
+
+
+def class_without_subclasses():
+    return with_head(Final(16, 24)), {}, None
+
+
+def filter_that_raises():
+    def keep(module, fqn):
+        if fqn == "head":
+            raise ValueError("the filter does not know head")
+        return True
+
+    return Model(), {"module_filter_fn": keep}, None
+
+
+def warning_that_is_an_error():
+    return Model(), {"filter_fqns": ["haed"]}, None
+
+
+#: How a conversion can fail, and the message. Each returns a model, arguments, and what to hold.
+FAILURES = {
+    graph_holds_a_weight: "something holds its tensor",
+    weak_reference_to_a_weight: "something holds its tensor",
+    weight_without_a_kernel: "the weight of head, a Foreign on cpu, cannot be quantized",
+    fp8_weights_of_another_format: "already FP8, in format 'row'",
+    converted_with_another_recipe: "head is already in FP8, with recipe='rowwise'",
+    part_of_a_module_with_a_recipe: "another layer of that module is excluded",
+    experts_of_another_recipe: "head is a GroupedLinear with recipe 'rowwise'",
+    class_without_subclasses: "Final cannot be subclassed",
+    filter_that_raises: "the filter does not know head",
+    warning_that_is_an_error: "filter_fqns has 'haed'",
+}
 
 
 def assert_converts(model):
@@ -738,6 +808,63 @@ def test_weights_that_cannot_be_replaced_are_refused(held):
     assert not model.head._forward_pre_hooks
     del what
     assert_converts(model)
+
+
+@pytest.mark.filterwarnings("error:filter_fqns has")
+@pytest.mark.parametrize("way", FAILURES, ids=lambda way: way.__name__)
+def test_a_conversion_that_fails_changes_nothing(way):
+    model, arguments, held = way()
+    before, state = contents(model), list(model.state_dict())
+    with pytest.raises((ValueError, TypeError, RuntimeError, UserWarning), match=FAILURES[way]):
+        convert_to_float8_training(model, **arguments)
+    assert contents(model) == before
+    assert list(model.state_dict()) == state
+    del held
+
+
+@ranks(2, cuda=False)
+def test_a_conversion_of_distributed_weights_that_fails_changes_nothing(rig):
+    """Quantizing a part of a matrix needs scales that ranks share."""
+    refused = "the weight of head is a DTensor with placements .* quantizes whole matrices"
+    models = []
+    for dim in (0, 1):
+        model = Model()
+        weight = distribute_tensor(model.head.weight.detach(), rig.mesh(), [Shard(dim)])
+        model.head.weight = nn.Parameter(weight)
+        models.append((model, {"fp8_weights": True}, refused))
+    group = torch.distributed.group.WORLD
+    arguments = {"recipe": "rowwise", "amax_reduction_group": group}
+    models.append((Model(), arguments, "amax_reduction_group is for recipes with one scale"))
+    for model, arguments, message in models:
+        before = contents(model)
+        with pytest.raises(ValueError, match=message):
+            convert_to_float8_training(model, **arguments)
+        assert contents(model) == before
+
+
+def test_quantized_init_that_fails_converts_nothing():
+    """The first model could be converted, the second one not."""
+    models = []
+
+    def build():
+        with fp8rs.quantized_init("current"):
+            models.append(nn.Sequential(nn.Linear(16, 16)))
+            models.append(nn.Sequential(nn.Linear(16, 16), Final(16, 16)))
+
+    with pytest.raises(TypeError, match="Final cannot be subclassed"):
+        build()
+    for model in models:
+        assert converted(model) == []
+        for layer in model:
+            assert type(layer.weight) is nn.Parameter and not list(layer.weight.__dict__)
+
+
+def test_models_of_quantized_init_may_share_a_layer():
+    with fp8rs.quantized_init("current"):
+        shared = nn.Linear(16, 16)
+        models = [nn.Sequential(shared), nn.Sequential(shared, nn.Linear(16, 16))]
+    assert all(isinstance(layer, fp8nn.Linear) for model in models for layer in model)
+    assert state_of(shared).root is models[0]
 
 
 def test_a_weight_that_a_device_cannot_quantize_leaves_the_model_unchanged(monkeypatch):

@@ -21,11 +21,12 @@ import fp8rs
 import fp8rs.optim
 from distributed import ranks
 from distributed.collectives import Collectives
-from distributed.models import RECIPES
+from distributed.models import RECIPES, same_bytes
 from fp8rs.fsdp.master_weight import MasterWeight
 from fp8rs.fsdp.param import local_of
 from fp8rs.tensor.quantized import QuantizedTensor
 from internals import gemms_of, handle_of, handles_of, run_in_high_precision
+from internals import local_of as local_tensor
 from language_models import mixture, train_on
 
 KINDS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
@@ -89,7 +90,26 @@ def test_experts_of_transformers_are_converted(kind, mode):
     layer = model.model.layers[-1].mlp.experts
     used = layer.config._experts_implementation
     assert used == ("grouped_mm" if mode == "off" else "fp8rs")
-    assert "fp8rs" not in model.config.to_json_string(use_diff=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{"experts": "fp8"}, {"recipe": "mxfp8", "fp8_weights": True}])
+def test_a_conversion_leaves_the_model_config_alone(kind, options):
+    """It is the user's object, from which other models and processes build models."""
+    model = mixture(kind)
+    before = copy.deepcopy(vars(model.config))
+    convert(model, **options)
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    tokens = torch.arange(64).view(2, 32)
+    for one in (model, *copies):
+        assert vars(one.config) == before
+        experts = one.model.layers[-1].mlp.experts
+        assert experts.config.config is one.config
+        assert experts.config.hidden_size == one.config.hidden_size
+        assert torch.equal(one(tokens).logits, model(tokens).logits)
+    copies[0].set_experts_implementation("eager")
+    assert model.model.layers[-1].mlp.experts.config._experts_implementation == "fp8rs"
+    assert copies[0].model.layers[-1].mlp.experts.config._experts_implementation == "eager"
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
@@ -638,6 +658,51 @@ def test_no_values_of_gathered_weights_are_saved_for_the_backward(rig, mode, rec
     assert x.grad.any()
 
 
+@ranks(2)
+def test_fp8_weights_do_not_depend_on_whether_expert_parallelism_came_first(rig):
+    """Each rank quantizes its own experts, of which the second rank has fewer."""
+    mesh = rig.mesh(1, 2, names=("efsdp", "ep"))
+    for recipe in ("current", "delayed", "rowwise", "block", "mxfp8"):
+        options = {"recipe": recipe, "experts": "gather", "fp8_weights": True}
+        models = []
+        for first in ("conversion", "expert parallelism"):
+            torch.manual_seed(0)
+            model = Titan(experts=3).to(rig.device)
+            if first == "conversion":
+                convert(model, preserve_high_precision_init_val=True, **options)
+            for name, p in list(model.named_parameters()):
+                part = distribute_tensor(p.detach(), mesh["ep"], [Shard(0)])
+                model.register_parameter(name, nn.Parameter(part))
+            weights = dict(model.named_parameters())
+            if first != "conversion":
+                convert(model, preserve_high_precision_init_val=True, **options)
+            assert all(p is weights[name] for name, p in model.named_parameters())
+            models.append(model)
+
+        for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            assert b.shape == (3, *a.shape[1:]) and b.placements == a.placements
+            for one, other in zip(planes_of(a), planes_of(b), strict=True):
+                assert same_bytes(one.data, other.data), (recipe, name)
+                assert same_bytes(one.scale, other.scale), (recipe, name)
+
+        results = []
+        for model in models:
+            fully_shard(model, mesh=mesh["efsdp"])
+            optimizer = fp8rs.optim.AdamW(model.parameters(), lr=1e-2)
+            x = torch.randn(40, 64, generator=torch.Generator().manual_seed(rig.rank))
+            counts = torch.tensor([30, 10] if rig.rank == 0 else [40], device=rig.device)
+            for _ in range(2):
+                y = model(x.to(rig.device), counts)
+                y.square().sum().backward()
+                optimizer.step()
+            results.append(y)
+        assert torch.equal(*results), recipe
+
+
+def planes_of(parameter):
+    return [plane for plane in local_tensor(parameter).planes if plane is not None]
+
+
 @ranks(4)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("mode", ["fp8", "gather"])
@@ -725,9 +790,9 @@ def test_gemms_that_depend_on_the_forward_are_reported_with_the_condition(caplog
 
 
 @ranks(2)
-@pytest.mark.parametrize("other", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("other", ["batched_mm", "eager"])
 def test_another_experts_implementation_multiplies_dequantized_weights(rig, other):
-    """The report says so, and the implementation can be selected again."""
+    """The report says so, and the implementation can be selected again by either name."""
     model = convert(mixture("mixtral", rig.device), experts="fp8", filter_fqns=["lm_head"])
     gather = convert(mixture("mixtral", rig.device), experts="gather", filter_fqns=["lm_head"])
     shard(model, rig), shard(gather, rig)
@@ -738,12 +803,13 @@ def test_another_experts_implementation_multiplies_dequantized_weights(rig, othe
     assert loss != before
     loss.backward()
     found = fp8rs.report(model)
-    reason = f"the experts implementation is '{other}', not 'fp8rs'"
+    reason = f"the experts implementation '{other}' was selected after the conversion"
     assert set(found.gemm_reasons.values()) == {reason}
     assert {text for by in found.gemms.values() for text in by.values()} == {"high precision"}
-    model.set_experts_implementation("fp8rs")
-    assert fp8rs.report(model) == planned
-    assert torch.equal(loss_of(model, rig), before)
+    for name in ("grouped_mm", "fp8rs"):
+        model.set_experts_implementation(name)
+        assert fp8rs.report(model) == planned
+        assert torch.equal(loss_of(model, rig), before)
 
 
 @pytest.fixture

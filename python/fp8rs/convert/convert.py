@@ -16,7 +16,7 @@ from fp8rs.convert.experts import convert_experts
 from fp8rs.convert.fp8_weights import check_weight, quantize_weight
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.select import FILTERED, SHARDED, Selection, converted, listed, record, select
-from fp8rs.nn.fp8_params import add_fp8_params
+from fp8rs.nn.fp8_params import add_fp8_params, float8_class
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_bool, check_module
@@ -47,8 +47,10 @@ def convert_to_float8_training(
 
     A second call with the same arguments has no effect. A module that was converted with another
     recipe, another mode of ``experts`` or other arguments is an error, unless ``filter_fqns``
-    excludes it. A subclass of nn.Linear that inherits its forward is converted
-    and remains an instance of its class.
+    excludes it. `convert_to_high_precision` undoes a conversion.
+
+    A subclass of nn.Linear that inherits its forward is converted and remains an instance of its
+    class.
 
     These layers stay in high precision: subclasses that override forward and, with a warning,
     layers whose weight is tied to another module's or computed from other parameters (weight_norm,
@@ -98,9 +100,11 @@ def convert_to_float8_training(
 
     Raises:
         TypeError, ValueError: an argument is wrong, ``config`` requires something that no recipe
-            supports or contradicts another argument, a layer was converted with other arguments, or
-            ``fully_shard`` was already called on ``module``.
-        RuntimeError: with ``fp8_weights``, a graph or a weak reference holds a weight's tensor.
+            supports or contradicts another argument, a layer was converted with other arguments,
+            ``fully_shard`` was already called on ``module``, or with ``fp8_weights``, ranks have
+            parts of one matrix of a weight that is a DTensor already.
+        RuntimeError: with ``fp8_weights``, a graph or a weak reference holds a weight's tensor, or
+            no kernel quantizes a weight on its device or of its type.
     """
     check_module("module", module)
     options = Options(
@@ -119,36 +123,41 @@ def convert_to_float8_training(
             "preserve_high_precision_init_val=True requires fp8_weights=True: other weights keep "
             "their high-precision values anyway"
         )
-    convert_model(module, options, select(module, options), preserve_high_precision_init_val)
+    selected = select(module, options)
+    check_conversion(module, options, selected)
+    convert_model(module, options, selected, preserve_high_precision_init_val)
     return module
 
 
-def convert_model(root: nn.Module, options: Options, selected: Selection, keep_init: bool) -> None:
-    """Convert a model, after all its layers and experts have been checked.
+def check_conversion(root: nn.Module, options: Options, selected: Selection) -> None:
+    """Check that a model can be converted, and warn about its layers, without changing it.
+
+    Every error of a conversion is raised here, except that memory runs out.
 
     Args:
         root: the model.
         options: the arguments of the conversion, resolved.
         selected: the layers and experts to convert.
-        keep_init: whether to keep the weights' values before quantization on the CPU.
+
+    Raises:
+        ValueError, RuntimeError, TypeError: see ``convert_to_float8_training``.
     """
-    weights = selected.parameters()
     for name, reason in selected.left.items():
         if reason == SHARDED:
             raise ValueError(f"{name} is sharded already: convert before fully_shard")
-    for name, owner, key in weights:
-        check_weight(owner, key, fqn_of(name), options.recipe, options.fp8_weights)
+    weights = selected.parameters()
+    for name, module, key in weights:
+        check_weight(module, key, fqn_of(name), options.recipe, options.fp8_weights)
+    # Deriving a class fails if the original one forbids it.
+    for _, layer in selected.layers:
+        if not isinstance(layer, Float8Linear):
+            float8_class(Float8Linear, type(layer))
+    for experts in selected.experts:
+        float8_class(experts.mixin, type(experts.module))
+
     for message in (*selected.unused, *selected.warnings):
         warnings.warn(message, stacklevel=3)
-    if weights:
-        state = ModelState(options.recipe, amax_reduction_group=options.amax_reduction_group)
-        state.fp8_gather = bool(options.enable_fsdp_float8_all_gather)
-        state.experts = options.experts
-        _convert(state, selected, options.fp8_weights, keep_init)
-        state.attach(root)
-        record(root, selected.left)
-        _log_conversion(root, options.recipe)
-    elif not converted(root).parameters():
+    if not weights and not converted(root).parameters():
         warnings.warn(
             "no layer was converted: the module has no nn.Linear and no experts that can be "
             "converted, or module_filter_fn, filter_fqns and experts exclude all of them",
@@ -156,30 +165,53 @@ def convert_model(root: nn.Module, options: Options, selected: Selection, keep_i
         )
 
 
+def convert_model(root: nn.Module, options: Options, selected: Selection, keep_init: bool) -> None:
+    """Convert a model that `check_conversion` has checked.
+
+    Args:
+        root: the model.
+        options: the arguments of the conversion, resolved.
+        selected: the layers and experts to convert.
+        keep_init: whether to keep the weights' values before quantization on the CPU.
+    """
+    if not selected.parameters():
+        return
+    state = ModelState(options.recipe, amax_reduction_group=options.amax_reduction_group)
+    state.fp8_gather = bool(options.enable_fsdp_float8_all_gather)
+    state.experts = options.experts
+    _convert(state, selected, options.fp8_weights, keep_init)
+    state.attach(root)
+    record(root, selected.left)
+    _log_conversion(root, options.recipe)
+
+
 def _convert(state: ModelState, selected: Selection, fp8_weights: bool, keep_init: bool) -> None:
     """Convert layers and experts, which have been checked, and add them to ``state``.
 
-    Weights are quantized first, because only that can run out of memory or lack a kernel.
+    Weights are quantized first, because only that can run out of memory.
     """
-    layers, amaxes = selected.layers, []
-    for _, module, key in selected.parameters() if fp8_weights else ():
-        amaxes.append(quantize_weight(module, key, state.recipe, keep_init))
-    standalone = []
-    for name, layer in layers:
+    amaxes = []
+    if fp8_weights:
+        for _, module, key in selected.parameters():
+            amaxes.append(quantize_weight(module, key, state.recipe, keep_init))
+
+    standalone_states = []
+    for name, layer in selected.layers:
         if isinstance(layer, Float8Linear):
-            standalone.append(layer._fp8_state)
+            standalone_states.append(layer._fp8_state)
             layer._join(state, name)
         else:
             add_fp8_params(layer, ("weight",), state, name, Float8Linear)
-    for left in standalone:
-        left.detach()
+    for standalone in standalone_states:
+        standalone.detach()
     convert_experts(state, selected.experts)
+
     if fp8_weights:
         # Import it only for models that need it.
         from fp8rs.optim.missing_masters import warn_without_masters
 
         # The amaxes of experts come last. Batched weights have no history.
-        for (_, layer), amax in zip(layers, amaxes, strict=False):
+        for (_, layer), amax in zip(selected.layers, amaxes, strict=False):
             if not amax.is_meta:
                 handle = cast(Any, layer)._fp8_params["weight"]
                 scale = handle.quant_spec.scale_from_amax(amax.float())

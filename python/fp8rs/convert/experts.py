@@ -20,7 +20,7 @@ from fp8rs.gemm.estimates import (
 )
 from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS
 from fp8rs.nn.experts import (
-    TRANSFORMERS_KEY,
+    ExpertsConfig,
     Float8Experts,
     GroupedExperts,
     batched_parameters,
@@ -64,6 +64,8 @@ class Experts:
         gemms: which of its grouped GEMMs run on FP8 operands.
         reason: why all GEMMs run in high precision, or `IF_CALLED`, or an empty string.
         activation: the activation of experts of transformers that `gated_mlp` supports, or None.
+        config: the config with which transformers calls `experts_forward`. None for experts of
+            other libraries, and if another implementation of transformers stays selected.
     """
 
     name: str
@@ -72,6 +74,14 @@ class Experts:
     gemms: Gemms
     reason: str
     activation: str | None
+    config: ExpertsConfig | None = None
+
+    @property
+    def mixin(self) -> type[Float8Experts]:
+        """The class that the class of the converted module also inherits from."""
+        if uses_registry(self.module) or isinstance(self.module, GroupedLinear):
+            return Float8Experts
+        return GroupedExperts
 
     @classmethod
     def of(cls, name: str, module: Any) -> Experts:
@@ -80,7 +90,7 @@ class Experts:
         reason = getattr(module, "_gemms_reason", "")
         if gemms != "gather" and (other := other_implementation(module)):
             gemms = "gather"
-            reason = f"the experts implementation is {other!r}, not {TRANSFORMERS_KEY!r}"
+            reason = f"the experts implementation {other!r} was selected after the conversion"
         activation = getattr(module, "_fp8_activation", None)
         return cls(name, module, tuple(module._fp8_params), gemms, reason, activation)
 
@@ -200,7 +210,8 @@ def _experts(
     gemms = cast(Gemms, "gather" if reason else options.experts)
     if not (reason or _calls_grouped_gemms(module)):
         reason = IF_CALLED
-    return Experts(name, module, parameters, gemms, reason, _activation(module, recipe, gemms))
+    activation = _activation(module, recipe, gemms)
+    return Experts(name, module, parameters, gemms, reason, activation, _config(module, gemms))
 
 
 def is_known(module: nn.Module) -> bool:
@@ -259,17 +270,33 @@ def convert_experts(state: ModelState, modules: Iterable[Experts]) -> None:
     """Convert modules of experts, which have been checked, and add them to ``state``."""
     for experts in modules:
         module: Any = experts.module
-        registered = uses_registry(module)
-        own = registered or isinstance(module, GroupedLinear)
-        mixin = Float8Experts if own else GroupedExperts
-        add_fp8_params(module, experts.parameters, state, experts.name, mixin)
-        module._gemms, module._gemms_reason = experts.gemms, experts.reason
-        if registered and (
-            experts.gemms != "gather" or module.config._experts_implementation == "grouped_mm"
-        ):
-            module._fp8_activation = experts.activation
+        add_fp8_params(module, experts.parameters, state, experts.name, experts.mixin)
+        module._gemms = experts.gemms
+        module._gemms_reason = experts.reason
+        if experts.config is not None:
             register_experts_forward()
-            module.config._experts_implementation = TRANSFORMERS_KEY
+            module.config = experts.config
+            module._fp8_activation = experts.activation
+
+
+def restore_experts(module: Float8Experts) -> None:
+    """Undo what `convert_experts` adds to `add_fp8_params`."""
+    attributes = module.__dict__
+    for name in ("_gemms", "_gemms_reason", "_fp8_activation"):
+        attributes.pop(name, None)
+    config = attributes.get("config")
+    if isinstance(config, ExpertsConfig):
+        module.config = config.config
+
+
+def _config(module: Any, gemms: Gemms) -> ExpertsConfig | None:
+    """Return the config with which transformers calls `experts_forward`, or None."""
+    if not uses_registry(module):
+        return None
+    selected = module.config._experts_implementation
+    if gemms == "gather" and selected != "grouped_mm":
+        return None
+    return ExpertsConfig(module.config, selected)
 
 
 def _activation(module: Any, recipe: Recipe, gemms: Gemms) -> str | None:

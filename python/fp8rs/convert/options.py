@@ -110,8 +110,9 @@ class Options:
             if before != now:
                 raise ValueError(
                     f"{name or 'the root'} is already in FP8, with {option}={before!r}, not "
-                    f"{now!r}. To change it, load the state dict into an unconverted model and "
-                    "convert that. To keep it, exclude it with filter_fqns"
+                    f"{now!r}. To change it, call fp8rs.convert_to_high_precision before. If the "
+                    "model is sharded, load the state dict into an unconverted model and convert "
+                    "that. To keep it, exclude it with filter_fqns"
                 )
 
 

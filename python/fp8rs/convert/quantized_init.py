@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,10 +13,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fp8rs.convert.convert import convert_model
+from fp8rs.convert.convert import check_conversion, convert_model
 from fp8rs.convert.fp8_weights import dequantize_weight, quantize_weight
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options
-from fp8rs.convert.select import select, why_not
+from fp8rs.convert.select import Selection, select, why_not
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
@@ -51,7 +51,8 @@ def quantized_init(
         experts: as in ``convert_to_float8_training``.
 
     Raises:
-        TypeError, ValueError: as in ``convert_to_float8_training``.
+        TypeError, ValueError, RuntimeError: as in ``convert_to_float8_training``. If this happens
+            at exit, no module is converted, and weights that were quantized early are dequantized.
     """
     options = Options(
         recipe,
@@ -91,16 +92,57 @@ def quantized_init(
     finally:
         for hook in hooks:
             hook.remove()
+    roots = [module for key, module in {**built, **parents}.items() if key not in children]
+    layers = [m for m in built.values() if isinstance(m, nn.Linear)]
     at_exit = replace(options, module_filter_fn=keep)
-    for root in (module for key, module in {**built, **parents}.items() if key not in children):
-        layers = [m for m in root.modules() if isinstance(m, nn.Linear) and id(m) in built]
-        selected = select(root, at_exit)
-        selected.experts[:] = [each for each in selected.experts if id(each.module) in built]
-        if layers or selected.experts:
-            convert_model(root, at_exit, selected, preserve_high_precision_init_val)
-        for layer in layers:
-            if not isinstance(layer, Float8Linear):
-                dequantize_weight(layer)  # tied or changed after it was registered
+    try:
+        selections = _select_all(roots, at_exit, built)
+    except BaseException:
+        _dequantize_unconverted(layers)
+        raise
+    for root, selected in selections:
+        convert_model(root, at_exit, selected, preserve_high_precision_init_val)
+    _dequantize_unconverted(layers)  # layers that were tied or changed after they were registered
+
+
+def _select_all(
+    roots: Iterable[nn.Module], options: Options, built: Mapping[int, nn.Module]
+) -> list[tuple[nn.Module, Selection]]:
+    """Select and check what to convert below each root, before any of them is converted.
+
+    Args:
+        roots: the outermost modules.
+        options: the arguments of the conversions.
+        built: the modules that were built in the context, by id.
+
+    Raises:
+        ValueError, RuntimeError, TypeError: a root cannot be converted.
+    """
+    selections = []
+    selected_ids: set[int] = set()
+    for root in roots:
+        selected = select(root, options)
+        # Roots may share modules. The first one converts them.
+        selected.layers[:] = [(n, m) for n, m in selected.layers if id(m) not in selected_ids]
+        selected.experts[:] = [
+            experts
+            for experts in selected.experts
+            if id(experts.module) in built and id(experts.module) not in selected_ids
+        ]
+        selected_ids.update(id(module) for _, module, _ in selected.parameters())
+
+        has_layers = any(isinstance(m, nn.Linear) and id(m) in built for m in root.modules())
+        if has_layers or selected.experts:
+            check_conversion(root, options, selected)
+            selections.append((root, selected))
+    return selections
+
+
+def _dequantize_unconverted(layers: Iterable[nn.Linear]) -> None:
+    """Give layers that were not converted high-precision weights again."""
+    for layer in layers:
+        if not isinstance(layer, Float8Linear):
+            dequantize_weight(layer.weight)
 
 
 def _can_be_converted(module: nn.Module) -> bool:

@@ -2,7 +2,8 @@
 
 Three kinds of modules are supported:
 
-- Experts of transformers 5 call `experts_forward`, which transformers finds in its registry.
+- Experts of transformers 5 call `experts_forward`, which transformers finds in its registry by the
+  name in `ExpertsConfig`.
 - `fp8rs.nn.GroupedLinear` calls `fp8rs.nn.grouped.grouped`.
 - Other modules call ``torch.nn.functional.grouped_mm`` or ``torch._grouped_mm``. `GroupedGemms`
   replaces these calls while the module's forward runs.
@@ -45,7 +46,8 @@ class Float8Experts(Float8Params):
             empty string.
         _fp8_activation: the gated activation of experts of transformers that `gated_mlp` supports,
             or None.
-        config: transformers' config of the model, if the module calls `experts_forward`.
+        config: transformers' config of the model. An `ExpertsConfig` if the module calls
+            `experts_forward`.
     """
 
     config: Any
@@ -55,7 +57,7 @@ class Float8Experts(Float8Params):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if uses_registry(self) and self.config._experts_implementation == TRANSFORMERS_KEY:
+        if isinstance(state.get("config"), ExpertsConfig):
             register_experts_forward()  # another process may have converted the module
 
 
@@ -66,6 +68,41 @@ class GroupedExperts(Float8Experts):
         """Run the module's own forward with other grouped GEMMs."""
         with GroupedGemms(self._fp8_state.key, self._gemms):
             return super().forward(*args, **kwargs)
+
+
+class ExpertsConfig:
+    """The config of a converted module of experts, which selects `experts_forward`.
+
+    transformers reads the experts implementation from the config of the module. The config belongs
+    to the user, who may pickle it or build other models from it, so a conversion does not change
+    it. The module reads it through this object instead.
+
+    While the config selects the implementation that it selected at the conversion, this object
+    selects `experts_forward`. If the user selects another implementation, that one runs.
+
+    Args:
+        config: transformers' config of the model.
+        replaced: the implementation that it selects at the conversion.
+    """
+
+    def __init__(self, config: Any, replaced: str | None) -> None:
+        self.config = config
+        self.replaced = replaced
+
+    @property
+    def _experts_implementation(self) -> str | None:
+        selected: str | None = self.config._experts_implementation
+        return TRANSFORMERS_KEY if selected == self.replaced else selected
+
+    @_experts_implementation.setter
+    def _experts_implementation(self, value: str) -> None:
+        self.config._experts_implementation = value
+
+    def __getattr__(self, name: str) -> Any:
+        # Copies and pickles have methods of this class, and look for them before `config` is set.
+        if name == "config" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.config, name)
 
 
 class GroupedGemms(TorchFunctionMode):

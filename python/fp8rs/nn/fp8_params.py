@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, SlotCache, new_buffe
 from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor, is_fp8
 from fp8rs.tensor.spec import quantize_planes
 
-from .model_state import ModelState, refuse_codes
+from .model_state import ModelState, refuse_codes, remove_hook
 
 #: The name of a parameter that was replaced by a DTensor, as an attribute of the old parameter.
 _REPLACED = "_fp8_replaced"
@@ -47,6 +47,8 @@ class Float8Params(nn.Module):
             before the last. The buffers themselves are not read.
     """
 
+    #: The mixin and the class before the conversion, of classes that `float8_class` returns.
+    _fp8_bases: ClassVar[tuple[type, type]]
     _fp8_state: ModelState
     _fp8_index: int
     _fp8_params: dict[str, Any]
@@ -155,6 +157,15 @@ def float8_class(mixin: type[Any], kind: type[Any]) -> type[Any]:
     return found
 
 
+def class_before_conversion(kind: type[Any]) -> type[Any] | None:
+    """Return the class that `float8_class` derived a class from. None for any other class.
+
+    A class that another library has derived from the class of a converted module is another class.
+    """
+    bases: tuple[type, type] | None = kind.__dict__.get("_fp8_bases")
+    return None if bases is None else bases[1]
+
+
 def _reduce(module: Any) -> Any:
     """Pickle a module whose class was created at run time."""
     return _blank, type(module).__dict__["_fp8_bases"], module.__dict__
@@ -189,6 +200,30 @@ def add_fp8_params(
     module.__class__ = float8_class(mixin, type(module))
     converted: Any = module
     converted._join(state, fqn, names)
+
+
+def remove_fp8_params(module: Float8Params) -> None:
+    """Undo `add_fp8_params`. Parameters stay as they are.
+
+    Args:
+        module: a converted module whose class a conversion has made (`class_before_conversion`).
+    """
+    original = class_before_conversion(type(module))
+    assert original is not None, f"{type(module).__name__} was not made by a conversion"
+    state = module._fp8_state
+    state.remove_linear(module)
+
+    if state.delayed is not None:
+        state.delayed.moved()
+        for name in BUFFERS:
+            delattr(module, name)
+    remove_hook(module._load_state_dict_pre_hooks, _before_load)
+    remove_hook(module._load_state_dict_post_hooks, _after_load)
+
+    module.__class__ = original
+    for name in [name for name in module.__dict__ if name.startswith("_fp8_")]:
+        del module.__dict__[name]
+    del module.__dict__["fp8_ready"]
 
 
 # --- FP8 weights ----------------------------------------------------------------------------------

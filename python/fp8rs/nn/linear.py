@@ -144,6 +144,9 @@ class Float8Linear(Float8Params, nn.Linear):
                 if reduce is not None:
                     reduce = functools.partial(reduce, self)
                 return on_shards(self._compute, input, weight, bias, reduce)
+            if type(weight).__module__.startswith("torchao."):
+                # torchao.quantization.quantize_ has replaced the weight.
+                return nn.functional.linear(input, weight, bias)
         return self._compute(input, weight, bias)
 
     def _compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -249,6 +252,7 @@ Linear = Float8Linear
 
 
 CLASSES[Float8Linear, nn.Linear] = Float8Linear
+Float8Linear._fp8_bases = Float8Linear, nn.Linear
 
 
 def make_float8(module: nn.Module, recipe: Recipe | RecipeName | None) -> None:

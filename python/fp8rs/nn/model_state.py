@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import (
+    give_to_ddp,
     in_backward,
     is_view_of_flat_parameter,
     keep_from_ddp,
@@ -114,6 +115,12 @@ class ModelState:
         self.names.append(name)
         return len(self.names) - 1
 
+    def remove_linear(self, module: nn.Module) -> None:
+        """Remove a layer. The indices of the others stay."""
+        index = cast(int, cast(Any, module)._fp8_index)
+        if index < len(self.layers()):  # a copy of the layer alone is not in the list
+            self.linears[index] = lambda: None  # type: ignore[call-overload]
+
     def layers(self) -> Sequence[nn.Module | None]:
         """Return the layers by index, with None for a layer that was freed."""
         if not self.linears and (root := self.root) is not None:
@@ -142,15 +149,25 @@ class ModelState:
         if refuse_codes not in (known.hook for known in hooks):
             root.register_load_state_dict_pre_hook(refuse_codes)
         if self.delayed is not None:
-            keep_from_ddp(root, [f"{n}.{b}".lstrip(".") for n in self.names for b in BUFFERS])
+            keep_from_ddp(root, self._buffer_names())
 
     def detach(self) -> None:
-        """Remove the hooks on the root's forward."""
+        """Undo `attach`."""
         root = self.root
+        if root is None:
+            return
         for name in self._hook_names():
-            assert root is not None
             del root._forward_pre_hooks[name], root._forward_hooks[name]
             del root._forward_hooks_always_called[name]
+        if not any(isinstance(hook, RootHook) for hook in root._forward_pre_hooks.values()):
+            # It was the last state with this root.
+            remove_hook(root._load_state_dict_pre_hooks, refuse_codes)
+        if self.delayed is not None:
+            give_to_ddp(root, self._buffer_names())
+
+    def _buffer_names(self) -> list[str]:
+        """Return the names of the buffers of delayed scaling, below the root."""
+        return [f"{name}.{buffer}".lstrip(".") for name in self.names for buffer in BUFFERS]
 
     def move_hooks_first(self) -> None:
         """Move the root's pre-hook before hooks that were prepended later, such as FSDP's."""
@@ -309,6 +326,13 @@ class RootHook:
 
     def __reduce__(self) -> Any:
         return RootHook, (self.state, self._method, self._root())
+
+
+def remove_hook(hooks: Any, function: Any) -> None:
+    """Remove a function from a module's dictionary of hooks, some of which torch has wrapped."""
+    for key, hook in list(hooks.items()):
+        if getattr(hook, "hook", hook) is function:
+            del hooks[key]
 
 
 def refuse_codes(module: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
