@@ -76,7 +76,7 @@ demo: announce-build $(VENV)/.built
 announce-build:
 	@$(MAKE) --silent --question $(VENV)/.built || { \
 		echo "The demo needs the package, which is built first:"; \
-		echo "  1. $(VENV): a virtual environment with torch and the development tools (7 GB to download and unpack)"; \
+		echo "  1. $(VENV): a virtual environment with torch and the development tools (6 GB)"; \
 		echo "  2. dist/: the release wheel, compiled by cargo (2 to 5 minutes on two cores)"; \
 		echo "Later calls of make build only what has changed."; \
 	}
