@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         help="train a small Llama in high precision and in FP8, and compare",
         description="Train the same byte-level Llama twice under FSDP2 on this machine: in bf16 "
         "and with an FP8 recipe. On a CPU that multiplies bf16 matrices slower than fp32 matrices, "
-        "the first training is in fp32. This takes at most three minutes on two CPU cores.",
+        "the first training is in fp32. This takes one to three minutes on two CPU cores.",
     )
     demo.add_argument(
         "--ranks", type=_positive, help="number of ranks (default: 2 on CPU, else all GPUs)"
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--steps",
         type=_positive,
-        help="steps of each training (default: 600 on GPUs, 200 on CPUs with fast bf16, else 60)",
+        help="steps of each training (default: 600 on GPUs, 200 on CPUs with fast bf16, else 40)",
     )
     demo.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     _add_conversion(demo, default="current")

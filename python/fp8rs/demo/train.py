@@ -69,7 +69,7 @@ class Settings:
             settings = Settings(model, device, 200, 16, 128, 2e-3)
             if dtype == "fp32":
                 # CPUs without fast bf16 GEMMs are often slow in fp32 too.
-                settings = replace(settings, dtype=dtype, steps=60, evaluations=6)
+                settings = replace(settings, dtype=dtype, steps=40, evaluations=6)
 
         if steps is not None:
             settings = replace(settings, steps=steps)
