@@ -68,8 +68,18 @@ help:
 	@echo "make release      both wheels, sdist, checksums and the changelog's section, in dist/"
 	@echo "make clean        remove what these made"
 
-demo: $(VENV)/.built
-	$(BIN)/python -m fp8rs demo --plot demo-loss.png --json demo-result.json $(DEMO)
+# If the package is not built, say what that takes. The announcement comes before its neighbour is made.
+demo: announce-build $(VENV)/.built
+	@$(BIN)/python -m fp8rs demo --plot demo-loss.png --json demo-result.json $(DEMO)
+
+.PHONY: announce-build
+announce-build:
+	@$(MAKE) --silent --question $(VENV)/.built || { \
+		echo "The demo needs the package, which is built first:"; \
+		echo "  1. $(VENV): a virtual environment with torch and the development tools (6 GB)"; \
+		echo "  2. dist/: the release wheel, compiled by cargo (2 to 5 minutes on two cores)"; \
+		echo "Later calls of make build only what has changed."; \
+	}
 
 test: lint rust-test python-test docs
 
@@ -158,8 +168,9 @@ wheel: dist/.built
 
 # Building does not need torch, so that .ci/run builds while pip installs torch.
 dist/.built: $(VENV)/.builder $(SOURCES)
-	$(BIN)/python tools/build_wheel.py
-	touch $@
+	@echo "building the release wheel in dist/"
+	@$(BIN)/python tools/build_wheel.py
+	@touch $@
 
 # rustup adds the target for the aarch64 wheel.
 release: dist/.built
@@ -180,11 +191,12 @@ clean:
 
 # A path file refers to the sources. The wheel's extension is copied beside them.
 $(VENV)/.built: $(VENV)/.installed dist/.built
-	$(BIN)/python -m zipfile -e dist/fp8rs-*_$$(uname -m).whl target/wheel
-	cp target/wheel/fp8rs/_core.abi3.so python/fp8rs/
-	$(BIN)/python -c 'import pathlib, sysconfig; \
+	@echo "adding the package to $(VENV)"
+	@$(BIN)/python -m zipfile -e dist/fp8rs-*_$$(uname -m).whl target/wheel
+	@cp target/wheel/fp8rs/_core.abi3.so python/fp8rs/
+	@$(BIN)/python -c 'import pathlib, sysconfig; \
 		pathlib.Path(sysconfig.get_path("purelib"), "fp8rs.pth").write_text("$(CURDIR)/python\n")'
-	touch $@
+	@touch $@
 
 $(OLDEST)/.built: $(OLDEST)/.installed dist/.built
 	$(PIP) $(OLDEST) install --quiet --no-deps --force-reinstall dist/fp8rs-*_$$(uname -m).whl
@@ -194,16 +206,18 @@ $(OLDEST)/.built: $(OLDEST)/.installed dist/.built
 # unless python3-venv is installed. Its own pip then installs pip.
 BUILDERS := uv|maturin|ziglang|pyelftools
 $(VENV)/.builder: requirements-dev.txt
-	$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
+	@echo "creating $(VENV) with the build tools"
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
 		$(PYTHON) -m venv --clear --without-pip $(VENV) && \
 		$(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	grep -E '^($(BUILDERS))\b' requirements-dev.txt | \
+	@grep -E '^($(BUILDERS))\b' requirements-dev.txt | \
 		$(BIN)/python -m pip install --quiet --upgrade -r /dev/stdin
-	touch $@
+	@touch $@
 
 $(VENV)/.installed: $(VENV)/.builder
-	$(UV) $(VENV) --upgrade torch -r requirements-dev.txt
-	touch $@
+	@echo "installing torch and the development tools in $(VENV)"
+	@$(UV) $(VENV) --upgrade torch -r requirements-dev.txt
+	@touch $@
 
 $(OLDEST)/.installed: $(VENV)/.builder
 	$(PYTHON) -m venv --without-pip $(OLDEST)

@@ -1,5 +1,7 @@
 """Train LoRA adapters on a frozen base with FP8 weights, and save the adapters alone.
 
+The example first trains the base on a text. The adapters then learn the text in upper case.
+
 torchrun --standalone --nproc-per-node 2 examples/lora.py, on GPUs or on CPUs with gloo.
 """
 
@@ -33,9 +35,29 @@ class LoRA(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+def train_base(model, batches):
+    """Train all weights. All ranks compute the mean gradient, so their weights stay equal."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for tokens in batches:
+        loss = model.loss(tokens)
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def upper_case(tokens):
+    """Replace the bytes of lower-case letters."""
+    is_lower = (tokens >= ord("a")) & (tokens <= ord("z"))
+    return torch.where(is_lower, tokens - 32, tokens)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--base-steps", type=int, default=100, help="steps of the base")
     parser.add_argument("--rank", type=int, default=8, help="columns of an adapter")
     parser.add_argument("--save", help="a file for the adapters")
     args = parser.parse_args(argv)
@@ -45,10 +67,18 @@ def main(argv=None):
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
-    # A model of your own would load its weights here.
+    corpus = load_corpus()
+
+    def batches(seed, steps):
+        for step in range(steps):
+            tokens = corpus.batch(seed, step, rows=8 * ranks, length=64)
+            yield tokens.chunk(ranks)[rank].to(device)
+
+    # A model of your own would load its weights instead.
     model = Llama(LlamaConfig(256, dim=128, layers=2, heads=4, kv_heads=2, hidden=256))
     model.init_weights(torch.Generator().manual_seed(0))
     model.to(device)
+    train_base(model, batches(seed=0, steps=args.base_steps))
 
     # Convert first: adapters that are added later stay in high precision.
     convert_to_float8_training(model, recipe="current", filter_fqns=["head"], fp8_weights=True)
@@ -62,15 +92,15 @@ def main(argv=None):
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=1e-2)
 
-    corpus, losses = load_corpus(), []
-    for step in range(args.steps):
-        rows = corpus.batch(seed=0, step=step, rows=8 * ranks, length=64)
-        loss = model.loss(rows.chunk(ranks)[rank].to(device))
+    losses = []
+    for step, tokens in enumerate(batches(seed=1, steps=args.steps)):
+        loss = model.loss(upper_case(tokens))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(mean := loss.detach() / ranks)
-        losses.append(mean.item())
+        mean_loss = loss.detach() / ranks
+        dist.all_reduce(mean_loss)
+        losses.append(mean_loss.item())
         if rank == 0 and (step % 10 == 0 or step == args.steps - 1):
             print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
 

@@ -1,9 +1,11 @@
-"""Locate directories of users: local paths, and URLs of stores that fsspec supports."""
+"""Locate directories of users, local paths or URLs of stores, and replace files."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +55,18 @@ def open_store(located: Path | str) -> tuple[Any, str]:
         return LocalFileSystem(), os.path.abspath(located)
     store, path = url_to_fs(located)
     return store, path.rstrip("/")
+
+
+@contextmanager
+def replace_atomically(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file that replaces ``path`` when the context ends.
+
+    If the context raises an error, ``path`` stays as it is, and the temporary file is removed.
+    """
+    # matplotlib chooses the file format by the suffix.
+    temporary = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

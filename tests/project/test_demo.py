@@ -26,17 +26,35 @@ from fp8rs.demo.data import load_corpus
 from fp8rs.demo.launch import RankFailed, launch, threads_per_rank
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
 from fp8rs.demo.train import (
+    DTYPES,
     Result,
     Settings,
     convert,
     converted_weights,
+    faster_dtype,
     learning_rate,
     make_optimizer,
     shard,
 )
 from fp8rs.optim import AdamW
 
-FIELDS = ["ranks", "device", "recipe", "weights", "steps", "reference", "fp8", "seconds"]
+FIELDS = [
+    "ranks",
+    "device",
+    "dtype",
+    "recipe",
+    "weights",
+    "steps",
+    "reference",
+    "fp8",
+    "seconds",
+]
+#: Variables that restrict torch, oneDNN and MKL to instructions of CPUs without AVX-512.
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
 TINY = LlamaConfig(vocabulary=256, dim=32, layers=2, heads=4, kv_heads=2, hidden=64)
 
 
@@ -229,143 +247,164 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 # The whole demo
 
 
-def demo(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fp8rs", "demo", *arguments],
+@dataclasses.dataclass(frozen=True)
+class DemoRun:
+    """What `fp8rs demo` printed and wrote."""
+
+    result: dict[str, Any]
+    output: str
+    plot: bytes
+
+    def losses(self, training: str) -> list[float]:
+        """Return the first and the last held-out loss of "reference" or "fp8"."""
+        curve = self.result[training]["held_out"]
+        return [curve[0][1], curve[-1][1]]
+
+    def converted_bytes(self, training: str) -> int:
+        """Return the bytes of the converted weights in the all-gathers of a step.
+
+        The reference gathers each block twice. What is not converted is equal in both trainings.
+        """
+        config = Settings.choose("cpu", 2).model
+        attention = 2 * config.dim * config.dim + 2 * config.dim * config.kv_heads * config.head_dim
+        numel = config.layers * (attention + 3 * config.dim * config.hidden)
+        reference_bytes = 2 * numel * DTYPES[self.result["dtype"]].itemsize
+        other_bytes = self.result["reference"]["allgather_bytes"] - reference_bytes
+        # Embedding and head are gathered once, and norms are small.
+        embedding_bytes = 2 * config.vocabulary * config.dim * DTYPES[self.result["dtype"]].itemsize
+        assert embedding_bytes < other_bytes < 1.05 * embedding_bytes
+        return int(self.result[training]["allgather_bytes"] - other_bytes)
+
+    def check_bytes(self) -> None:
+        """Check that FP8 is gathered with one byte for each element, and with few scales."""
+        ratio = self.converted_bytes("fp8") / self.converted_bytes("reference")
+        itemsize = DTYPES[self.result["dtype"]].itemsize
+        assert 0.98 < ratio * itemsize <= 1.04
+
+    def check_losses(self) -> None:
+        """Check that both trainings start with the same weights. Only rounding differs at first."""
+        first, last = self.losses("reference")
+        first_fp8, last_fp8 = self.losses("fp8")
+        assert first_fp8 == pytest.approx(first, rel=2e-3)
+        assert last_fp8 == pytest.approx(last, rel=1e-2)
+
+
+def run_demo(
+    folder: Path, *arguments: str, timeout: float = 300, env: dict[str, str] | None = None
+) -> DemoRun:
+    json_path = folder / "result.json"
+    plot_path = folder / "loss.png"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "fp8rs", "demo", "--device", "cpu", *arguments),
+            *("--json", str(json_path), "--plot", str(plot_path)),
+        ],
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
+        env={**os.environ, **(env or {})},
     )
-
-
-Run = tuple[dict[str, Any], str, Path]
-
-
-def run_demo(folder: Path, *arguments: str, timeout: float = 300) -> Run:
-    files = ["--json", str(folder / "result.json"), "--plot", str(folder / "loss.png")]
-    done = demo("--device", "cpu", *arguments, *files, timeout=timeout)
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / "result.json").read_text()), done.stdout, folder
-
-
-@pytest.fixture(scope="module")
-def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run the demo as a user does, but with two steps instead of 200, which take minutes.
-
-    On CPUs with slow bf16, two steps take a minute. `make wheel-test` trains one in the first tier.
-    """
-    return run_demo(tmp_path_factory.mktemp("demo"), "--steps", "2")
+    assert sorted(path.name for path in folder.iterdir()) == ["loss.png", "result.json"]
+    return DemoRun(json.loads(json_path.read_text()), done.stdout, plot_path.read_bytes())
 
 
 @pytest.mark.newest_torch
 @pytest.mark.second_tier
-def test_the_demo_writes_its_fields(demo_run: Run) -> None:
-    result, _, _ = demo_run
+@pytest.mark.parametrize("cpu", ["this", "avx2"])
+def test_the_demo_compares_both_trainings(cpu: str, tmp_path: Path) -> None:
+    """Train two steps instead of 200. `make wheel-test` trains one in the first tier."""
+    run = run_demo(tmp_path, "--steps", "2", env=AVX2 if cpu == "avx2" else {})
+    result = run.result
     assert list(result) == FIELDS
     assert (result["ranks"], result["device"], result["steps"]) == (2, "cpu", 2)
     assert result["recipe"] == "current"
     assert result["seconds"] > 0
-    for kind in ("reference", "fp8"):
-        found = result[kind]
-        assert 1e6 < found["params"] < 3e6
-        assert [step for step, _ in found["held_out"]] == [0, 1, 2]
-        assert found["peak_memory"] > 4 * found["params"]
-        assert 0 < found["seconds"] < result["seconds"]
-    same_weights(result)
+    for training in ("reference", "fp8"):
+        measured = result[training]
+        assert 1e6 < measured["params"] < 3e6
+        assert [step for step, _ in measured["held_out"]] == [0, 1, 2]
+        assert measured["peak_memory"] > 4 * measured["params"]
+        assert 0 < measured["seconds"] < result["seconds"]
+    run.check_losses()
+    run.check_bytes()
+
+    assert "step    2/2  training loss" in run.output
+    assert "held-out loss, last" in run.output
+    assert "gathered in a step" in run.output
+    assert run.plot.startswith(b"\x89PNG")
+    if cpu == "avx2":
+        assert result["dtype"] == "fp32"
+    assert ("multiplies bf16 matrices slower" in run.output) == (result["dtype"] == "fp32")
+    assert f"training 2 steps in {result['dtype']}" in run.output
+
+
+@pytest.mark.parametrize(("slower", "dtype"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_the_reference_has_the_dtype_of_the_faster_gemm(
+    slower: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> None:
+        if x.dtype == DTYPES[slower]:
+            time.sleep(0.02)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    assert faster_dtype() == dtype
+
+
+def test_slow_bf16_takes_fewer_steps() -> None:
+    settings = {dtype: Settings.choose("cpu", 2, dtype=dtype) for dtype in DTYPES}
+    assert settings["bf16"].steps == 200
+    assert settings["fp32"].steps == 40
+    assert settings["fp32"].model == settings["bf16"].model
+    assert Settings.choose("cpu", 2, steps=7, dtype="fp32").steps == 7
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_fp8_learns_as_the_reference_does(tmp_path: Path) -> None:
     """Train all steps. After a fifth of them, rounding alone changes the loss by 3%."""
-    result, _, _ = run_demo(tmp_path, timeout=1800)
-    assert result["steps"] == 200
-    first, last = losses(result, "reference")
+    run = run_demo(tmp_path, "--steps", "200", timeout=1800)
+    assert run.result["steps"] == 200
+    first, last = run.losses("reference")
     assert first == pytest.approx(math.log(256), rel=0.05)
     assert last < 0.4 * first
-    assert losses(result, "fp8") == pytest.approx([first, last], rel=0.02)
-
-
-def losses(result: dict[str, Any], kind: str) -> list[float]:
-    """Return the first and the last held-out loss."""
-    curve = result[kind]["held_out"]
-    return [curve[0][1], curve[-1][1]]
-
-
-def same_weights(result: dict[str, Any]) -> None:
-    """Check that both trainings start with the same weights. Only rounding differs at first."""
-    (first, last), (first_fp8, last_fp8) = (losses(result, kind) for kind in ("reference", "fp8"))
-    assert first_fp8 == pytest.approx(first, rel=2e-3)
-    assert last_fp8 == pytest.approx(last, rel=1e-2)
-
-
-def weights_ratio(result: dict[str, Any]) -> float:
-    return result["fp8"]["weight_bytes"] / result["reference"]["weight_bytes"]
-
-
-@pytest.mark.newest_torch
-@pytest.mark.second_tier
-def test_fp8_weights_are_gathered_at_half_the_bytes(demo_run: Run) -> None:
-    result, _, _ = demo_run
-    assert 0.49 < weights_ratio(result) <= 0.51
-    # The rest is equal in both runs. The total is measured, the weights' part is calculated.
-    rest = [
-        result[kind]["allgather_bytes"] - result[kind]["weight_bytes"]
-        for kind in ("reference", "fp8")
-    ]
-    assert rest[0] == rest[1] > 0
-
-
-@pytest.mark.newest_torch
-@pytest.mark.second_tier
-def test_the_reference_gathers_each_block_twice_in_bf16(demo_run: Run) -> None:
-    result, _, _ = demo_run
-    c = Settings.choose("cpu", 2).model
-    layer = 2 * c.dim * c.dim + 2 * c.dim * c.kv_heads * c.head_dim + 3 * c.dim * c.hidden
-    assert result["reference"]["weight_bytes"] == 2 * c.layers * layer * 2
-
-
-@pytest.mark.newest_torch
-@pytest.mark.second_tier
-def test_the_demo_shows_progress_a_table_and_a_plot(demo_run: Run) -> None:
-    _, output, folder = demo_run
-    assert "step    2/2" in output
-    assert "held-out loss, last" in output
-    assert "converted weights" in output
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert run.losses("fp8") == pytest.approx([first, last], rel=0.02)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block", "mxfp8"])
-def test_the_demo_accepts_every_recipe(recipe: str, tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    done = demo("--device", "cpu", "--recipe", recipe, "--steps", "3", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    result = json.loads(path.read_text())
-    same_weights(result)
-    assert 0.49 < weights_ratio(result) <= 0.52
+@pytest.mark.parametrize(
+    ("recipe", "fp8_weight_bytes"),
+    [
+        ("delayed", None),
+        ("rowwise", None),
+        ("block", None),
+        ("mxfp8", None),
+        # With FP8 weights, a rank stores codes and scales.
+        ("delayed", 1),
+        ("mxfp8", 1 + 1 / 1024),
+    ],
+)
+def test_the_demo_trains_every_recipe(
+    recipe: str, fp8_weight_bytes: float | None, tmp_path: Path
+) -> None:
+    weights = "master" if fp8_weight_bytes is None else "fp8"
+    run = run_demo(tmp_path, "--recipe", recipe, "--weights", weights, "--steps", "3")
+    assert list(run.result) == FIELDS
+    assert run.result["weights"] == weights
+    run.check_losses()
+    run.check_bytes()
+    stored = run.result["reference"]["at_rest"]
+    assert stored == pytest.approx({"weights": 4, "optimizer": 8}, rel=0.01)
+    if fp8_weight_bytes is None:
+        return
 
-
-@pytest.mark.long
-@pytest.mark.parametrize(("recipe", "weights"), [("delayed", 1), ("mxfp8", 1 + 1 / 1024)])
-def test_the_demo_trains_fp8_weights(recipe: str, weights: float, tmp_path: Path) -> None:
-    """Weights are codes and scales. The optimizer has masters and two moments in fp32."""
-    path = tmp_path / "result.json"
-    files = ["--json", str(path)]
-    done = demo("--device", "cpu", "--recipe", recipe, "--weights", "fp8", "--steps", "3", *files)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(path.read_text())
-    assert list(result) == FIELDS
-    assert result["weights"] == "fp8"
-    assert losses(result, "fp8") == pytest.approx(losses(result, "reference"), rel=1e-2)
-    assert 0.49 < weights_ratio(result) <= 0.52
-    assert result["reference"]["at_rest"] == pytest.approx({"weights": 4, "optimizer": 8}, rel=0.01)
-    found = result["fp8"]["at_rest"]
+    stored = run.result["fp8"]["at_rest"]
     # Scales of tensors and counters of steps add a few bytes.
-    assert weights <= found["weights"] <= weights + 0.01
-    assert 12 <= found["optimizer"] <= 12.01
-    assert f"{found['weights']:.2f} B" in done.stdout
+    assert fp8_weight_bytes <= stored["weights"] <= fp8_weight_bytes + 0.01
+    # The optimizer stores masters and two moments in fp32.
+    assert 12 <= stored["optimizer"] <= 12.01
+    assert f"{stored['weights']:.2f} B" in run.output
 
 
 @ranks(2, cuda=False)
@@ -500,19 +539,27 @@ def test_a_recipe_that_the_gpu_cannot_run_trains_nothing(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def outcome() -> report.Outcome:
-    def result(last: float, weights: int) -> Result:
+    def result(last: float, gathered: int) -> Result:
         return Result(
             params=10,
             held_out=[(0, 5.5), (4, last)],
-            allgather_bytes=weights + 8,
-            weight_bytes=weights,
+            allgather_bytes=gathered,
             peak_memory=1,
-            at_rest={"weights": weights / 100, "optimizer": 8.0},
+            at_rest={"weights": gathered / 100, "optimizer": 8.0},
             seconds=1.0,
         )
 
-    reference, fp8 = result(2.0, 100), result(2.02, 50)
-    return report.Outcome(2, "cpu", "current", "master", 4, reference, fp8, 2.5)
+    return report.Outcome(
+        ranks=2,
+        device="cpu",
+        dtype="bf16",
+        recipe="current",
+        weights="master",
+        steps=4,
+        reference=result(2.0, 100),
+        fp8=result(2.02, 50),
+        seconds=2.5,
+    )
 
 
 def test_the_table_shows_ratios(outcome: report.Outcome) -> None:
@@ -522,18 +569,44 @@ def test_the_table_shows_ratios(outcome: report.Outcome) -> None:
     assert "0.50 B" in text
 
 
-def test_the_table_names_the_memory_of_a_process_on_a_cpu(outcome: report.Outcome) -> None:
+def test_the_table_names_dtype_and_device(outcome: report.Outcome) -> None:
+    on_cpu = report.table(outcome)
+    assert "bf16" in on_cpu
+    assert report.ON_CPU in on_cpu
+    # The memory of a process on the CPU is mostly libraries.
+    assert "peak memory" not in on_cpu
+
     on_gpu = report.table(dataclasses.replace(outcome, device="cuda"))
-    assert "peak memory of a process" in report.table(outcome)
-    assert report.ON_CPU in report.table(outcome)
-    assert "peak memory of a rank" in on_gpu
+    assert "peak memory" in on_gpu
     assert report.ON_CPU not in on_gpu
+
+    in_fp32 = report.table(dataclasses.replace(outcome, dtype="fp32"))
+    assert "twice the bytes of bf16" in in_fp32
+    assert "twice the bytes of bf16" not in on_cpu
 
 
 def test_the_table_of_one_rank_has_no_gathers(outcome: report.Outcome) -> None:
     for result in (outcome.reference, outcome.fp8):
-        result.allgather_bytes = result.weight_bytes = 0
+        result.allgather_bytes = 0
     assert "0.00 MB" in report.table(outcome)
+
+
+def test_an_interrupted_plot_leaves_the_older_file(
+    outcome: report.Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    def interrupted(figure: Any, path: Path, **options: Any) -> None:
+        Path(path).write_bytes(b"half a plot")
+        raise KeyboardInterrupt
+
+    path = tmp_path / "loss.png"
+    path.write_bytes(b"an older plot")
+    monkeypatch.setattr(Figure, "savefig", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report.plot(outcome, path)
+    assert path.read_bytes() == b"an older plot"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("live", [True, False])
@@ -542,9 +615,9 @@ def test_progress_ends_with_the_last_step(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: live, raising=False)
     show: Callable[[dict[str, Any]], None] = report.Progress("bf16", 30, sys.stdout)
-    for step in range(31):
-        show({"step": step, "loss": 5.5, "measured": step // 15 * 15})
+    for step in range(1, 31):
+        show({"step": step, "loss": 5.5 - step / 10})
     lines = capsys.readouterr().out.replace("\r", "\n").split("\n")
-    assert "step   30/30  held-out loss at   30: 5.500" in lines[-2]
-    assert "step    0/30  held-out loss at    0: 5.500" in lines[0] + lines[1]
-    assert len(lines) > 30 if live else len(lines) == 3
+    assert "step   30/30  training loss 2.500" in lines[-2]
+    assert "step    1/30  training loss 5.400" in lines[0] + lines[1]
+    assert len(lines) >= 30 if live else len(lines) == 3

@@ -178,6 +178,17 @@ def test_scripts_pause_before_they_destroy_the_process_group(script: str) -> Non
     assert re.search(r"^ *time\.sleep\(0\.1\).*\n *dist\.destroy_process_group\(\)$", code, re.M)
 
 
+@pytest.mark.newest_torch
+def test_git_ignores_the_folders_that_examples_write() -> None:
+    option = re.compile(r'"--(?:folder|checkpoint|output)"[^()]*default="([\w-]+)"')
+    folders = set()
+    for path in (ROOT / "examples").glob("*.py"):
+        folders.update(option.findall(path.read_text()))
+    assert folders == {"checkpoint", "checkpoints", "outputs", "trainer-output"}
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert {f"/{folder}" for folder in folders} <= set(ignored)
+
+
 @pytest.mark.second_tier
 def test_the_examples_of_lora_weight_streams_and_resumption_train(
     tmp_path: Path, device: str

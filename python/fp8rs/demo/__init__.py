@@ -1,4 +1,4 @@
-"""``fp8rs demo``: train a small Llama in bf16 and in FP8 under FSDP2, and compare.
+"""``fp8rs demo``: train a small Llama in high precision and in FP8 under FSDP2, and compare.
 
 - ``data``: text that every machine has;
 - ``model``: a small Llama of plain torch modules;

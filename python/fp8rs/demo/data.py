@@ -58,15 +58,24 @@ def load_corpus(root: Path | None = None) -> Corpus:
     Raises:
         ValueError: there is too little text.
     """
-    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    if root is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+
+    train_files = []
+    held_out_files = []
     for name in _text_files(root):
         content = (root / name).read_bytes()
-        if len(content) >= _SHORTEST:
-            # With a hash of the path, another installed file does not move the others.
-            parts[zlib.crc32(name.encode()) % HELD_OUT_EVERY == 0].append(content)
-    train, held_out = map(b"\n".join, parts)
-    files = sum(map(len, parts))
+        if len(content) < _SHORTEST:
+            continue
+        # With a hash of the path, another installed file does not move the others.
+        if zlib.crc32(name.encode()) % HELD_OUT_EVERY == 0:
+            held_out_files.append(content)
+        else:
+            train_files.append(content)
+
+    train = b"\n".join(train_files)
+    held_out = b"\n".join(held_out_files)
+    files = len(train_files) + len(held_out_files)
     if len(held_out) < 1 << 15 or len(train) < 1 << 18:
         raise ValueError(
             f"too little text below {root}: {len(train)} training bytes in {files} files; "
@@ -79,7 +88,8 @@ def _text_files(root: Path) -> list[str]:
     names = []
     for folder, subfolders, entries in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
-        for path in (Path(folder, entry) for entry in entries):
+        for entry in entries:
+            path = Path(folder, entry)
             if path.suffix in _SUFFIXES and path.is_file():
                 names.append(path.relative_to(root).as_posix())
     return sorted(names)

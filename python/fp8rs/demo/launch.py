@@ -73,19 +73,22 @@ def launch(
     results: dict[int, Any] = {}
     errors: list[tuple[int, str]] = []
     with tempfile.TemporaryDirectory(prefix="fp8rs-") as folder:
-        outputs = [Path(folder, str(rank)) for rank in range(ranks)]
-        processes = [
-            context.Process(
-                target=_rank,
-                args=(rank, ranks, device, store.port, messages, output, function, arguments),
-            )
-            for rank, output in enumerate(outputs)
-        ]
+        processes = []
+        outputs = []
+        for rank in range(ranks):
+            output = Path(folder, str(rank))
+            arguments_of_rank = (rank, ranks, device, store.port, messages, output)
+            process = context.Process(target=_rank, args=(*arguments_of_rank, function, arguments))
+            outputs.append(output)
+            processes.append(process)
+
         try:
             for process in processes:
                 process.start()
+
             while True:
-                codes = [process.exitcode for process in processes]
+                # A rank sends its last message before it ends, so read messages after exit codes.
+                exit_codes = [process.exitcode for process in processes]
                 while not messages.empty():
                     kind, rank, value = messages.get()
                     if kind == "event":
@@ -94,9 +97,10 @@ def launch(
                         results[rank] = value
                     else:
                         errors.append((rank, value))
-                if any(codes):
+
+                if any(exit_codes):
                     raise _failure([process.exitcode for process in processes], errors, outputs)
-                if None not in codes:
+                if None not in exit_codes:
                     return [results[rank] for rank in range(ranks)]
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"not done after {limit_seconds:.0f} s")
@@ -110,23 +114,37 @@ def launch(
 
 def threads_per_rank(ranks: int) -> int:
     """Divide the cores of this process among the ranks, at least one for each."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // ranks)
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, cores // ranks)
 
 
 def _failure(
-    codes: list[int | None], errors: list[tuple[int, str]], outputs: list[Path]
+    exit_codes: list[int | None], errors: list[tuple[int, str]], outputs: list[Path]
 ) -> RankFailed:
     """Return the first cause: a rank that a signal ended, else the first traceback.
 
     When one rank ends, the collectives of the other ranks fail moments later.
     """
-    killed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code < 0]
-    if errors and not killed:
-        return RankFailed(*errors[0])
-    rank, code = (killed or [(rank, code) for rank, code in enumerate(codes) if code])[0]
-    how = f"ended by {signal.Signals(-code).name}" if killed else f"ended with exit code {code}"
-    return RankFailed(rank, f"{how}\n{outputs[rank].read_text(errors='replace')[-4000:]}")
+    for rank, exit_code in enumerate(exit_codes):
+        if exit_code is not None and exit_code < 0:
+            reason = f"ended by {signal.Signals(-exit_code).name}"
+            return RankFailed(rank, f"{reason}\n{_end_of(outputs[rank])}")
+
+    if errors:
+        rank, error_traceback = errors[0]
+        return RankFailed(rank, error_traceback)
+
+    failed_ranks = [rank for rank, exit_code in enumerate(exit_codes) if exit_code]
+    rank = failed_ranks[0]
+    reason = f"ended with exit code {exit_codes[rank]}"
+    return RankFailed(rank, f"{reason}\n{_end_of(outputs[rank])}")
+
+
+def _end_of(output: Path) -> str:
+    return output.read_text(errors="replace")[-4000:]
 
 
 def _rank(
@@ -149,8 +167,10 @@ def _rank(
     for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ.setdefault(name, str(threads))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    for name, value in (("RANK", rank), ("WORLD_SIZE", ranks)):
-        os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
+    os.environ["RANK"] = str(rank)
+    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = str(ranks)
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     if "lo" in (name for _, name in socket.if_nameindex()):
         # Otherwise gloo resolves the name of the host, which fails in many containers.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -45,14 +45,20 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """(batch, length, dim) -> (batch, length, dim)."""
-        q, k, v = (
-            w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for w in (self.wq, self.wk, self.wv)
-        )
-        q, k = _rotate(q, *rotation), _rotate(k, *rotation)
+        q = self._split_heads(self.wq(x))
+        k = self._split_heads(self.wk(x))
+        v = self._split_heads(self.wv(x))
+
+        q = _rotate(q, *rotation)
+        k = _rotate(k, *rotation)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         out: torch.Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
+
+    def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, length, heads * head_dim) -> (batch, heads, length, head_dim)."""
+        heads: torch.Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads.transpose(1, 2)
 
 
 class FeedForward(nn.Module):

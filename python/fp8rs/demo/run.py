@@ -13,7 +13,7 @@ import torch
 
 from . import report
 from .launch import RankFailed, launch
-from .train import Result, Settings, train_under_fsdp
+from .train import Result, Settings, faster_dtype, train_under_fsdp
 
 
 class DemoError(Exception):
@@ -39,38 +39,70 @@ def run(
         DemoError: an option cannot work here (code 2), or a rank failed (code 1).
     """
     start = time.perf_counter()
-    device, ranks = _place(device, ranks)
+    device, ranks = _choose_device(device, ranks)
     _check_recipe(recipe, device, ranks)
-    for option, path in (("--json", json_path), ("--plot", plot_path)):
-        if path is not None:
-            _check_writable(option, path)
+    if json_path is not None:
+        _check_writable("--json", json_path)
     if plot_path is not None:
+        _check_writable("--plot", plot_path)
         _check_plot(plot_path)
-    settings = Settings.choose(device, ranks, steps)
+
+    dtype = faster_dtype() if device == "cpu" else "bf16"
+    settings = Settings.choose(device, ranks, steps, dtype)
+    print(f"training {settings.steps} steps in {dtype}, then the same steps with {recipe}")
+    if dtype == "fp32":
+        print(
+            "This CPU multiplies bf16 matrices slower than fp32 matrices. What is not in FP8 is "
+            "therefore fp32,\nand the demo takes fewer steps than on other CPUs (--steps)."
+        )
+
     adamw: dict[str, Any] | None = {} if fp8_weights else None
-
-    def train(name: str, *arguments: Any) -> Result:
-        progress = report.Progress(f"{name:>9}", settings.steps, sys.stdout)
-        options: Any = {"ranks": ranks, "device": device, "on_event": progress}
-        result: Result = launch(train_under_fsdp, settings, *arguments, **options)[0]
-        return result
-
     try:
-        results = train("bf16", None, None), train(recipe, recipe, adamw)
+        reference = _train(settings, ranks, None, None)
+        fp8 = _train(settings, ranks, recipe, adamw)
     except RankFailed as error:
         raise DemoError(str(error), code=1) from error
-    seconds = round(time.perf_counter() - start, 2)
-    weights = "fp8" if fp8_weights else "master"
-    outcome = report.Outcome(ranks, device, recipe, weights, settings.steps, *results, seconds)
+
+    outcome = report.Outcome(
+        ranks=ranks,
+        device=device,
+        dtype=dtype,
+        recipe=recipe,
+        weights="fp8" if fp8_weights else "master",
+        steps=settings.steps,
+        reference=reference,
+        fp8=fp8,
+        seconds=round(time.perf_counter() - start, 2),
+    )
     report.show(outcome, json_path, plot_path)
     return outcome
 
 
-def _place(device: str | None, ranks: int | None) -> tuple[str, int]:
+def _train(
+    settings: Settings, ranks: int, recipe: str | None, adamw: dict[str, Any] | None
+) -> Result:
+    """Train on all ranks and return the result of rank 0."""
+    title = recipe or settings.dtype
+    results: list[Result] = launch(
+        train_under_fsdp,
+        settings,
+        recipe,
+        adamw,
+        ranks=ranks,
+        device=settings.device,
+        on_event=report.Progress(f"{title:>9}", settings.steps, sys.stdout),
+    )
+    return results[0]
+
+
+def _choose_device(device: str | None, ranks: int | None) -> tuple[str, int]:
+    """Return the device and the number of ranks, by default one rank for each GPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = device or ("cuda" if gpus else "cpu")
+    if device is None:
+        device = "cuda" if gpus else "cpu"
     if device == "cpu":
         return device, ranks or 2
+
     if not gpus:
         raise DemoError("--device cuda: torch finds no GPU; --device cpu works", code=2)
     if ranks is not None and ranks > gpus:
@@ -89,8 +121,9 @@ def _check_recipe(recipe: str, device: str, ranks: int) -> None:
 
     try:
         name = resolve_recipe(recipe).name
-        for index in range(ranks if device == "cuda" else 0):
-            check_cuda(index, name)
+        if device == "cuda":
+            for index in range(ranks):
+                check_cuda(index, name)
     except (TypeError, ValueError, UnsupportedError) as error:
         raise DemoError(f"--recipe {recipe}: {error}", code=2) from error
 

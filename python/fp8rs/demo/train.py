@@ -1,7 +1,10 @@
-"""Train the model of the demo on one rank, in bf16 or in FP8.
+"""Train the model of the demo on one rank, in high precision or in FP8.
 
 Both trainings have the same seeds, batches and FSDP2 settings. The FP8 training adds a call of
 `fp8rs.convert_to_float8_training`. With FP8 weights, its optimizer is `fp8rs.optim.AdamW`.
+
+Both trainings gather unconverted parameters and compute in one dtype. It is bf16, or fp32 on a CPU
+whose bf16 GEMMs are slower than its fp32 GEMMs (`faster_dtype`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp8rs._torch import own_part
-from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -34,10 +36,16 @@ from .model import Llama, LlamaConfig, parameter_count
 #: Layers that stay in high precision. The output head usually does in FP8 training.
 HIGH_PRECISION = ("head",)
 
+#: Dtypes of the reference, by the names that the demo prints.
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a training. ``rows`` is the global batch size."""
+    """Settings of a training.
+
+    ``rows`` is the global batch size, and ``dtype`` a key of `DTYPES`.
+    """
 
     model: LlamaConfig
     device: str
@@ -48,9 +56,10 @@ class Settings:
     evaluations: int = 12
     held_out_batches: int = 4
     seed: int = 0
+    dtype: str = "bf16"
 
     @staticmethod
-    def choose(device: str, ranks: int, steps: int | None = None) -> Settings:
+    def choose(device: str, ranks: int, steps: int | None = None, dtype: str = "bf16") -> Settings:
         """Return settings for a run of minutes on two CPU cores, or for a larger one on GPUs."""
         if device == "cuda":
             model = LlamaConfig(VOCABULARY, 512, 8, 8, 4, 1408)
@@ -58,9 +67,37 @@ class Settings:
         else:
             model = LlamaConfig(VOCABULARY, 192, 4, 6, 2, 512)
             settings = Settings(model, device, 200, 16, 128, 2e-3)
+            if dtype == "fp32":
+                # CPUs without fast bf16 GEMMs are often slow in fp32 too.
+                settings = replace(settings, dtype=dtype, steps=40, evaluations=6)
+
+        if steps is not None:
+            settings = replace(settings, steps=steps)
+
         # With equal rows on all ranks, the mean over ranks is the mean over the batch.
-        rows = -(-settings.rows // ranks) * ranks
-        return replace(settings, rows=rows, steps=settings.steps if steps is None else steps)
+        rows_per_rank = math.ceil(settings.rows / ranks)
+        return replace(settings, rows=rows_per_rank * ranks)
+
+
+def faster_dtype() -> str:
+    """Return "bf16" or "fp32", whichever this CPU multiplies faster.
+
+    A CPU without AMX or AVX-512 runs torch's bf16 GEMMs 10 to 20 times slower than fp32 GEMMs.
+    """
+    # The shape of the demo's largest GEMM on each of two ranks.
+    tokens, inputs, outputs = 1024, 512, 192
+    seconds = {}
+    for name, dtype in DTYPES.items():
+        x = torch.ones(tokens, inputs, dtype=dtype)
+        weight = torch.ones(outputs, inputs, dtype=dtype)
+        durations = []
+        # Other processes can delay a GEMM, so compare the shortest of several.
+        for _ in range(5):
+            start = time.perf_counter()
+            nn.functional.linear(x, weight)
+            durations.append(time.perf_counter() - start)
+        seconds[name] = min(durations)
+    return min(seconds, key=seconds.__getitem__)
 
 
 @dataclass
@@ -71,7 +108,6 @@ class Result:
         params: number of parameters of the model.
         held_out: steps and the held-out losses before them.
         allgather_bytes: bytes of the all-gathers of the last step.
-        weight_bytes: bytes of the converted weights among them.
         peak_memory: see `peak_memory`.
         at_rest: see `bytes_at_rest`.
         seconds: time of the training.
@@ -80,7 +116,6 @@ class Result:
     params: int
     held_out: list[tuple[int, float]] = field(default_factory=list)
     allgather_bytes: int = 0
-    weight_bytes: int = 0
     peak_memory: int = 0
     at_rest: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -103,17 +138,23 @@ def convert(model: nn.Module, recipe: Recipe | RecipeName, **options: Any) -> nn
 
 def converted_weights(model: nn.Module) -> set[str]:
     """Return the names of the weights that `convert` converts."""
-    return {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name not in HIGH_PRECISION
-    }
+    names = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name not in HIGH_PRECISION:
+            names.add(f"{name}.weight")
+    return names
 
 
-def shard(model: Llama, device: str, ranks: int, reduce_dtype: torch.dtype = torch.float32) -> None:
-    """Shard each block, then the rest. Parameters are gathered in bf16."""
+def shard(
+    model: Llama,
+    device: str,
+    ranks: int,
+    reduce_dtype: torch.dtype = torch.float32,
+    param_dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Shard each block, then the rest. Unconverted parameters are gathered in ``param_dtype``."""
     mesh = init_device_mesh(device, (ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -175,45 +216,54 @@ def train_under_fsdp(
 
     Args:
         settings: the same on all ranks.
-        recipe: short name of a recipe, or None for the reference in bf16.
+        recipe: short name of a recipe, or None for the reference in high precision.
         fp8_adamw: options of `fp8rs.optim.AdamW`, which trains FP8 weights. With None, torch's
             AdamW trains master weights.
-        report: called with the step, the last held-out loss, and the step of that loss.
+        report: called with the number of a step, which counts from 1, and its training loss.
     """
     ranks = dist.get_world_size()
-    corpus, model = load_corpus(), build_model(settings)
+    corpus = load_corpus()
+    model = build_model(settings)
+    weight_names = converted_weights(model)
     result = Result(parameter_count(model))
-    names = converted_weights(model)
+
     if recipe is not None:
-        fp8 = fp8_adamw is not None
-        masters = fp8_adamw is not None and fp8_adamw.get("master_weights", True)
+        fp8_weights = fp8_adamw is not None
         # Masters start with the values before quantization.
-        convert(model, recipe, fp8_weights=fp8, preserve_high_precision_init_val=masters)
-    shard(model, settings.device, ranks)
+        keep_init_values = fp8_adamw is not None and fp8_adamw.get("master_weights", True)
+        convert(
+            model,
+            recipe,
+            fp8_weights=fp8_weights,
+            preserve_high_precision_init_val=keep_init_values,
+        )
+    shard(model, settings.device, ranks, param_dtype=DTYPES[settings.dtype])
     optimizer = make_optimizer(model, settings, fp8_adamw)
-    count = min(settings.evaluations, settings.steps)
-    evaluations = {round(settings.steps * i / count) for i in range(count + 1)}
+
+    evaluations = min(settings.evaluations, settings.steps)
+    evaluated_steps = [round(settings.steps * i / evaluations) for i in range(evaluations + 1)]
+    report_interval = max(1, settings.steps // 100)
+    all_gathers = _AllGatherBytes()
+
     start = time.perf_counter()
-    for step in range(settings.steps + 1):
-        if step in evaluations:
-            loss = held_out_loss(model, corpus, settings, ranks)
-            result.held_out.append((step, loss))
-        if step in evaluations or step % max(1, settings.steps // 100) == 0:
-            measured, loss = result.held_out[-1]
-            report({"step": step, "loss": loss, "measured": measured})
-        if step == settings.steps:
-            break
-        batch = _local(corpus.batch(settings.seed, step, settings.rows, settings.length), settings)
-        last = step == settings.steps - 1
-        with _AllGatherBytes() if last else nullcontext() as counter:
-            train_step(model, optimizer, settings, step, batch)
-        if counter is not None:
-            result.allgather_bytes = counter.nbytes
+    result.held_out.append((0, held_out_loss(model, corpus, settings, ranks)))
+    for step in range(1, settings.steps + 1):
+        rows = corpus.batch(settings.seed, step - 1, settings.rows, settings.length)
+        is_last = step == settings.steps
+        with all_gathers if is_last else nullcontext():
+            loss = train_step(model, optimizer, settings, step - 1, _local(rows, settings))
+
+        if is_last or step % report_interval == 0:
+            dist.all_reduce(loss)
+            report({"step": step, "loss": loss.item() / ranks})
+        if step in evaluated_steps:
+            result.held_out.append((step, held_out_loss(model, corpus, settings, ranks)))
+
     result.seconds = time.perf_counter() - start
+    result.allgather_bytes = all_gathers.nbytes
     result.peak_memory = peak_memory(settings.device)
     model.reshard()  # type: ignore[operator]
-    result.weight_bytes = _weight_bytes(model, names, ranks)
-    result.at_rest = bytes_at_rest(model, optimizer, names)
+    result.at_rest = bytes_at_rest(model, optimizer, weight_names)
     return result
 
 
@@ -226,44 +276,31 @@ def peak_memory(device: str) -> int:
 
 
 def bytes_at_rest(
-    model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]
+    model: nn.Module, optimizer: torch.optim.Optimizer, weight_names: set[str]
 ) -> dict[str, float]:
-    """Return the bytes a parameter that this rank stores of the weights ``names``.
+    """Return the bytes a parameter that this rank stores of some weights.
 
     "weights" is the local tensors, "optimizer" their optimizer states.
     """
-    named = {p for name, p in model.named_parameters() if name in names}
-    elements = sum(own_part(p).numel() for p in named)
-    states = [value for p in named for value in optimizer.state.get(p, {}).values()]
-    return {
-        "weights": sum(map(_nbytes, named)) / elements,
-        "optimizer": sum(_nbytes(value) for value in states if torch.is_tensor(value)) / elements,
-    }
+    numel = 0
+    weight_bytes = 0
+    optimizer_bytes = 0
+    for name, parameter in model.named_parameters():
+        if name not in weight_names:
+            continue
+        numel += own_part(parameter).numel()
+        weight_bytes += _local_bytes(parameter)
+        for state in optimizer.state.get(parameter, {}).values():
+            if torch.is_tensor(state):
+                optimizer_bytes += _local_bytes(state)
+    return {"weights": weight_bytes / numel, "optimizer": optimizer_bytes / numel}
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def _local_bytes(tensor: torch.Tensor) -> int:
     local = own_part(tensor)
     if isinstance(local, QuantizedTensor):
         return sum(plane.data.nbytes + plane.scale.nbytes for plane in local.planes if plane)
     return int(local.nbytes)
-
-
-def _weight_bytes(model: nn.Module, names: set[str], ranks: int) -> int:
-    """Return the bytes that a training step gathers of the weights ``names``."""
-    from fp8rs.convert.sizes import groups_of, layouts_of
-
-    if ranks == 1:
-        return 0
-    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    layouts = layouts_of(layers[0].recipe, ((m, "weight") for m in layers)) if layers else {}
-    groups = groups_of(model, layouts, world_size=ranks, param_dtype=torch.bfloat16)
-    named = {id(p) for name, p in model.named_parameters() if name in names}
-    return sum(
-        group.gathers * p.gathered_bytes
-        for group in groups
-        for p in group.parameters
-        if id(p.parameter) in named
-    )
 
 
 class _AllGatherBytes(TorchDispatchMode):
@@ -276,12 +313,14 @@ class _AllGatherBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional") and "gather" in func._schema.name:
-            tensors = (t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor))
-            self.nbytes += max(t.nbytes for t in tensors)
+            # The gathered tensor is the largest one. Some operators return it, others write it.
+            tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
+            self.nbytes += max(tensor.nbytes for tensor in tensors)
         return out
 
 
 def _local(batch: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """Return the rows of this rank."""
     return batch.chunk(dist.get_world_size())[dist.get_rank()].to(settings.device)
 
 

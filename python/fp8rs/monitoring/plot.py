@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fp8rs.storage import replace_atomically
+
 from .records import Record, of_statistic, worst
 
 OPERANDS = {"input": "input", "weight": "weight", "grad": "output's gradient"}
@@ -80,7 +82,8 @@ def plot(records: Sequence[Record], path: Path, statistic: str = "sqnr_db") -> N
         if label.get_text() in marked:
             label.set(color="red", weight="bold")
     figure.colorbar(image, ax=panels, label=LABELS[statistic])
-    figure.savefig(path, dpi=120)
+    with replace_atomically(path) as temporary:
+        figure.savefig(temporary, dpi=120)
 
 
 def _value(value: float | None, statistic: str) -> float:
