@@ -42,9 +42,7 @@ def test_wrong_arguments_are_refused_and_change_nothing(rig):
         set_fsdp_comm(model)
     shard(model, rig, mp_policy=BF16)
     comm = set_fsdp_comm(model)
-    with pytest.raises(
-        ValueError, match="^the reduce-scatter of the root has been set"
-    ):
+    with pytest.raises(ValueError, match=r"^the reduce-scatter of the root has been set"):
         set_fsdp_comm(model)
     backward(model, rig)
     assert comm.reduce_scatters == {"bfloat16": 3}
