@@ -15,7 +15,7 @@ Settings can follow a variant's name, each after a +. They override options of t
 - save-input, save-codes: what layers save for the backward
 - recompute: as --recompute
 - squares: wgrad_input_block=(128, 128), for block variants
-- comm, comm-all-gather, comm-reduce-scatter: fp8rs.comm.set_fsdp_comm for both collectives or one
+- comm: fp8rs.comm.set_fsdp_comm
 - torch-symm-mem: FSDP2's set_symm_mem_for_comm, since torch 2.12. NCCL uses copy engines if the
   environment has NCCL_CTA_POLICY=2
 
@@ -104,9 +104,7 @@ MODIFIERS: dict[str, tuple[str, Any]] = {
     "save-codes": ("save_input", False),
     "recompute": ("recompute", True),
     "squares": ("squares", True),
-    "comm": ("comm", {}),
-    "comm-all-gather": ("comm", {"reduce_scatter": "torch"}),
-    "comm-reduce-scatter": ("comm", {"all_gather": "torch"}),
+    "comm": ("comm", True),
     "torch-symm-mem": ("torch_symm_mem", True),
     **{
         f"{dtype}-{kind}": (option, dtype)
@@ -219,7 +217,8 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         options["wgrad_input_block"] = (128, 128)
     after_step = _prepare(model, variant, arguments, device.type, options)
     shard(model, device.type, ranks, DTYPES[arguments["reduce_dtype"]])
-    comm = None if arguments.get("comm") is None else set_fsdp_comm(model, **arguments["comm"])
+    if arguments.get("comm"):
+        set_fsdp_comm(model)
     if arguments.get("torch_symm_mem"):
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -250,15 +249,8 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         trace = arguments["trace"] if dist.get_rank() == 0 else None
         name = None if trace is None else Path(trace) / f"{arguments['variant']}.json.gz"
         report({"what": profiled(step, name)})
-    gathered = reduced = 0
-    if comm is not None:
-        gathered, reduced = comm.all_gather_bytes, sum(comm.reduce_scatter_bytes.values())
     with counted(model, ranks) as traffic:
         step()
-    if comm is not None:
-        gathered = comm.all_gather_bytes - gathered
-        reduced = sum(comm.reduce_scatter_bytes.values()) - reduced
-        report({"what": str(comm)})
     model.reshard()  # type: ignore[operator]
     at_rest = meter.at_rest(model, optimizer, weights)
     hooked = variant.library != "torch"
@@ -269,9 +261,9 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         "tokens_per_second": arguments["sequence"] / statistics.median(seconds),
         "peak_memory": peak,
         "at_rest": dataclasses.asdict(at_rest),
-        "reduce_scatter_bytes": reduced or sum(traffic.scatters),
+        "reduce_scatter_bytes": sum(traffic.scatters),
         "all_reduces": len(traffic.all_reduces),
-        "allgather_bytes": traffic.total + gathered,
+        "allgather_bytes": traffic.total,
         "weight_bytes": traffic.handed_over
         if hooked
         else converted_share(traffic, model, weights, ranks, itemsize=2),
@@ -361,7 +353,6 @@ COMMUNICATION = {
     "SendRecv": "all to all",
     "sum_rows": "their sums",
     "AllReduce": "all-reduces",
-    "barrier_kernel": "barriers of symmetric memory",
     "Memcpy PtoP": "copies by copy engine, between GPUs",
     "Memcpy DtoD": "copies by copy engine, DtoD",
 }

@@ -37,7 +37,7 @@ communication between GPUs. comm then only changes the dtype of the reductions.
 All variants run one after the other in one group of processes. If a variant fails or
 exceeds ``--limit`` seconds, a new group runs the variants after it. The JSON file is written after
 each measurement. "ms" are the times of steps between CUDA events, "host ms" the times in which the
-host submits a step. Peak memory is the peak of torch's allocator plus symmetric memory.
+host submits a step. Peak memory is the peak of torch's allocator.
 """
 
 from __future__ import annotations
@@ -261,10 +261,8 @@ def _train(
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    comm = None
     if "comm" in settings:
-        local = {"all_gather": "torch", "reduce_scatter": "bf16"} if arguments["rank_of"] else {}
-        comm = set_fsdp_comm(model, **local)
+        set_fsdp_comm(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     what = f"{family}, {variant}: {parameters / 1e9:.2f} G parameters"
     report({"what": what + (f", {before / 1e9:.1f} GB allocated before" if before else "")})
@@ -291,12 +289,12 @@ def _train(
         for _ in range(arguments["warm_up"] if number == 0 else 2):
             loss = step()
         seconds, host = timed(step, arguments["steps"], device)
-        symmetric = 0 if comm is None else comm.symmetric_memory
-        peak = torch.tensor(float(peak_memory(device.type) + symmetric), device=device)
+        peak = torch.tensor(float(peak_memory(device.type)), device=device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         if variant in arguments["profile"] and number == 0:
             report({"what": profiled(step, None)})
-        gathered, reduced = _traffic(step, model, ranks, comm)
+        with counted(model, ranks) as traffic:
+            step()
         result = {
             "model": family,
             "variant": variant,
@@ -306,17 +304,14 @@ def _train(
             "ms": [1e3 * s for s in seconds],
             "host_ms": 1e3 * statistics.median(host),
             "peak_memory": peak.item(),
-            "symmetric_memory": symmetric,
             "memory_before": before,
-            "gathered_bytes": gathered,
-            "reduced_bytes": reduced,
+            "gathered_bytes": traffic.total,
+            "reduced_bytes": sum(traffic.scatters),
             "loss": loss.item(),
         }
         median = statistics.median(result["ms"])
         what = f"{family}, {variant}, {tokens} tokens, {routing}: {median:.1f} ms"
         report({"result": result, "what": f"{what}, loss {result['loss']:.4f}"})
-    if comm is not None:
-        report({"what": str(comm)})
 
 
 def build(name: str, size: Size) -> Any:
@@ -459,27 +454,6 @@ def timed(
         mark.record()
     torch.cuda.synchronize()
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)], host
-
-
-def _traffic(
-    step: Callable[[], object], model: nn.Module, ranks: int, comm: Any
-) -> tuple[int, int]:
-    """Return the bytes that a step gathers and reduces."""
-
-    def sent() -> tuple[int, int]:
-        if comm is None:
-            return 0, 0
-        return comm.all_gather_bytes, sum(comm.reduce_scatter_bytes.values())
-
-    gathered, reduced = sent()
-    with counted(model, ranks) as traffic:
-        step()
-    after = sent()
-    # Each parameter is reduced either through comm or by torch.
-    return (
-        traffic.total + after[0] - gathered,
-        sum(traffic.scatters) + after[1] - reduced,
-    )
 
 
 @contextmanager

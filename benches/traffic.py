@@ -32,8 +32,10 @@ _GATHERS = {
     "_c10d_functional::all_gather_into_tensor_out": None,
     "_c10d_functional::all_gather_into_tensor_coalesced": None,
 }
-#: Operators of reduce-scatters, with the position of the input.
+#: Operators that reduce gradients, with the position of the input. `fp8rs.comm` sends gradients in
+#: bf16 with an all-to-all.
 _SCATTERS = {
+    "c10d::alltoall_base_": 1,
     "c10d::_reduce_scatter_base_": 1,
     "c10d::reduce_scatter_": 1,
     "c10d::reduce_scatter_tensor_coalesced_": 1,

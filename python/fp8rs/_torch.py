@@ -656,10 +656,3 @@ def computed_in(group: Any) -> set[torch.dtype]:
     """Return the dtypes in which trained parameters of an FSDP parameter group are gathered."""
     trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     return {p.mp_policy.param_dtype or p.sharded_param.dtype for p in trained}
-
-
-def symmetric_memory() -> Any:
-    """Return ``torch.distributed._symmetric_memory``, which is documented since torch 2.9."""
-    from torch.distributed import _symmetric_memory
-
-    return _symmetric_memory

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import itertools
 import os
 import platform
 import sys
@@ -62,7 +61,6 @@ class Findings:
     torch_cuda: str | None
     no_gpu_because: str | None
     devices: list[Device]
-    no_symmetric_memory_because: str | None
     recipes: list[Path]
 
 
@@ -85,7 +83,6 @@ def examine() -> Findings:
         torch_cuda=torch.version.cuda,
         no_gpu_because=None if devices else _why_no_gpu(driver),
         devices=devices,
-        no_symmetric_memory_because=_why_no_symmetric_memory(devices),
         recipes=paths,
     )
 
@@ -107,12 +104,6 @@ def as_text(findings: Findings) -> str:
         )
     if f.no_gpu_because:
         lines.append(f"GPU: none ({f.no_gpu_because})")
-    why = f.no_symmetric_memory_because
-    lines.append(
-        "fp8rs.comm.set_fsdp_comm: "
-        + (f"no symmetric memory ({why}); reduce-scatters in bf16" if why else "symmetric memory")
-        + ". Print what it returns for the choice for each module"
-    )
     lines += ["", f"{'recipe':<10}{'device':<9}{'path':<13}why"]
     lines += [f"{p.recipe:<10}{p.device:<9}{p.path:<13}{p.reason}" for p in f.recipes]
     return "\n".join(lines)
@@ -153,19 +144,6 @@ def _why_no_gpu(driver: str | None) -> str:
     except (RuntimeError, AssertionError) as error:
         return str(error).splitlines()[0]
     return "the driver lists no device"
-
-
-def _why_no_symmetric_memory(devices: list[Device]) -> str | None:
-    """Return why ranks on all GPUs of this machine cannot share memory, or None if they can.
-
-    ``set_fsdp_comm`` checks only the ranks that exist.
-    """
-    if len(devices) < 2:
-        return "one GPU" if devices else "no GPU"
-    for one, other in itertools.permutations((device.index for device in devices), 2):
-        if not torch.cuda.can_device_access_peer(one, other):
-            return f"cuda:{one} has no peer access to cuda:{other}"
-    return None
 
 
 # --- a model -------------------------------------------------------------------------------------

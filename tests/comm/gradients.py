@@ -66,7 +66,7 @@ def check(rig, build, run=backward):
     """Check the gradients after ``set_fsdp_comm`` against `SumInOrder`; return what it chose."""
     expected, model = build(), build()
     sum_in_order(expected)
-    comm = set_fsdp_comm(model, all_gather="torch")
+    comm = set_fsdp_comm(model)
     run(expected, rig)
     run(model, rig)
     check_same_gradients(model, expected)

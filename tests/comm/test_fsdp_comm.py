@@ -3,7 +3,6 @@
 import math
 import sys
 from datetime import timedelta
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,124 +11,58 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import fp8rs
 from comm.gradients import backward, check_same_gradients
 from distributed import ranks
-from distributed.collectives import Collectives
 from distributed.models import EVEN, batch, make, same_bytes, shard
-from fp8rs.comm import set_fsdp_comm, symmetric
+from fp8rs.comm import fsdp_comm, set_fsdp_comm
 from fp8rs.demo.data import load_corpus
 from fp8rs.demo.model import LlamaConfig
 from fp8rs.demo.train import Settings, build_model, convert, learning_rate, make_optimizer
 from fp8rs.demo.train import shard as shard_demo
-from fp8rs.fsdp import set_links
 from internals import own_store
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@ranks(2, cuda=False)
-def test_the_table_shows_choices_and_reasons(rig):
+@ranks(2)
+def test_modules_that_keep_fsdp2s_reduce_scatter_are_listed_with_the_reason(rig):
     model = make(EVEN, device=rig.device)
     model.blocks[0].requires_grad_(False)
     shard(model, rig, mp_policy=BF16)
     comm = set_fsdp_comm(model)
     backward(model, rig)
-    assert str(comm).splitlines() == [
-        "the root, blocks.1: 2 ranks",
-        "  all-gather: torch (symmetric memory needs CUDA, and the model is on cpu)",
-        "  reduce-scatter: bf16 (symmetric memory needs CUDA, and the model is on cpu)",
-        "blocks.0: 2 ranks",
-        "  all-gather: torch (symmetric memory needs CUDA, and the model is on cpu)",
-        "  reduce-scatter: torch (none of its parameters is trained)",
-        "symmetric memory: 0 B",
-        "reduce-scatters so far: 2 in bfloat16",
-    ]
-
-
-@ranks(2)
-@pytest.mark.parametrize("reduce_scatter", ["torch", "bf16"])
-def test_named_collectives_are_set(rig, reduce_scatter):
-    model = shard(make(EVEN, device=rig.device), rig, mp_policy=BF16)
-    comm = set_fsdp_comm(model, all_gather="torch", reduce_scatter=reduce_scatter)
-    for choice in comm.choices:
-        assert (choice.all_gather, choice.all_gather_reason) == ("torch", "")
-        assert (choice.reduce_scatter, choice.reduce_scatter_reason) == (reduce_scatter, "")
-    backward(model, rig)
-    assert comm.reduce_scatters == ({"bfloat16": 3} if reduce_scatter == "bf16" else {})
-    with pytest.raises(ValueError, match=r"^the collectives of the root have been set: call set_"):
-        set_fsdp_comm(model, all_gather="torch", reduce_scatter="torch")
-
-
-@ranks(2)
-def test_set_links_is_a_deprecated_alias(rig):
-    model = shard(make(EVEN, device=rig.device), rig, mp_policy=BF16)
-    with pytest.warns(DeprecationWarning, match=r"call fp8rs\.comm\.set_fsdp_comm"):
-        comm = set_links(model, gather="torch", reduction="bf16")
-    assert {(c.all_gather, c.reduce_scatter) for c in comm.choices} == {("torch", "bf16")}
+    assert comm.unchanged == {"blocks.0": "none of its parameters is trained"}
+    assert comm.reduce_scatters == {"bfloat16": 2}
 
 
 @ranks(2)
 def test_wrong_arguments_are_refused_and_change_nothing(rig):
-    model, unchanged = (make(EVEN, device=rig.device) for _ in range(2))
+    model = make(EVEN, device=rig.device)
     with pytest.raises(ValueError, match="call fully_shard before set_fsdp_comm"):
         set_fsdp_comm(model)
-    shard(unchanged, rig, mp_policy=BF16)
     shard(model, rig, mp_policy=BF16)
-    with pytest.raises(ValueError, match="all_gather must be 'auto' or 'symmetric' or 'torch'"):
-        set_fsdp_comm(model, all_gather="fast")
-    with pytest.raises(ValueError, match=r"reduce_scatter must be 'auto' or .* not 'fp8'"):
-        set_fsdp_comm(model, reduce_scatter="fp8")
-    if rig.device_type == "cpu":
-        message = r'^reduce_scatter="symmetric" is not possible for the root: symmetric memory nee'
-        with pytest.raises(fp8rs.UnsupportedError, match=message):
-            set_fsdp_comm(model, reduce_scatter="symmetric")
-    with Collectives() as seen:
-        backward(model, rig)
-    with Collectives() as expected:
-        backward(unchanged, rig)
-    assert seen.seen == expected.seen
+    comm = set_fsdp_comm(model)
+    with pytest.raises(ValueError, match=r"^the reduce-scatter of the root has been set"):
+        set_fsdp_comm(model)
+    backward(model, rig)
+    assert comm.reduce_scatters == {"bfloat16": 3}
 
 
-@ranks(2, cuda=False)
-@pytest.mark.parametrize("what", ["hosts", "backend", "one GPU", "peers", "memory", "nothing"])
-def test_ranks_agree_on_whether_there_is_symmetric_memory(rig, what):
-    """They agree even if only one rank finds a reason."""
-    second = rig.rank == 1
-    memory = SimpleNamespace(
-        get_backend=lambda device: "NVSHMEM" if what == "backend" and second else "CUDA"
-    )
-    uuid = "a" if what == "one GPU" else "ab"[rig.rank]
-
-    def allocate(*args):
-        if what == "memory" and second:
-            raise RuntimeError("CUDA driver error: no\nmore lines")
-        return mock.Mock()
-
-    parts = {
-        "symmetric_memory": lambda: memory,
-        "_host": lambda: f"host {rig.rank}" if what == "hosts" else "host",
-        "_uuid": lambda ordinal: uuid,
-        "_no_peer_access": lambda device, uuids: "no access" if what == "peers" and second else "",
-        "PeerMemory": allocate,
-    }
-    with (
-        mock.patch.multiple(symmetric, **parts),
-        mock.patch.object(torch.cuda, "synchronize"),
-    ):
-        reason, no_all_to_all = symmetric.unavailable(dist.group.WORLD, torch.device("cuda", 0))
-    assert no_all_to_all == ""  # No host has several ranks of a group that spans hosts.
-    assert (
-        reason
-        == {
-            "hosts": "its 2 ranks are on 2 hosts",
-            "backend": "rank 1 of the group: the backend of symmetric memory is NVSHMEM, not CUDA",
-            "one GPU": "rank 0 of the group: two ranks share a GPU",
-            "peers": "rank 1 of the group: no access",
-            "memory": "rank 1 of the group: CUDA driver error: no",
-            "nothing": "",
-        }[what]
-    )
+@ranks(2, 3, cuda=False)
+@pytest.mark.parametrize("hosts", ["aaa", "abc", "aab"])
+def test_an_all_to_all_between_hosts_with_several_ranks_each_is_not_used(rig, hosts):
+    model = shard(make(EVEN, device=rig.device), rig, mp_policy=BF16)
+    host = mock.patch.object(fsdp_comm, "_host", return_value=hosts[rig.rank])
+    if rig.world_size == 3 and hosts == "aab":
+        with host, pytest.warns(UserWarning, match=r"its 3 ranks are on 2 hosts, .* \(HSDP\)"):
+            comm = set_fsdp_comm(model)
+        assert set(comm.unchanged) == {"", "blocks.0", "blocks.1"}
+    else:
+        with host:
+            comm = set_fsdp_comm(model)
+        assert not comm.unchanged
+    backward(model, rig)
+    assert comm.reduce_scatters == ({} if comm.unchanged else {"bfloat16": 3})
 
 
 @ranks(2, cuda=False)

@@ -49,7 +49,7 @@ def test_gradients_of_two_ranks_equal_those_of_fsdp2(rig):
 def test_bf16_gradients_are_sent_as_half_the_bytes(rig):
     """The other collectives, of weights and their scales, send as much as before."""
     fsdp2, model = (shard(make(EVEN, device=rig.device), rig, mp_policy=BF16) for _ in range(2))
-    set_fsdp_comm(model, all_gather="torch", reduce_scatter="bf16")
+    set_fsdp_comm(model)
     sent = []
     for one in (fsdp2, model):
         with Collectives() as seen:
@@ -213,8 +213,7 @@ def test_settings_of_fsdp2(rig, setting):
     comm = check(rig, lambda: SETTINGS[setting](make(EVEN, recipe=recipe, device=rig.device), rig))
     assert comm.reduce_scatters == {"bfloat16": 2 if setting == "frozen" else 3}
     if setting == "frozen":
-        reasons = {choice.module: choice.reduce_scatter_reason for choice in comm.choices}
-        assert reasons["blocks.0"] == "none of its parameters is trained"
+        assert comm.unchanged == {"blocks.0": "none of its parameters is trained"}
 
 
 @ranks(2)
@@ -255,7 +254,7 @@ def test_gradients_of_replicas_are_reduced_in_float32(rig, all_reduce, policy):
 
     comm = check(rig, build, run)
     assert comm.reduce_scatters == {"bfloat16": 6}
-    assert {choice.ranks for choice in comm.choices} == {2}
+    assert not comm.unchanged
 
 
 @ranks(4)
@@ -270,8 +269,7 @@ def test_several_meshes(rig):
         return fully_shard(model, mesh=rig.mesh(), mp_policy=BF16)
 
     comm = check(rig, build)
-    assert [choice.ranks for choice in comm.choices] == [4, 4, 2, 1]
-    assert comm.choices[-1].reduce_scatter_reason == "one rank holds all of it"
+    assert comm.unchanged == {"blocks.2": "one rank holds all of it"}
     assert comm.reduce_scatters == {"bfloat16": 3}
 
 
@@ -279,9 +277,9 @@ def test_several_meshes(rig):
 def test_float32_gradients_are_reduced_by_torch(rig):
     model = shard(make(EVEN, device=rig.device), rig)
     comm = set_fsdp_comm(model)
-    assert {choice.reduce_scatter for choice in comm.choices} == {"torch"}
-    reasons = {choice.reduce_scatter_reason for choice in comm.choices}
-    assert reasons == {"gradients are computed in float32"}
+    assert comm.unchanged == dict.fromkeys(
+        ("", "blocks.0", "blocks.1"), "gradients are computed in float32"
+    )
     backward(model, rig)
     assert not comm.reduce_scatters
 

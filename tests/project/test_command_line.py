@@ -135,8 +135,8 @@ def test_the_end_to_end_benchmark_sums_communication(
     kernels = [SimpleNamespace(key=k, self_device_time_total=t) for k, t in times.items()]
     assert end_to_end.communication(kernels, 2) == (
         "communication, ms of a step: gathers 2.00, reductions 3.00, all to all 4.00, "
-        "their sums 6.00, all-reduces 0.00, barriers of symmetric memory 0.00, "
-        "copies by copy engine, between GPUs 7.00, copies by copy engine, DtoD 0.00"
+        "their sums 6.00, all-reduces 0.00, copies by copy engine, between GPUs 7.00, "
+        "copies by copy engine, DtoD 0.00"
     )
 
 

@@ -1,197 +1,130 @@
-"""Set the all-gathers and reduce-scatters of a model that FSDP2 shards."""
+"""Set the reduce-scatters of a model that FSDP2 shards."""
 
 from __future__ import annotations
 
+import socket
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fp8rs._core import UnsupportedError
 from fp8rs._torch import computed_in, fsdp_param_groups, shard_group
-from fp8rs.quantize.recipes import check_choice, check_module
+from fp8rs.quantize.recipes import check_module
 
-from . import symmetric
-from .choice import CommChoice, FSDPComm
-from .reduce_scatter import SummedReduceScatter, Transport
+from .reduce_scatter import FSDPComm, SummedReduceScatter
 
-ALL_GATHERS = ("auto", "symmetric", "torch")
-REDUCE_SCATTERS = ("auto", "symmetric", "bf16", "torch")
-
-#: The modules whose collectives have been set.
+#: The modules whose reduce-scatters have been set.
 _SET: WeakSet[nn.Module] = WeakSet()
 
 
-def set_fsdp_comm(
-    model: nn.Module,
-    *,
-    all_gather: str = "auto",
-    reduce_scatter: str = "auto",
-    timeout: timedelta = timedelta(minutes=10),
-) -> FSDPComm:
-    """Set the all-gathers and reduce-scatters of a model that FSDP2 shards.
+def set_fsdp_comm(model: nn.Module) -> FSDPComm:
+    """Send bfloat16 gradients as they are, and sum them in float32.
+
+    FSDP2 converts gradients to the policy's ``reduce_dtype`` before it sends them. Here, bfloat16
+    gradients are sent with one ``all_to_all_single`` and summed in float32, in the order of ranks:
+    half the bytes of a float32 reduction, and the same sum. The sum is divided as FSDP2 requests.
+    Its bytes are the same on CPU and CUDA and in every run. Gradients in float32 are reduced by
+    torch, in ``reduce_dtype``.
 
     Call it once for a model, after ``fully_shard`` and before the first forward, on all ranks. The
-    model may have FP8 layers or not. It calls ``set_custom_all_gather`` and
-    ``set_custom_reduce_scatter`` of every module that ``fully_shard`` was called on.
+    model may have FP8 layers or not. It calls ``set_custom_reduce_scatter`` of the modules that
+    ``fully_shard`` was called on. A module keeps FSDP2's reduce-scatter if
 
-    With "symmetric" and "bf16", gradients in bfloat16 are sent as they are and summed in float32,
-    in the order of ranks. The sum is divided as FSDP2 requests. The bytes are the same on CPU and
-    CUDA and in every run. Gradients in float32 are reduced by torch, in the policy's
-    ``reduce_dtype``.
+    - none of its parameters is trained, or its gradients are computed in float32;
+    - one rank holds all of it, or its parameters are on several meshes, for which FSDP2 supports
+      only its own collectives;
+    - it is sharded over several hosts with several ranks each. A ring reduces within each host
+      first, so it sends less over the network than an all-to-all.
 
     Args:
         model: the sharded model.
-        all_gather: "symmetric" reads shards from symmetric memory with the copy engines. It needs
-            CUDA and ranks of one host that can read each other's memory. "torch" keeps FSDP2's
-            all-gather. "auto" is "symmetric" where that is possible, else "torch".
-        reduce_scatter: "symmetric" reads gradients from symmetric memory and sums them with one
-            kernel. "bf16" sends them with ``all_to_all_single``, over NCCL or gloo. "torch" keeps
-            FSDP2's reduce-scatter. "auto" is the first of these that is possible. It does not
-            choose "bf16" for ranks of several hosts with several ranks each, because that sends
-            more bytes over the network than torch's ring.
-        timeout: how long a rank waits for another rank in symmetric memory.
 
     Returns:
-        The choice for each module, why it is not a better one, and counts of what was sent.
+        The modules that keep FSDP2's reduce-scatter, and counts of what was sent.
 
     Raises:
-        ValueError: no module of ``model`` is sharded, a name is not known, or the collectives of
-            the model have been set before.
-        UnsupportedError: "symmetric" was given and is not possible.
+        ValueError: no module of ``model`` is sharded, or its reduce-scatters have been set before.
     """
     check_module("model", model)
-    check_choice("all_gather", all_gather, ALL_GATHERS)
-    check_choice("reduce_scatter", reduce_scatter, REDUCE_SCATTERS)
-    units = list(_units(model))
+    units: dict[str, Any] = {}  # the modules that fully_shard was called on, by name
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule) and fsdp_param_groups(module):
+            units[name] = module
     if not units:
         raise ValueError("no module of model is sharded: call fully_shard before set_fsdp_comm")
-    wanted = not {all_gather, reduce_scatter}.isdisjoint({"auto", "symmetric"})
-    unavailable: dict[Any, tuple[str, str]] = {}
-    for unit in units:
-        if unit.module in _SET:
+    for name, module in units.items():
+        if module in _SET:
             raise ValueError(
-                f"the collectives of {unit.name or 'the root'} have been set: call set_fsdp_comm "
-                "once for a model"
+                f"the reduce-scatter of {name or 'the root'} has been set: call set_fsdp_comm once "
+                "for a model"
             )
-        if unit.group is not None and unit.group not in unavailable and wanted:
-            unavailable[unit.group] = symmetric.unavailable(unit.group, unit.device)
-    comm = FSDPComm(tuple(_choose(u, all_gather, reduce_scatter, unavailable) for u in units))
-    for channel, (unit, choice) in enumerate(zip(units, comm.choices, strict=True)):
-        _SET.add(unit.module)
-        _set(unit, choice, comm, channel, timeout)
-    if any(choice.reduce_scatter != "torch" for choice in comm.choices):
+
+    comm = FSDPComm()
+    ring_reasons: dict[dist.ProcessGroup, str] = {}
+    for name, module in units.items():
+        _SET.add(module)
+        groups = fsdp_param_groups(module)
+        ranks = shard_group(groups[0])
+        reason = _unsupported(groups, ranks)
+        # Every rank has the same reason, so all ranks of the group compare their hosts, or none.
+        if not reason and ranks not in ring_reasons:
+            ring_reasons[ranks] = _prefers_ring(ranks)
+        if not reason:
+            reason = ring_reasons[ranks]
+        if reason:
+            comm.unchanged[name] = reason
+        else:
+            module.set_custom_reduce_scatter(SummedReduceScatter(ranks, groups[0], comm))
+
+    for reason in filter(None, ring_reasons.values()):
+        warnings.warn(f"set_fsdp_comm keeps FSDP2's reduce-scatter: {reason}", stacklevel=2)
+    if len(comm.unchanged) < len(units):
         model.register_forward_pre_hook(comm._begin_forward)
     return comm
 
 
-def set_links(
-    model: nn.Module, *, gather: str = "auto", reduction: str = "auto", **kwargs: Any
-) -> FSDPComm:
-    """Call `set_fsdp_comm`, with a DeprecationWarning.
-
-    ``fp8rs.fsdp.set_links`` is the former name. It will be removed in the next release.
-    """
-    warnings.warn(
-        "fp8rs.fsdp.set_links is deprecated: call fp8rs.comm.set_fsdp_comm(model, all_gather=..., "
-        "reduce_scatter=...)",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return set_fsdp_comm(model, all_gather=gather, reduce_scatter=reduction, **kwargs)
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """A module that ``fully_shard`` was called on.
-
-    Attributes:
-        name: name of the module.
-        module: the module.
-        parameters: FSDP2's parameter groups of the module, one for each mesh.
-        group: process group of the ranks that shard the first of them, or None for one rank.
-        device: device of the unsharded parameters.
-    """
-
-    name: str
-    module: Any
-    parameters: list[Any]
-    group: Any
-    device: torch.device
-
-
-def _units(model: nn.Module) -> Iterator[_Unit]:
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule) and (groups := fsdp_param_groups(module)):
-            yield _Unit(name, module, groups, shard_group(groups[0]), groups[0].device)
-
-
-def _choose(
-    unit: _Unit, all_gather: str, reduce_scatter: str, unavailable: dict[Any, tuple[str, str]]
-) -> CommChoice:
-    neither = ""
-    if unit.group is None:
-        neither = "one rank holds all of it"
-    elif len(unit.parameters) > 1:
-        neither = "FSDP2 supports only its own collectives for parameters on several meshes"
-    no_symmetric, no_all_to_all = unavailable.get(unit.group, ("", ""))
-    ranks = 1 if unit.group is None else unit.group.size()
-    if not neither and no_symmetric and "symmetric" in (all_gather, reduce_scatter):
-        argument = "all_gather" if all_gather == "symmetric" else "reduce_scatter"
-        raise UnsupportedError(
-            f'{argument}="symmetric" is not possible for {unit.name or "the root"}: {no_symmetric}'
-        )
-    no_bf16 = neither or _no_bf16(computed_in(unit.parameters[0]))
-    gathers = {"symmetric": neither or no_symmetric}
-    reductions = {
-        "symmetric": no_bf16 or no_symmetric,
-        "bf16": no_bf16 or (no_all_to_all if reduce_scatter == "auto" else ""),
-    }
-    best = *_best(all_gather, gathers), *_best(reduce_scatter, reductions)
-    return CommChoice(unit.name, ranks, *best)
-
-
-def _best(given: str, obstacles: dict[str, str]) -> tuple[str, str]:
-    """Return the first possible choice, and why the first of those considered is not possible."""
-    if given == "torch":
-        return "torch", ""
-    considered = list(obstacles) if given == "auto" else [given]
-    chosen = next((choice for choice in considered if not obstacles[choice]), "torch")
-    return chosen, obstacles[considered[0]]
-
-
-def _no_bf16(dtypes: set[torch.dtype]) -> str:
-    """Return why no gradient is in bfloat16, or "".
+def _unsupported(groups: list[Any], ranks: dist.ProcessGroup | None) -> str:
+    """Return why gradients of a module cannot be sent in bfloat16, or "".
 
     Args:
-        dtypes: the dtypes that trained parameters are gathered in.
+        groups: FSDP2's parameter groups of the module, one for each mesh.
+        ranks: the ranks that shard the first of them, or None for one rank.
     """
-    if torch.bfloat16 in dtypes:
-        return ""
+    if ranks is None:
+        return "one rank holds all of it"
+    if len(groups) > 1:
+        return "FSDP2 supports only its own collectives for parameters on several meshes"
+    dtypes = computed_in(groups[0])
     if not dtypes:
         return "none of its parameters is trained"
-    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-    return f"gradients are computed in {names}"
+    if torch.bfloat16 not in dtypes:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return f"gradients are computed in {names}"
+    return ""
 
 
-def _set(unit: _Unit, choice: CommChoice, comm: FSDPComm, channel: int, timeout: timedelta) -> None:
-    def buffer(collective: str) -> symmetric.DoubleBuffer:
-        new = symmetric.DoubleBuffer(unit.group, unit.device, timeout)
-        known: symmetric.DoubleBuffer = comm._buffers.setdefault((unit.group, collective), new)
-        return known
+def _prefers_ring(ranks: dist.ProcessGroup) -> str:
+    """Return why a ring sends less over the network than an all-to-all, or "".
 
-    if choice.all_gather == "symmetric":
-        gather = symmetric.CopyEngineAllGather(buffer("all-gather"), channel)
-        unit.module.set_custom_all_gather(gather)
-    if choice.reduce_scatter != "torch":
-        transport = Transport()
-        if choice.reduce_scatter == "symmetric":
-            transport = symmetric.CopyEngineTransport(buffer("reduce-scatter"), channel)
-        reduction = SummedReduceScatter(transport, unit.group, unit.parameters[0], comm)
-        unit.module.set_custom_reduce_scatter(reduction)
+    All ranks of the group call this, and get the same result.
+    """
+    hosts: list[str] = [""] * ranks.size()
+    dist.all_gather_object(hosts, _host(), group=ranks)
+    count = len(set(hosts))
+    if count == 1 or count == len(hosts):
+        return ""
+    return (
+        f"its {len(hosts)} ranks are on {count} hosts, between which a ring sends less than an "
+        "all-to-all. To send bfloat16 gradients, shard within a host (HSDP)"
+    )
+
+
+def _host() -> str:
+    """Return a name that two hosts do not share, even if they have the same host name."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}"

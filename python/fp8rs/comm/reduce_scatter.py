@@ -1,4 +1,4 @@
-"""Reduce-scatters that send bfloat16 gradients and sum them in float32.
+"""The reduce-scatter that sends bfloat16 gradients and sums them in float32.
 
 For each reduce-scatter, FSDP2 calls ``allocate`` for the input, copies the gradients of a parameter
 group into it in the policy's ``reduce_dtype``, calls ``allocate`` for the output, and calls the
@@ -19,61 +19,75 @@ the dtypes may differ, and all gradients are sent in ``reduce_dtype``.
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8rs._torch import (
     disabled_torch_function,
     fills_in_unused,
+    in_backward,
     make_wrapper_subclass,
+    not_traced,
     premultiplied_by,
 )
 
-from .choice import FSDPComm
-
-_BF16, _F32 = torch.bfloat16, torch.float32
-
-
-class Transport:
-    """Sends bfloat16 gradients with ``all_to_all_single``: NCCL, also between hosts, or gloo."""
-
-    def allocate(self, numel: int, device: torch.device, group: dist.ProcessGroup) -> Tensor:
-        """Return a flat bfloat16 tensor for ``numel`` elements, one row for each rank."""
-        return torch.empty(numel, dtype=torch.bfloat16, device=device)
-
-    def reduce(
-        self, outs: Sequence[Tensor], sent: Tensor, divisor: float, group: dist.ProcessGroup
-    ) -> None:
-        """Sum this rank's rows of the tensors that all ranks sent, and divide.
-
-        Args:
-            outs: consecutive parts of the result, flat.
-            sent: the tensor that `allocate` returned.
-            divisor: divisor of the sum.
-            group: the ranks.
-        """
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        sum_rows(outs, received.view(group.size(), -1), divisor)
+_BF16 = torch.bfloat16
+_F32 = torch.float32
 
 
-def sum_rows(outs: Sequence[Tensor], rows: Tensor, divisor: float) -> None:
-    """Sum ``rows`` of shape ``(ranks, numel)`` and divide.
+@dataclass
+class FSDPComm:
+    """What `set_fsdp_comm` set on a model.
 
-    Args:
-        outs: consecutive parts of the result, flat.
-        rows: bfloat16 rows.
-        divisor: divisor of the sum.
+    Attributes:
+        unchanged: the modules that keep FSDP2's reduce-scatter, with the reason. The root is "".
+        reduce_scatters: number of reduce-scatters of other modules, by the dtype that was sent.
+        reduce_scatter_bytes: bytes of their inputs on this rank, by the dtype that was sent.
     """
-    parts = rows.split([out.numel() for out in outs], dim=1)
-    for out, part in zip(outs, parts, strict=True):
-        torch.ops.fp8rs.sum_rows_(out, part, divisor)
+
+    unchanged: dict[str, str] = field(default_factory=dict)
+    reduce_scatters: Counter[str] = field(default_factory=Counter)
+    reduce_scatter_bytes: Counter[str] = field(default_factory=Counter)
+    _forwards: int = 0
+    #: Whether gradients were enabled in the last forward outside of a backward.
+    _had_grad: bool = False
+
+    def _count(self, sent: Tensor) -> None:
+        dtype = str(sent.dtype).removeprefix("torch.")
+        self.reduce_scatters[dtype] += 1
+        self.reduce_scatter_bytes[dtype] += sent.nbytes
+
+    @not_traced
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        """Count a forward that a backward may follow.
+
+        A recomputed forward counts if it first ran without gradients (reentrant checkpoints).
+        """
+        has_grad = torch.is_grad_enabled()
+        recomputed = in_backward()
+        if has_grad and not (recomputed and self._had_grad):
+            self._forwards += 1
+        if not recomputed:
+            self._had_grad = has_grad
+
+
+@dataclass(frozen=True)
+class GradientRun:
+    """Consecutive gradients that are sent in the same dtype.
+
+    Attributes:
+        in_bf16: whether they are sent in bfloat16.
+        numel: number of elements that one rank receives.
+    """
+
+    in_bf16: bool
+    numel: int
 
 
 @dataclass(eq=False)
@@ -83,53 +97,83 @@ class GradientBuffer:
     Attributes:
         dtype: ``reduce_dtype`` of the policy.
         numel: number of elements of all gradients.
-        allocate: returns a tensor for a number of elements; the second argument is whether it is
-            for ``bf16``.
-        split: whether bfloat16 gradients may be sent as bfloat16 if ``dtype`` is float32.
-        bf16: the gradients that the transport sends, flat, one row for each rank.
-        rest: the gradients that torch reduces, likewise, in ``dtype``.
-        runs: consecutive gradients that are in the same of these tensors: whether it is ``bf16``,
-            and their number of elements in a row.
+        device: where the memory is.
+        may_split: whether bfloat16 gradients may be sent as bfloat16 if ``dtype`` is float32.
+        bf16: the gradients that are sent in bfloat16, flat, one row for each rank.
+        others: the gradients that torch reduces in ``dtype``, likewise.
+        runs: the gradients in their order, as they were divided between the two.
     """
 
     dtype: torch.dtype
     numel: int
-    allocate: Callable[[int, bool], Tensor]
-    split: bool
+    device: torch.device
+    may_split: bool
     bf16: Tensor | None = None
-    rest: Tensor | None = None
-    runs: list[tuple[bool, int]] = field(default_factory=list)
+    others: Tensor | None = None
+    runs: list[GradientRun] = field(default_factory=list)
 
     @property
     def is_allocated(self) -> bool:
         """Whether there is memory."""
-        return self.bf16 is not None or self.rest is not None
+        return self.bf16 is not None or self.others is not None
 
     def fill(
         self, copy: Callable[[list[Tensor], Tensor], Any], gradients: Sequence[Tensor], ranks: int
     ) -> None:
-        """Allocate memory, and call ``copy`` for the gradients of each of the two tensors."""
-        sizes = [-(-x.shape[0] // ranks) * x.shape[1:].numel() for x in gradients]
-        is_bf16 = [self.dtype == _BF16 or (self.split and x.dtype == _BF16) for x in gradients]
+        """Allocate memory and copy the gradients into it.
+
+        Args:
+            copy: FSDP2's copy of gradients into a tensor (ranks, elements of one rank).
+            gradients: the gradients, in FSDP2's order.
+            ranks: number of ranks.
+        """
+        sizes = []  # of the part that one rank receives
+        sent_in_bf16 = []
+        for gradient in gradients:
+            rows = -(-gradient.shape[0] // ranks)
+            sizes.append(rows * gradient.shape[1:].numel())
+            splits = self.may_split and gradient.dtype == _BF16
+            sent_in_bf16.append(self.dtype == _BF16 or splits)
+
         # If most elements are float32, one collective for all of them is cheaper than two.
-        if 2 * sum(itertools.compress(sizes, is_bf16)) < sum(sizes):
-            is_bf16 = [False] * len(sizes)
-        for kind in dict.fromkeys(is_bf16):
-            chosen = [i for i, found in enumerate(is_bf16) if found is kind]
-            memory = self.allocate(ranks * sum(sizes[i] for i in chosen), kind)
-            copy([gradients[i] for i in chosen], memory.view(ranks, -1))
-            self.bf16, self.rest = (memory, self.rest) if kind else (self.bf16, memory)
-        for kind, run in itertools.groupby(zip(is_bf16, sizes, strict=True), lambda pair: pair[0]):
-            self.runs.append((kind, sum(n for _, n in run)))
+        bf16_size = sum(size for size, in_bf16 in zip(sizes, sent_in_bf16, strict=True) if in_bf16)
+        if 2 * bf16_size < sum(sizes):
+            sent_in_bf16 = [False] * len(sizes)
+
+        bf16_gradients: list[Tensor] = []
+        other_gradients: list[Tensor] = []
+        for gradient, size, in_bf16 in zip(gradients, sizes, sent_in_bf16, strict=True):
+            if in_bf16:
+                bf16_gradients.append(gradient)
+            else:
+                other_gradients.append(gradient)
+            self._add_to_runs(in_bf16, size)
+
+        if bf16_gradients:
+            self.bf16 = self._rows(_BF16, ranks, in_bf16=True)
+            copy(bf16_gradients, self.bf16.view(ranks, -1))
+        if other_gradients:
+            self.others = self._rows(self.dtype, ranks, in_bf16=False)
+            copy(other_gradients, self.others.view(ranks, -1))
+
+    def _add_to_runs(self, in_bf16: bool, numel: int) -> None:
+        if self.runs and self.runs[-1].in_bf16 == in_bf16:
+            numel += self.runs.pop().numel
+        self.runs.append(GradientRun(in_bf16, numel))
+
+    def _rows(self, dtype: torch.dtype, ranks: int, *, in_bf16: bool) -> Tensor:
+        """Allocate memory for the runs of one kind, flat, one row for each rank."""
+        numel = sum(run.numel for run in self.runs if run.in_bf16 == in_bf16)
+        return torch.empty(ranks * numel, dtype=dtype, device=self.device)
 
     def whole(self) -> Tensor:
         """Return all memory as one flat tensor of ``dtype``."""
         if self.bf16 is not None and self.dtype == _BF16:
             return self.bf16
         assert self.bf16 is None, "FSDP2 reads float32 gradients that are stored in bfloat16"
-        if self.rest is None:
-            self.rest = self.allocate(self.numel, False)
-        return self.rest
+        if self.others is None:
+            self.others = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        return self.others
 
 
 class GradientTensor(Tensor):
@@ -144,9 +188,11 @@ class GradientTensor(Tensor):
     buffer: GradientBuffer
 
     @staticmethod
-    def __new__(cls, buffer: GradientBuffer, size: Any, device: torch.device) -> GradientTensor:
+    def __new__(cls, buffer: GradientBuffer, size: Sequence[int]) -> GradientTensor:
         """Return a tensor of this size."""
-        self: GradientTensor = make_wrapper_subclass(cls, size, dtype=buffer.dtype, device=device)
+        self: GradientTensor = make_wrapper_subclass(
+            cls, size, dtype=buffer.dtype, device=buffer.device
+        )
         self.buffer = buffer
         return self
 
@@ -160,14 +206,15 @@ class GradientTensor(Tensor):
         kwargs = dict(kwargs or {})
         if func is torch.ops.aten.view.default and not args[0].buffer.is_allocated:
             size = torch.empty(args[0].shape, device="meta").view(args[1]).shape
-            return GradientTensor(args[0].buffer, size, args[0].device)
+            return GradientTensor(args[0].buffer, size)
+
         out = kwargs.get("out")
         if isinstance(out, GradientTensor) and isinstance(args[0], (list, tuple)):
-            return out.buffer.fill(
-                lambda gradients, to: func(gradients, *args[1:], **{**kwargs, "out": to}),
-                args[0],
-                out.shape[0],
-            )
+
+            def copy(gradients: list[Tensor], to: Tensor) -> None:
+                func(gradients, *args[1:], **{**kwargs, "out": to})
+
+            return out.buffer.fill(copy, args[0], out.shape[0])
         return func(*map(_memory, args), **{name: _memory(x) for name, x in kwargs.items()})
 
 
@@ -176,22 +223,17 @@ def _memory(x: Any) -> Any:
 
 
 class SummedReduceScatter:
-    """A reduce-scatter of one module, for ``set_custom_reduce_scatter``."""
+    """A reduce-scatter of one module, for ``set_custom_reduce_scatter``.
 
-    def __init__(
-        self, transport: Transport, group: dist.ProcessGroup, parameters: Any, comm: FSDPComm
-    ) -> None:
-        """Create a reduce-scatter.
+    Args:
+        group: the ranks that shard the module.
+        fsdp_group: FSDP2's parameter group of the module.
+        comm: counts the forwards of the model and what is sent.
+    """
 
-        Args:
-            transport: sends the bfloat16 gradients.
-            group: the ranks that shard the module.
-            parameters: FSDP2's parameter group of the module.
-            comm: counts the forwards of the model and what is sent.
-        """
-        self._transport = transport
+    def __init__(self, group: dist.ProcessGroup, fsdp_group: Any, comm: FSDPComm) -> None:
         self._group = group
-        self._parameters = parameters
+        self._fsdp_group = fsdp_group
         self._comm = comm
         self._reduced_at = 0
         self._pending: GradientBuffer | None = None
@@ -204,15 +246,10 @@ class SummedReduceScatter:
             return torch.empty(*size, dtype=_F32 if dtype == _BF16 else dtype, device=device)
         if dtype not in (_BF16, _F32):
             return torch.empty(*size, dtype=dtype, device=device)
-        (numel,) = map(int, size)
-
-        def allocate(count: int, is_bf16: bool) -> Tensor:
-            if is_bf16:
-                return self._transport.allocate(count, device, self._group)
-            return torch.empty(count, dtype=dtype, device=device)
-
-        self._pending = GradientBuffer(dtype, numel, allocate, not self._dtypes_may_differ())
-        return GradientTensor(self._pending, (numel,), device)
+        numel = int(size[0])
+        may_split = not self._dtypes_may_differ()
+        self._pending = GradientBuffer(dtype, numel, device, may_split)
+        return GradientTensor(self._pending, (numel,))
 
     def __call__(
         self,
@@ -223,7 +260,8 @@ class SummedReduceScatter:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce. Later work on the current stream sees the result."""
-        self._pending, self._reduced_at = None, self._comm._forwards
+        self._pending = None
+        self._reduced_at = self._comm._forwards
         buffer = input_tensor.buffer if isinstance(input_tensor, GradientTensor) else None
         if buffer is None or buffer.bf16 is None:
             sent = _memory(input_tensor)
@@ -232,17 +270,27 @@ class SummedReduceScatter:
                 output_tensor, sent, op=op, group=group, async_op=async_op
             )
             return work
-        outs: dict[bool, list[Tensor]] = {True: [], False: []}
-        parts = output_tensor.split([n for _, n in buffer.runs])
-        for (is_bf16, _), out in zip(buffer.runs, parts, strict=True):
-            outs[is_bf16].append(out)
+
+        bf16_outputs = []
+        other_outputs = []
+        outputs = output_tensor.split([run.numel for run in buffer.runs])
+        for run, output in zip(buffer.runs, outputs, strict=True):
+            if run.in_bf16:
+                bf16_outputs.append(output)
+            else:
+                other_outputs.append(output)
+
         self._comm._count(buffer.bf16)
-        self._transport.reduce(outs[True], buffer.bf16, divisor_of(op, group.size()), group)
-        if buffer.rest is not None:
-            self._comm._count(buffer.rest)
-            reduced = buffer.rest.new_empty(buffer.rest.numel() // group.size())
-            dist.reduce_scatter_tensor(reduced, buffer.rest, op=op, group=group)
-            torch._foreach_copy_(outs[False], reduced.split([out.numel() for out in outs[False]]))
+        received = torch.empty_like(buffer.bf16)
+        dist.all_to_all_single(received, buffer.bf16, group=group)
+        sum_rows(bf16_outputs, received.view(group.size(), -1), divisor_of(op, group.size()))
+
+        if buffer.others is not None:
+            self._comm._count(buffer.others)
+            reduced = buffer.others.new_empty(buffer.others.numel() // group.size())
+            dist.reduce_scatter_tensor(reduced, buffer.others, op=op, group=group)
+            parts = reduced.split([output.numel() for output in other_outputs])
+            torch._foreach_copy_(other_outputs, parts)
         return None
 
     def _dtypes_may_differ(self) -> bool:
@@ -251,7 +299,21 @@ class SummedReduceScatter:
         They may after several forwards. Zeros that FSDP2 reduces for unused parameters may be
         float32.
         """
-        return self._comm._forwards - self._reduced_at > 1 or fills_in_unused(self._parameters)
+        forwards = self._comm._forwards - self._reduced_at
+        return forwards > 1 or fills_in_unused(self._fsdp_group)
+
+
+def sum_rows(outputs: Sequence[Tensor], rows: Tensor, divisor: float) -> None:
+    """Sum the rows that all ranks sent, in their order, and divide.
+
+    Args:
+        outputs: consecutive parts of the result, flat.
+        rows: (ranks, elements), bfloat16.
+        divisor: divisor of the sum.
+    """
+    parts = rows.split([output.numel() for output in outputs], dim=1)
+    for output, part in zip(outputs, parts, strict=True):
+        torch.ops.fp8rs.sum_rows_(output, part, divisor)
 
 
 def divisor_of(op: Any, ranks: int) -> float:

@@ -15,8 +15,7 @@ from fp8rs.quantize.recipes import Recipe, describe
 
 NOT_COUNTED = (
     "activations, tensors saved for the backward, the transposed plane of the weight in use, "
-    "buffers, the all-reduce of amaxes, symmetric memory, the CUDA context, NCCL, unused memory of "
-    "the allocator"
+    "buffers, the all-reduce of amaxes, the CUDA context, NCCL, unused memory of the allocator"
 )
 
 
