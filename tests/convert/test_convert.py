@@ -380,7 +380,7 @@ def test_a_model_without_linears_is_returned_unchanged_with_a_warning():
 @pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "FP8 weights"])
 def test_a_wrapper_that_passes_attributes_on_is_not_taken_for_a_layer(device, fp8_weights):
     model = nn.Sequential(nn.Linear(64, 128), checkpoint_wrapper(nn.Linear(128, 64))).to(device)
-    convert(model, recipe="current", fp8_weights=fp8_weights)
+    convert_to_float8_training(model, recipe="current", fp8_weights=fp8_weights)
     model(torch.randn(8, 64, device=device)).sum().backward()
     report = fp8rs.report(model)
     assert report.summary == "2 linear layers"
