@@ -589,6 +589,17 @@ def fsdp_groups(root: Any) -> Iterator[tuple[str, Any]]:
                 yield name, group
 
 
+def fsdp_is_initialized(root: Any) -> bool:
+    """Return whether FSDP2 has initialized all its units below ``root``, of which there are some.
+
+    FSDP2 does so when its own root is gathered for the first time.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [] if root is None else [m for m in root.modules() if isinstance(m, FSDPModule)]
+    return bool(units) and all(unit._get_fsdp_state()._is_root is not None for unit in units)
+
+
 def reshards_after_forward(root: Any, unit: str, group: Any) -> bool:
     """Return whether FSDP2 frees the parameters of a group after its forward.
 

@@ -119,6 +119,9 @@ def test_loading_a_directory_that_does_not_exist_names_it_on_all_ranks(rig):
     with pytest.raises(CheckpointError, match=says) as raised:
         checkpoint.load(state, absent)
     assert {type(cause) for cause in raised.value.causes.values()} == {FileNotFoundError}
+    # The message says it all. Without suppression, torch's error prints a traceback of each rank.
+    assert raised.value.__suppress_context__
+    assert raised.value.__cause__ is None
     assert torch.equal(state["a"], torch.ones(2))
 
 

@@ -9,6 +9,7 @@ from typing import get_type_hints
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8rs
@@ -376,6 +377,34 @@ def test_a_model_without_linears_is_returned_unchanged_with_a_warning():
     assert not model._forward_pre_hooks
     with pytest.warns(UserWarning, match=r"no layer was converted.*filter_fqns"):
         convert(Model(), filter_fqns=["blocks", "head"])
+
+
+@pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "FP8 weights"])
+def test_a_wrapper_that_passes_attributes_on_is_not_taken_for_a_layer(device, fp8_weights):
+    model = nn.Sequential(nn.Linear(64, 128), checkpoint_wrapper(nn.Linear(128, 64))).to(device)
+    convert_to_float8_training(model, recipe="current", fp8_weights=fp8_weights)
+    model(torch.randn(8, 64, device=device)).sum().backward()
+    report = fp8rs.report(model)
+    assert report.summary == "2 linear layers"
+
+
+@pytest.mark.parametrize("experts", ["fp8", "gather"])
+def test_experts_of_a_model_without_experts_have_no_effect(device, experts):
+    model = nn.Sequential(nn.Linear(16, 16)).to(device)
+    with pytest.warns(UserWarning, match=f"experts='{experts}' has no effect.*no weights of exp"):
+        convert(model, experts=experts)
+    assert state_of(model[0]) is not None
+
+
+def test_warnings_about_a_float64_model_name_its_dtype():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).double()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        convert(model)
+    assert [str(warning.message) for warning in caught] == [
+        "0, 1 are not converted: the weight is torch.float64, not float32, bfloat16 or float16",
+        "no layer was converted: 0, 1 (its weight is torch.float64)",
+    ]
 
 
 def test_layers_converted_by_torchao_stay_with_a_warning():

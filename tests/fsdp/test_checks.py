@@ -100,6 +100,21 @@ def test_what_was_converted_otherwise_is_named_on_all_ranks(rig, way):
             model(batch(rig))
 
 
+@ranks(2)
+@pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "FP8 weights"])
+def test_a_different_conversion_of_the_roots_own_layers_is_named_on_all_ranks(rig, fp8_weights):
+    """The first rank gathers the root's unit in high precision, without a hook of ours."""
+    excluded = [] if rig.rank else ["head"]
+    model = make(UNEVEN, device=rig.device, fp8_weights=fp8_weights, filter_fqns=excluded)
+    shard(model, rig)
+    converted = "FP8" if fp8_weights else "quantized before it is gathered"
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=message("weight of head", "not converted", converted, 1)
+        ):
+            model(batch(rig))
+
+
 @ranks(4)
 @ways
 def test_so_is_a_replica_that_differs(rig, way):

@@ -403,6 +403,61 @@ def test_collectives_into_quantized_tensors(rig):
         dist.broadcast(t[:, 1:], 1)
 
 
+@ranks(2)
+def test_collectives_between_quantized_and_plain_tensors(rig):
+    """Rank 0 has quantized tensors, rank 1 plain ones, as in a load from rank 0."""
+    import torch.distributed as dist
+
+    def tensor(value):
+        x = torch.full((4, 4), value, device=rig.device)
+        return x if rig.rank else Float8CurrentScalingQuantizer(E4M3)(x)
+
+    def check(t, value):
+        values = t.dequantize() if rig.rank == 0 else t
+        assert ((values - value).abs() <= 0.07 * value).all(), values
+
+    def ranks_values():
+        return [tensor(10.0 * rig.rank + receiver + 1) for receiver in range(2)]
+
+    for source in range(2):
+        t = tensor(1.0 + rig.rank)
+        dist.broadcast(t, source)
+        check(t, 1.0 + source)
+
+        t = tensor(0.0)
+        dist.scatter(t, ranks_values() if rig.rank == source else None, source)
+        check(t, 10.0 * source + rig.rank + 1)
+
+        t = tensor(1.0 + rig.rank)
+        dist.reduce(t, source)
+        if rig.rank == source:
+            check(t, 3.0)
+
+        outputs = [tensor(0.0) for _ in range(2)]
+        dist.gather(tensor(1.0 + rig.rank), outputs if rig.rank == source else None, source)
+        for rank, output in enumerate(outputs if rig.rank == source else []):
+            check(output, 1.0 + rank)
+
+    t = tensor(1.0 + rig.rank)
+    dist.all_reduce(t)
+    check(t, 3.0)
+
+    outputs = [tensor(0.0) for _ in range(2)]
+    dist.all_gather(outputs, tensor(1.0 + rig.rank))
+    for rank, output in enumerate(outputs):
+        check(output, 1.0 + rank)
+
+    t = tensor(0.0)
+    dist.reduce_scatter(t, ranks_values())
+    check(t, 12.0 + 2 * rig.rank)
+
+    if rig.device_type == "cuda":  # gloo has no all_to_all of lists
+        outputs = [tensor(0.0) for _ in range(2)]
+        dist.all_to_all(outputs, ranks_values())
+        for rank, output in enumerate(outputs):
+            check(output, 10.0 * rank + rig.rank + 1)
+
+
 # --- torch.compile --------------------------------------------------------------------------------
 
 IN_GRAPHS = {

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
-from distributed.models import EMPTY, RECIPES, UNEVEN, make, shard
+from distributed.models import EMPTY, RECIPES, UNEVEN, batch, make, shard
 
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
 SCALE_BYTES = {  # of one rank's (rows, 96) part
@@ -89,6 +89,53 @@ def test_distribute_and_gather_round_trip(rig, recipe, shape, placement):
         assert ((got - values).abs() <= values.abs() / 8 + values.abs().max() / 2**8).all()
     else:
         assert torch.equal(got, values)
+
+
+@ranks(2, cuda=False)
+@every_recipe
+def test_rank_0_distributes_an_fp8_weight_to_ranks_with_plain_tensors(rig, recipe):
+    whole = weight(recipe, 64, 128)
+    values = whole.dequantize()
+    for placement in (Shard(0), Shard(1), Replicate()):
+        source = whole.clone() if rig.rank == 0 else torch.empty(64, 128)
+        part = distribute_tensor(source, rig.mesh(), [placement]).to_local()
+        if isinstance(part, fp8rs.QuantizedTensor):
+            part = part.dequantize()
+        expected = distribute_tensor(values, rig.mesh(), [placement]).to_local()
+        assert torch.equal(part, expected), placement
+
+
+@ranks(2, cuda=False)
+@every_recipe
+@pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "FP8 weights"])
+def test_ranks_on_the_meta_device_load_from_rank_0(rig, recipe, fp8_weights):
+    """As with accelerate's `cpu_ram_efficient_loading`."""
+    options = {"recipe": RECIPES[recipe], "fp8_weights": fp8_weights}
+    reference = make(UNEVEN, **options)
+    model = make(UNEVEN, device="cpu" if rig.rank == 0 else "meta", **options)
+    values = model.state_dict() if rig.rank == 0 else {}
+    shard(model.to("meta"), rig)
+
+    parts = {}
+    for name, target in model.state_dict().items():
+        value = torch.empty(target.size(), dtype=target.dtype)
+        if rig.rank == 0:
+            value = values[name].detach()
+        dist.broadcast(value, 0)
+        parts[name] = distribute_tensor(value, target.device_mesh, target.placements)
+    model.load_state_dict(parts, assign=True)
+
+    for name, parameter in reference.named_parameters():
+        loaded = model.get_parameter(name).detach().full_tensor()
+        if isinstance(parameter, fp8rs.QuantizedTensor):
+            # A part is rounded again if a shard boundary splits a block.
+            expected = parameter.dequantize()
+            tolerance = expected.abs() / 8 + expected.abs().max() / 2**8
+            assert ((loaded - expected).abs() <= tolerance).all(), name
+        else:
+            assert torch.equal(loaded, parameter), name
+    x = batch(rig)
+    torch.testing.assert_close(model(x), reference(x), rtol=0.1, atol=0.1)
 
 
 @ranks(2, 4, cuda=False)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from fp8rs._torch import own_part
 from fp8rs.nn.fp8_params import Float8Params
 
-from .files import Reader, Writer, map_local
+from .files import DamagedError, Reader, Writer, map_local
 from .plans import ABSENT, LoadPlanner, MismatchError, SavePlanner
 from .states import Model, Optimizer
 
@@ -258,7 +258,7 @@ def _call_state_dicts(state: dict[Any, Any], what: str, process_group: Any) -> d
         dist.all_gather_object(errors, _picklable(error), process_group)
     causes = {rank: cause for rank, cause in enumerate(errors) if cause is not None}
     if causes:
-        raise CheckpointError(what, causes) from error
+        raise CheckpointError(what, causes) from _unexplained(error, causes)
     return current
 
 
@@ -306,4 +306,19 @@ def _checkpoint_errors(what: str, writer: Writer | None = None) -> Iterator[None
         if writer is not None:
             writer.remove()
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-        raise CheckpointError(what, causes) from error
+        raise CheckpointError(what, causes) from _unexplained(error, causes)
+
+
+def _unexplained(
+    error: BaseException | None, causes: dict[int, BaseException]
+) -> BaseException | None:
+    """Return the exception that a `CheckpointError` is raised from.
+
+    Returns:
+        None if the messages of all causes say what is wrong with the checkpoint or the state.
+        Otherwise ``error``, whose tracebacks show where the others were raised.
+    """
+    explained = (OSError, DamagedError, MismatchError)
+    if all(isinstance(cause, explained) for cause in causes.values()):
+        return None
+    return error

@@ -18,7 +18,7 @@ from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.select import FILTERED, SHARDED, Selection, converted, listed, record, select
 from fp8rs.nn.fp8_params import add_fp8_params, float8_class
 from fp8rs.nn.linear import Float8Linear
-from fp8rs.nn.model_state import ModelState
+from fp8rs.nn.model_state import ModelState, state_of
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_bool, check_module
 from fp8rs.scaling import steps
 
@@ -158,11 +158,17 @@ def check_conversion(root: nn.Module, options: Options, selected: Selection) -> 
     for message in (*selected.unused, *selected.warnings):
         warnings.warn(message, stacklevel=3)
     if not weights and not converted(root).parameters():
-        warnings.warn(
-            "no layer was converted: the module has no nn.Linear and no experts that can be "
-            "converted, or module_filter_fn, filter_fqns and experts exclude all of them",
-            stacklevel=3,
-        )
+        warnings.warn(f"no layer was converted: {_why_none(selected)}", stacklevel=3)
+
+
+def _why_none(selected: Selection) -> str:
+    """Return why a conversion selected no layer and no experts."""
+    if not selected.left:
+        return "the module has no nn.Linear and no experts"
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in selected.left.items():
+        names_by_reason.setdefault(reason, []).append(name)
+    return "; ".join(f"{listed(names)} ({reason})" for reason, names in names_by_reason.items())
 
 
 def convert_model(root: nn.Module, options: Options, selected: Selection, keep_init: bool) -> None:
@@ -272,6 +278,6 @@ def optimizer_stepped(module: nn.Module) -> None:
         module: a module that contains converted layers.
     """
     check_module("module", module)
-    states = (getattr(m, "_fp8_state", None) for m in module.modules())
+    states = map(state_of, module.modules())
     for state in dict.fromkeys(state for state in states if state is not None):
         state.stepped()

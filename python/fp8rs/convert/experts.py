@@ -31,7 +31,7 @@ from fp8rs.nn.experts import (
 from fp8rs.nn.fp8_params import Float8Params, add_fp8_params
 from fp8rs.nn.grouped import Gemms
 from fp8rs.nn.grouped_linear import GroupedLinear
-from fp8rs.nn.model_state import ModelState
+from fp8rs.nn.model_state import ModelState, state_of
 from fp8rs.quantize.recipes import Recipe, describe
 from fp8rs.tensor.formats import INPUT_DTYPES
 
@@ -139,7 +139,7 @@ def select_experts(
         ValueError: ``experts="fp8"`` is requested for a weight without FP8 GEMMs, or the module was
             converted with other options.
     """
-    converted: Any = getattr(module, "_fp8_params", {})
+    converted: Any = {} if state_of(module) is None else module._fp8_params
     if not all(options.names(fqn_of(name, key)) for key in converted):
         options.check(name, cast(Float8Params, module))
     weights = batched_parameters(module)

@@ -13,6 +13,7 @@ from fp8rs.convert.options import ModuleFilter, Options, fqn_of
 from fp8rs.gemm.estimates import linear_us
 from fp8rs.nn.experts import batched_parameters
 from fp8rs.nn.linear import Float8Linear
+from fp8rs.nn.model_state import state_of
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_int, resolve_recipe
 from fp8rs.tensor.formats import INPUT_DTYPES
 
@@ -187,6 +188,7 @@ def select(root: nn.Module, options: Options) -> Selection:
         )
     sharded, names = _sharded_prefixes(root), _parameter_names(root)
     unexpected: dict[str, list[str]] = {}
+    has_experts = False
     for name, module in root.named_modules():
         is_sharded = f"{name}.".startswith(sharded)
         if isinstance(module, nn.Linear):
@@ -208,11 +210,17 @@ def select(root: nn.Module, options: Options) -> Selection:
                 unexpected.setdefault(reason.details, []).append(fqn_of(name))
         else:
             experts, left = select_experts(name, module, options, names)
+            has_experts = has_experts or bool(experts or left) or state_of(module) is not None
             found.left.update(left)
             if experts and is_sharded:
                 found.left.update(dict.fromkeys(experts.fqns, SHARDED))
             elif experts:
                 found.experts.append(experts)
+    if options.experts in ("gather", "fp8") and not has_experts:
+        found.unused.append(
+            f"experts={options.experts!r} has no effect, because the module has no weights of "
+            "experts: parameters (E, N, K) outside of linear layers"
+        )
     _check_whole(found.layers)
     for details, layers in unexpected.items():
         verb = "is" if len(layers) == 1 else "are"
@@ -253,7 +261,7 @@ def converted(root: nn.Module) -> Selection:
     """Return what is converted in a model, and the recorded reasons for the rest."""
     found = Selection()
     for name, module in root.named_modules():
-        fp8: Any = getattr(module, "_fp8_params", {})
+        fp8: Any = {} if state_of(module) is None else module._fp8_params
         if isinstance(module, Float8Linear):
             found.layers.append((name, module))
             continue
@@ -279,7 +287,7 @@ def _check_whole(layers: Iterable[tuple[str, nn.Linear]]) -> None:
     for name, layer in layers:
         state = layer._fp8_state if isinstance(layer, Float8Linear) else None
         for other in () if state is None else state.layers():
-            if getattr(other, "_fp8_state", None) is state and id(other) not in selected:
+            if state_of(other) is state and id(other) not in selected:
                 raise ValueError(
                     f"{name or 'the root'} is in a module that was built with recipe=, and another "
                     "layer of that module is excluded. Build the module without recipe, or convert "

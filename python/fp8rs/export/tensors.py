@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_like, own_part, plain_name, reshard, unwrapped
+from fp8rs.nn.model_state import state_of
 from fp8rs.nn.spec import spec_for
 from fp8rs.quantize.recipes import check_module
 from fp8rs.tensor.formats import INPUT_DTYPES, split_batch
@@ -139,7 +140,8 @@ def kept_layers(model: nn.Module) -> tuple[list[str], list[str]]:
 
 def is_fp8(module: nn.Module, key: str) -> bool:
     """Return whether a module's parameter is converted."""
-    return key in getattr(module, "_fp8_params", ())
+    converted: Any = module
+    return state_of(module) is not None and key in converted._fp8_params
 
 
 def named_modules(model: nn.Module) -> list[Named]:

@@ -1,7 +1,7 @@
 """Checks before FP8 all-gathers: FSDP2's settings, and what the ranks have converted.
 
 Ranks read each other's bytes, so they must agree on formats and layers. They compare once for each
-mesh, before the first forward of the converted root or before the first all-gather.
+mesh, before the first forward of the converted root, or when FSDP2 initializes.
 
 The comparison uses the store of the process group instead of a collective. A rank that converted no
 layer does not take part. A collective would be paired with an unrelated one of that rank, and no

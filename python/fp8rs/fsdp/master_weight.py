@@ -51,9 +51,16 @@ def pre_all_gather(local: Any) -> Any:
     With this signature, the tensors to gather may have different sizes. The hook returns the
     shard as flat uint8 tensors, equally long on all ranks, and metadata.
 
+    FSDP2 looks for the hook in `fully_shard`, and again when it initializes, before the first
+    all-gather of any of its units. All ranks that shard a converted layer reach the latter point,
+    whichever layers they converted.
+
     FSDP2 may call the hooks inside of a checkpointed function, in its forward only. Selective
     checkpointing must not count their operators.
     """
+    handle = local._handle
+    if not handle.fsdp_initialized:
+        handle.state.ensure_sharded_model().fsdp_looks_for_hooks()
     hook: Any = partial(_all_gather_inputs, local)
     hook.__signature__ = _SIGNATURE
     return hook

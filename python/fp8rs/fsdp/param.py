@@ -5,21 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_spec, own_part, reshard
+from fp8rs.nn.model_state import ModelState, state_of
 from fp8rs.scaling.histories import fit_history
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .layout import AllGatherMetadata
 from .shard_spec import ShardSpec
-
-if TYPE_CHECKING:
-    from fp8rs.nn.model_state import ModelState
 
 
 class ParamHandle:
@@ -43,6 +41,7 @@ class ParamHandle:
         ready: the work that computed ``scale``, ``amaxes`` and ``unrecorded``.
         prepared: the shard's codes and their metadata, until the pre-all-gather hook returns them.
         kept: the codes and metadata of a forward with gradients, until its backward gathers them.
+        fsdp_initialized: whether the sharded model has seen that FSDP2 has initialized.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -56,6 +55,7 @@ class ParamHandle:
         self.ready: StreamDependency | None = None
         self.prepared: AllGatherMetadata | None = None
         self.kept: AllGatherMetadata | None = None
+        self.fsdp_initialized = False
         #: The forward and the number of writes that the scale was computed for.
         self._forward_id = self._writes_seen = -1
         self._shard_spec: tuple[Any, ShardSpec] | None = None
@@ -73,12 +73,12 @@ class ParamHandle:
     @property
     def state(self) -> ModelState:
         """The state of the converted model."""
-        return cast("ModelState", self.module._fp8_state)
+        return cast(ModelState, self.module._fp8_state)
 
     @property
     def state_if_any(self) -> ModelState | None:
         """The state of the converted model. None before conversion or without the module."""
-        return getattr(self._module(), "_fp8_state", None)
+        return state_of(self._module())
 
     @property
     def index(self) -> int:

@@ -2,6 +2,7 @@
 
 ```text
 fully_shard                    setattr -> wrap: a MasterWeight over the shard
+FSDP2 initializes              fsdp_looks_for_hooks: the ranks compare their conversions
 root's forward begins          forward_begins: all scales become stale
 FSDP2 unshards a module        pre-all-gather hook -> prepare_all_gather
                                  a stale scale: amaxes of all stale shards, one all-reduce
@@ -26,13 +27,14 @@ from torch import Tensor, nn
 from fp8rs._torch import (
     dtensor_like,
     fsdp_groups,
+    fsdp_is_initialized,
     local_tensor,
     own_part,
     set_local_tensor,
     sharded_parameters,
 )
 from fp8rs.nn.fp8_params import copy_attributes, mark_replaced
-from fp8rs.nn.model_state import ModelState
+from fp8rs.nn.model_state import ModelState, state_of
 from fp8rs.quantize.recipes import check_module, quant_spec
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -173,7 +175,7 @@ class ShardedModel:
             self._unconverted = weakref.WeakKeyDictionary(
                 (other, path or type(other).__name__)
                 for path, other in root.named_modules()
-                if other._parameters and not hasattr(other, "_fp8_params")
+                if other._parameters and state_of(other) is None
             )
         own = {id(parameter), id(module._parameters.get(name))}  # tied modules are set one by one
         return [
@@ -356,6 +358,22 @@ class ShardedModel:
 
     # --- events ----------------------------------------------------------------------------------
 
+    def fsdp_looks_for_hooks(self) -> None:
+        """Notify that FSDP2 looks for all-gather hooks, maybe because it initializes.
+
+        It initializes before its first all-gather. Then the ranks of each mesh that shards the root
+        compare their conversions. The root's forward may be too late for that. If this rank
+        converted no layer of the root's own unit, FSDP2's hooks on the root precede ours, and
+        gather that unit first.
+        """
+        root = self.state.root
+        if not fsdp_is_initialized(root):
+            return
+        for handle in self._all_handles():
+            handle.fsdp_initialized = True
+        self.state.move_hooks_first()
+        self._compare([p.device_mesh for p in sharded_parameters(root)])
+
     def forward_begins(self, root: nn.Module) -> None:
         """Notify that a forward of the root module begins.
 
@@ -388,6 +406,8 @@ class ShardedModel:
         if not self._checked:
             check_settings(self.state)
             self.state.move_hooks_first()
+            for handle in self._all_handles():
+                handle.fsdp_initialized = True
             self._checked = True
 
     def _compare(self, meshes: Iterable[Any]) -> None:
@@ -433,6 +453,6 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
         module: a module that contains converted layers, usually FSDP2's root.
     """
     check_module("module", module)
-    for state in dict.fromkeys(getattr(m, "_fp8_state", None) for m in module.modules()):
+    for state in dict.fromkeys(map(state_of, module.modules())):
         if state is not None and state.sharded_model is not None:
             state.sharded_model.precompute()

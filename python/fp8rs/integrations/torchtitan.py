@@ -17,6 +17,7 @@ from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 
 from fp8rs.convert import convert_to_float8_training
+from fp8rs.nn.model_state import state_of
 from fp8rs.quantize.recipes import resolve_recipe
 
 __all__ = ["Float8Converter"]
@@ -89,7 +90,7 @@ def _converted_kind(kind: type) -> Any:
                 experts=self.fp8rs.experts,
             )
             for module in model.modules():
-                if hasattr(module, "_fp8_params"):
+                if state_of(module) is not None:
                     _place_buffers(module)
             return model
 

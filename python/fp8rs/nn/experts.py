@@ -29,6 +29,7 @@ from .backward import refuse_double_backward
 from .fp8_params import Float8Params
 from .functional import as_stored, cast_input, key_of, local_part
 from .grouped import Gemms, check, gated_mlp, grouped, prefers_gated_mlp
+from .model_state import state_of
 
 #: The name of `experts_forward` in the registry of transformers.
 TRANSFORMERS_KEY = "fp8rs"
@@ -176,7 +177,7 @@ def experts_forward(
         TypeError: a dtype is not supported.
     """
     gemms: Gemms = getattr(self, "_gemms", "gather")
-    state = getattr(self, "_fp8_state", None)
+    state = state_of(self)
     key = key_of("current") if state is None else state.key
     # transformers before 5.18 does not say whether experts are parallel, before 5.20 has no norm.
     parallel, transposed = getattr(self, "_is_expert_parallel", True), self.is_transposed

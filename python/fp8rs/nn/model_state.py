@@ -184,7 +184,7 @@ class ModelState:
         self._root = weakref.ref(root)
         linears: dict[int, Any] = {}
         for module in root.modules():
-            if getattr(module, "_fp8_state", None) is self:
+            if state_of(module) is self:
                 linears[cast(int, module._fp8_index)] = weakref.ref(module)
         # Layers that were removed from the model get a dead reference.
         self.linears = [linears.get(i, lambda: None) for i in range(len(self.names))]
@@ -307,6 +307,20 @@ class ModelState:
         return state
 
 
+def state_of(module: nn.Module | None) -> ModelState | None:
+    """Return the state of the model that a converted module belongs to.
+
+    This is also how to find out whether a module is converted. A wrapper may pass unknown
+    attributes on to the module inside it, so ``hasattr`` would take it for a converted one.
+
+    Returns:
+        None if the module is None or not converted.
+    """
+    if module is None:
+        return None
+    return cast("ModelState | None", module.__dict__.get("_fp8_state"))
+
+
 class RootHook:
     """A method of a model's state as a hook of the root.
 
@@ -343,7 +357,7 @@ def refuse_codes(module: nn.Module, state_dict: Any, prefix: str, *args: Any) ->
     """
     found = []
     for name, layer in module.named_modules():
-        if hasattr(layer, "_fp8_state"):
+        if state_of(layer) is not None:
             names: Any = layer._fp8_params
             keys = [f"{prefix}{name}.{p}" if name else prefix + p for p in names]
             found += [k for k in keys if _is_quantized(state_dict.get(k), k, state_dict)]

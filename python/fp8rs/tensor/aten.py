@@ -218,8 +218,13 @@ def _empty_like(
     part = t._storage.observer is not None or t._is_storage_view
     if not part or dtype not in (None, t.dtype) or t.planes == (None, None):
         return _plain(func, t, dtype=dtype, device=device, **kwargs)
+
+    def empty_scale(scale: Tensor) -> Tensor:
+        # A part that is scattered into the tensor keeps the scale of the whole (`collectives`).
+        return zeros(scale, scale.shape, device) if scale.is_meta else scale.to(device, copy=True)
+
     # A write of some rows reads the others, and an uninitialized code may be NaN.
-    return t.map(lambda x: zeros(x, x.shape, device))
+    return t.map(lambda codes: zeros(codes, codes.shape, device), empty_scale)
 
 
 @implements(aten.new_zeros.default)

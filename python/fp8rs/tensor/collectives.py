@@ -2,12 +2,14 @@
 
 Collectives of c10d write their arguments, although their schemas do not declare it. They run on
 dequantized values, and the results are quantized when they have arrived. A collective into a
-quantized tensor has therefore finished when it returns. A scatter sends codes and scales, because
-tensor parallelism divides weights by it.
+quantized tensor has therefore finished when it returns. On other ranks the same collective may have
+plain tensors: a load from rank 0 distributes FP8 weights to ranks that have empty tensors. The
+number, the shapes and the dtypes of collectives therefore do not depend on which tensors are
+quantized.
 
 DTensor redistributes by functional collectives, which return plain tensors. An all-gather sends
-codes and scales. Other functional collectives would send values in high precision, so they raise an
-error.
+codes and scales, so the tensors of all ranks must be quantized. Other functional collectives would
+send values in high precision, so they raise an error.
 """
 
 from __future__ import annotations
@@ -47,32 +49,52 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
             f"c10d.{name} into a quantized tensor is not possible. Use a plain tensor "
             "(torch.empty_like gives one) and copy_() it"
         )
-    if name == "scatter_" and all(
-        isinstance(t, QuantizedTensor) and t.planes != (None, None) for t in args[0]
-    ):
+    quantized_outputs = name == "scatter_" and all(
+        isinstance(output, QuantizedTensor) and output.planes != (None, None) for output in args[0]
+    )
+    if quantized_outputs:
         return _scatter(func, *args, **kwargs)
     written = [] if name in READING else quantized_in(args[0])
     return run_dequantized(func, args, kwargs, written, WriteKind.COPY)
 
 
-def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Scatter codes and scales. The sender quantizes parts that are in other formats."""
-    arrived = [out.clone() for out in outputs]
-    parts = [
-        [out.clone().copy_(part) for part in given]
-        for out, given in zip(arrived, inputs, strict=False)  # receivers have none
-    ]
-    result: Any = None
-    for place in range(len(arrived[0]._storage.tensors())):
+def _scatter(
+    func: Any,
+    outputs: list[QuantizedTensor],
+    inputs: list[list[Tensor]],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[list[QuantizedTensor], Any]:
+    """Scatter dequantized values into quantized tensors."""
+    for output in outputs:
+        output.check_writable()
+    received = [output.dequantize() for output in outputs]
+    sent = tree_map_only(QuantizedTensor, lambda part: part.dequantize(), inputs)
 
-        def wire(t: QuantizedTensor, place: int = place) -> Tensor:
-            return as_bytes(t._storage.tensors()[place])
+    _, work = func(received, sent, *args, **kwargs)
+    wait((work,))
 
-        result = func(*tree_map_only(QuantizedTensor, wire, (arrived, parts)), *args, **kwargs)
-        wait(result)
-    for out, got in zip(outputs, arrived, strict=True):
-        out.copy_(got)
-    return outputs, result[1]
+    for output, values in zip(outputs, received, strict=True):
+        _write_received(output, values)
+    return outputs, work
+
+
+def _write_received(output: QuantizedTensor, values: Tensor) -> None:
+    """Quantize values, with the scales of ``output`` if these represent all values exactly.
+
+    DTensor allocates ``output`` like the first part of this rank's own tensor. If a part does not
+    contain the largest element of a scale's block, a scale of the part alone would round values
+    that were rounded before.
+    """
+    # Parts differ, so ranks of a group cannot reduce the amaxes of this write together.
+    spec = output.spec.without_group()
+    delayed = output._storage.delayed
+    with_old_scales = output.clone()
+    with_old_scales.write(values, spec, delayed, keep=True)
+    if torch.equal(with_old_scales.dequantize(), values):
+        output.copy_(with_old_scales)
+    else:
+        output.write(values, spec, delayed)
 
 
 # --- functional collectives ----------------------------------------------------------------------
