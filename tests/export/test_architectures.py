@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -116,3 +118,43 @@ def test_fp8_files_have_the_same_names_or_are_refused(model_type, tmp_path):
     state = model.state_dict()
     for name, tensor in other.state_dict().items():
         assert_close(tensor, state[name])
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8-block"])
+def test_routers_choose_the_same_experts_after_an_export(format, tmp_path):
+    """Correction biases differ by less than bf16's steps at 7, where published files have them."""
+    model = tiny_mixture("deepseek_v3").bfloat16()
+    pinned = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith(("gate.weight", "e_score_correction_bias")):
+            tensor.data = torch.rand(tensor.shape) / 32 + 6.9
+            pinned[name] = tensor.data.clone()
+    fp8rs.convert_to_float8_training(model, recipe="block", filter_fqns=["lm_head"])
+    assert pinned and all(dict(tensors(model, format))[n].equal(t) for n, t in pinned.items())
+
+    save_pretrained(model, tmp_path, format)
+    other = tiny_mixture("deepseek_v3").bfloat16()
+    for name, tensor in (*other.named_parameters(), *other.named_buffers()):
+        if name in pinned:
+            tensor.data = tensor.data.float()
+    load(fp8rs.convert_to_float8_training(other, recipe="block"), tmp_path)
+    state = other.state_dict()
+    assert all(torch.equal(state[name], values) for name, values in pinned.items())
+
+
+@pytest.mark.parametrize(
+    "model_type, gate", [("qwen2_moe", "mlp.shared_expert_gate"), ("hunyuan_v1_moe", "mlp.gate.wg")]
+)
+@pytest.mark.parametrize(
+    "format, key", [("fp8-row", "ignore"), ("fp8-block", "modules_to_not_convert")]
+)
+def test_routers_and_gates_are_on_the_list_of_layers_in_high_precision(
+    model_type, gate, format, key, tmp_path
+):
+    save_pretrained(converted(model_type), tmp_path, format)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    files = load_file(tmp_path / "model.safetensors")
+    for layer in range(2):
+        name = f"model.layers.{layer}.{gate}"
+        assert name in config[key]
+        assert files[f"{name}.weight"].dtype in (torch.bfloat16, torch.float32)
