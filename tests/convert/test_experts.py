@@ -27,7 +27,7 @@ from fp8rs.fsdp.param import local_of
 from fp8rs.tensor.quantized import QuantizedTensor
 from internals import gemms_of, handle_of, handles_of, run_in_high_precision
 from internals import local_of as local_tensor
-from language_models import mixture, train_on
+from language_models import mixture, tiny_mixture, train_on
 
 KINDS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 FP8_RECIPES = ["current", "delayed", "rowwise"]
@@ -152,6 +152,115 @@ def test_a_sharded_model_that_is_not_converted_has_a_report(rig):
     fully_shard(model, mesh=rig.mesh())
     (left,) = fp8rs.report(model).left
     assert left.reason == "it is sharded already" and len(left.names) == 3
+
+
+class Mlp(nn.Module):
+    """A feed-forward network without norms, as lists of experts have them."""
+
+    def __init__(self, hidden=64, width=48):
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, width), nn.Linear(width, hidden)
+
+
+def block_with(**modules):
+    """Return a layer of attention and a mixture of 24 experts, with more modules in the mixture."""
+    attention = nn.ModuleDict({"k": nn.Linear(64, 24), "o": nn.Linear(24, 64)})
+    return nn.ModuleDict({"attention": attention, "moe": nn.ModuleDict(modules)})
+
+
+def in_high_precision(model):
+    """Return the reasons of layers, by name."""
+    left = fp8rs.report(model).left
+    return {name: group.reason for group in left for name in group.names}
+
+
+ROUTER = "it is a router: its outputs select experts"
+GATE = "it is a gate next to experts, with fewer than 16 outputs"
+
+
+@pytest.mark.parametrize(
+    "build, reasons",
+    [
+        (lambda: tiny_mixture("hunyuan_v1_moe"), {"mlp.gate.wg": ROUTER}),
+        (lambda: tiny_mixture("afmoe"), {"mlp.router.gate": ROUTER}),
+        (
+            lambda: tiny_mixture("jetmoe"),
+            {"mlp.router.layer": ROUTER, "self_attention.experts.router.layer": ROUTER},
+        ),
+        (lambda: tiny_mixture("longcat_flash"), {"mlp.router.classifier": ROUTER}),
+        (lambda: tiny_mixture("zaya"), {"mlp.gate.router_mlp.out_proj": ROUTER}),
+        (lambda: tiny_mixture("qwen2_moe"), {"mlp.shared_expert_gate": GATE}),
+        (
+            lambda: block_with(experts=Titan(24), router=nn.Linear(64, 24), gate=nn.Linear(64, 1)),
+            {"moe.router": ROUTER, "moe.gate": GATE},
+        ),
+        (
+            lambda: block_with(
+                experts=nn.ModuleList(Mlp() for _ in range(24)),
+                router=nn.Linear(64, 24),
+                gate=nn.Linear(64, 1),
+            ),
+            {"moe.router": ROUTER, "moe.gate": GATE},
+        ),
+        (
+            lambda: block_with(
+                experts=nn.ModuleDict(
+                    {
+                        name: fp8rs.nn.GroupedLinear(24, 64, 64, bias=False, recipe="current")
+                        for name in ("up", "down")
+                    }
+                ),
+                router=nn.Sequential(nn.Linear(64, 24)),
+            ),
+            {"moe.router.0": ROUTER},
+        ),
+    ],
+    ids=["hunyuan", "afmoe", "jetmoe", "longcat", "zaya", "qwen2_moe", "titan", "list", "grouped"],
+)
+@pytest.mark.filterwarnings("ignore:lm_head is not converted")
+def test_routers_and_gates_next_to_experts_stay_in_high_precision(build, reasons):
+    planned = in_high_precision(build())
+    model = convert(build())
+    assert in_high_precision(model) == planned
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    others = [n for n in layers if not n.endswith((*reasons, "lm_head"))]
+    assert others and all(isinstance(layers[name], fp8rs.nn.Linear) for name in others)
+    for ending, reason in reasons.items():
+        names = [name for name in layers if name.endswith(ending)]
+        assert names and {planned[name] for name in names} == {reason}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        # A key projection outside of the mixture, and the first layer of a shared expert.
+        lambda: block_with(experts=Titan(24), shared_expert=Mlp(width=24)),
+        lambda: block_with(experts=nn.ModuleList(Mlp() for _ in range(24)), shared=Mlp(width=24)),
+        # A list of MLPs that run one after the other, and a small head.
+        lambda: nn.ModuleDict(
+            {"layers": nn.ModuleList(Mlp() for _ in range(24)), "head": nn.Linear(64, 8)}
+        ),
+        # A list of layers with norms, and a head with as many outputs as layers.
+        lambda: nn.ModuleDict(
+            {
+                "layers": nn.ModuleList(nn.Sequential(nn.LayerNorm(64), Mlp()) for _ in range(24)),
+                "head": nn.Linear(64, 24),
+            }
+        ),
+        # A convolution has as many channels as the layer next to it has outputs.
+        lambda: block_with(convolution=nn.Conv1d(24, 24, 4), out=nn.Linear(64, 24)),
+    ],
+    ids=["stack", "list", "mlps", "layers", "convolution"],
+)
+def test_layers_with_as_many_outputs_as_experts_are_converted(build):
+    model = convert(build())
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    assert layers and all(isinstance(layer, fp8rs.nn.Linear) for layer in layers)
+
+
+def test_a_router_is_converted_by_itself():
+    router = nn.Linear(64, 24)
+    assert isinstance(convert(router), fp8rs.nn.Linear)
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,9 @@ def test_every_parameter_is_counted_once_with_a_reason() -> None:
     with torch.device("meta"):
         model = Experts()
     found = fp8rs.report(model)
-    assert found.converted == ("router",)
+    assert found.converted == ()
     assert shares(found) == {
+        "it is a router: its outputs select experts": 256 * 4,
         "its weight is tied to another module's": 64 * 256,
         "not known as experts, see experts='gather'": 4 * 1024 * 256,
     }

@@ -179,6 +179,41 @@ def test_tied_frozen_and_plain_parameters_and_buffers_appear_once_under_their_na
     assert found["embedding.weight"].dtype == torch.bfloat16
 
 
+class Pinned(nn.Module):
+    """A model in bf16 with a bias that it keeps in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32, dtype=torch.bfloat16)
+        # An offset of about 7, of which bf16 keeps steps of 1/32.
+        self.correction_bias = nn.Parameter(7 + torch.arange(32) / 1000)
+        self.register_buffer("average", self.correction_bias.detach() / 3)
+
+
+def as_pinned(model):
+    """Return a model in fp32 whose architecture keeps two tensors in fp32, as transformers' do."""
+    model._keep_in_fp32_modules = ["average"]
+    model._keep_in_fp32_modules_strict = {"correction*"}
+    return model.float()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("format", ["bf16", "fp8-row"])
+@pytest.mark.parametrize("kind", ["wider than the model", "pinned"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tensors_that_a_model_keeps_in_fp32_are_exported_in_fp32(rig, format, kind, dtype):
+    model = Pinned() if kind == "wider than the model" else as_pinned(Pinned())
+    model = fp8rs.convert_to_float8_training(model, recipe="rowwise").to(rig.device)
+    expected = {n: t.detach().clone() for n, t in model.state_dict().items()}
+    fully_shard(model)
+    found = exported(model, format, dtype=dtype)
+    for name in ("correction_bias", "average"):
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], expected[name].cpu())
+    assert found["layer.bias"].dtype == dtype
+    assert found["layer.weight"].dtype == (dtype if format == "bf16" else torch.float8_e4m3fn)
+
+
 def test_a_compiled_or_checkpointed_block_keeps_its_names():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

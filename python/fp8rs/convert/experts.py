@@ -146,7 +146,7 @@ def select_experts(
     in_any_module = options.experts in ("gather", "fp8")
     taken, left = [], {}
     for key, weight in weights.items():
-        is_weight = _may_be(module) if in_any_module else is_expert(module, weight)
+        is_weight = may_have_experts(module) if in_any_module else is_expert(module, weight)
         if key in converted or not is_weight:
             continue
         fqn = fqn_of(name, key)
@@ -233,10 +233,10 @@ def _calls_grouped_gemms(module: nn.Module) -> bool:
 def is_expert(module: nn.Module, weight: Tensor) -> bool:
     """Whether a batched parameter is a weight of experts, or large enough to be one."""
     large = weight.dim() == 3 and weight.numel() >= _LARGE
-    return is_known(module) or (large and _may_be(module))
+    return is_known(module) or (large and may_have_experts(module))
 
 
-def _may_be(module: nn.Module) -> bool:
+def may_have_experts(module: nn.Module) -> bool:
     """Whether a module's batched parameters may be weights of experts.
 
     Convolutions and other modules of torch have parameters of three dimensions too. FSDP2 replaces

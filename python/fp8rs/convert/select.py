@@ -10,6 +10,7 @@ from torch import nn
 
 from fp8rs.convert.experts import NAMED, Experts, is_expert, select_experts
 from fp8rs.convert.options import ModuleFilter, Options, fqn_of
+from fp8rs.convert.routers import routers_and_gates
 from fp8rs.gemm.estimates import linear_us
 from fp8rs.nn.experts import batched_parameters
 from fp8rs.nn.linear import Float8Linear
@@ -187,6 +188,7 @@ def select(root: nn.Module, options: Options) -> Selection:
             "of experts has that in its name"
         )
     sharded, names = _sharded_prefixes(root), _parameter_names(root)
+    next_to_experts = routers_and_gates(root)
     unexpected: dict[str, list[str]] = {}
     has_experts = False
     for name, module in root.named_modules():
@@ -198,6 +200,8 @@ def select(root: nn.Module, options: Options) -> Selection:
                     options.check(name, module)
                 if not module._fp8_state.standalone:
                     continue
+            elif reason is None and module in next_to_experts:
+                reason = Reason(next_to_experts[module])
             elif reason is None:
                 tied = names.get(id(module._parameters.get("weight")), ())
                 tied = [other for other in tied if other != fqn_of(name, "weight")]

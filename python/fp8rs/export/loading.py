@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -33,9 +32,9 @@ from fp8rs.tensor.formats import MX_1X32, MX_32X32
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .files import on_all_ranks, raise_on_all
-from .names import Part, stored_parts
+from .names import Fused, Part, layout_of, persistent_buffers
 from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Span, StoredTensors, read_parts
-from .tensors import check_expert_parallel, is_fp8, persistent_buffers
+from .tensors import check_expert_parallel, is_fp8
 
 #: The number of names of one kind that an error lists.
 LISTED = 10
@@ -58,6 +57,21 @@ class Loaded:
     quantized: list[str]
 
 
+@dataclass(frozen=True)
+class Source:
+    """The tensors of the files that contain a tensor of the model.
+
+    Attributes:
+        name: the name of the model's tensor.
+        parts: the tensors of the files.
+        fused: their conversion, if they contain other rows or several tensors of the model.
+    """
+
+    name: str
+    parts: list[Part]
+    fused: Fused | None = None
+
+
 @dataclass(eq=False)
 class Target:
     """A parameter or buffer of the model.
@@ -66,14 +80,14 @@ class Target:
         tensor: the parameter or buffer.
         layer: the converted module that the tensor is a weight of, or None.
         name: its name in the unconverted model. The first one of a tied parameter.
-        sources: for each of its names that the files have, the tensors that contain it.
+        sources: where the files have it, for each of its names.
         scale: the scales of this rank's part if its codes and scales can be loaded unchanged.
     """
 
     tensor: Tensor
     layer: Any
     name: str
-    sources: list[list[Part]] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
     scale: Tensor | None = None
 
     @property
@@ -180,7 +194,7 @@ def targets(model: nn.Module, stored: StoredTensors) -> list[Target]:
     check_expert_parallel(model)
     reshard(model)
     found: dict[int, Target] = {}
-    stored_as = stored_parts(model)
+    layout = layout_of(model)
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in (*module._parameters.items(), *persistent_buffers(module)):
             if tensor is None:
@@ -193,10 +207,11 @@ def targets(model: nn.Module, stored: StoredTensors) -> list[Target]:
                 )
             layer = module if is_fp8(module, key) else None
             target = found.setdefault(id(tensor), Target(tensor, layer, name))
-            whole = [Part(name)]
-            parts = whole if name in stored else stored_as.get(name, whole)
-            if all(part.name in stored for part in parts):
-                target.sources.append(parts)
+            source = Source(name, layout.files_of(name), layout.fused.get(name))
+            if name in stored:
+                source = Source(name, [Part(name)])
+            if all(part.name in stored for part in source.parts):
+                target.sources.append(source)
     return list(found.values())
 
 
@@ -209,10 +224,10 @@ def compare(stored: StoredTensors, found: Iterable[Target]) -> RankFindings:
     findings, problems = RankFindings(), list[str]()
     for target in found:
         known = len(problems)
-        for part in chain.from_iterable(target.sources):
+        for source, part in ((s, part) for s in target.sources for part in s.parts):
             findings.used.append(part.name)
             try:
-                check(stored, target, part)
+                check(stored, target, source, part)
                 if stored.is_fp8(part.name):
                     findings.used.append(stored.scales(part.name).name)
             except ValueError as error:
@@ -222,7 +237,7 @@ def compare(stored: StoredTensors, found: Iterable[Target]) -> RankFindings:
         if not target.sources:
             findings.missing.append(target.name)
         elif differ(stored, target):
-            names = " and ".join(parts[0].name for parts in target.sources)
+            names = " and ".join(source.parts[0].name for source in target.sources)
             problems.append(
                 f"{names}: tied in the model, but different in the files. Untie them "
                 "(tie_word_embeddings=False in transformers)"
@@ -240,12 +255,12 @@ def compare(stored: StoredTensors, found: Iterable[Target]) -> RankFindings:
     return findings
 
 
-def check(stored: StoredTensors, target: Target, part: Part) -> None:
+def check(stored: StoredTensors, target: Target, source: Source, part: Part) -> None:
     """Raise ValueError if a tensor of the files cannot be loaded into the model's."""
     tensor, dtype = target.tensor, stored.dtype(part.name)
-    shape = tuple(tensor.shape)
-    if part.matrix is not None:
-        shape = part.rows.stop - part.rows.start, shape[-1]
+    shape = part.shape(tuple(tensor.shape))
+    if source.fused is not None:
+        shape = source.fused.files[part.name]
     if stored.shape(part.name) != shape:
         raise ValueError(f"shape {stored.shape(part.name)} in the files, {shape} in the model")
     if tensor.is_floating_point() != (dtype in HIGH_PRECISION or dtype in CODES):
@@ -259,7 +274,7 @@ def differ(stored: StoredTensors, target: Target) -> bool:
     """Return whether the files have different values for the names of a tied parameter."""
     if len(target.sources) == 1:
         return False
-    first, *others = (read_values(stored, target, parts) for parts in target.sources)
+    first, *others = (read_values(stored, target, source) for source in target.sources)
     return not all(torch.equal(first, values) for values in others)
 
 
@@ -289,11 +304,19 @@ def list_names(what: str, names: list[str]) -> str:
 
 
 def read_values(
-    stored: StoredTensors, target: Target, parts: list[Part], device: str | torch.device = "cpu"
+    stored: StoredTensors, target: Target, source: Source, device: str | torch.device = "cpu"
 ) -> Tensor:
     """Read this rank's part of a tensor in high precision."""
-    read = partial(stored.read_values, device=torch.device(device))
-    values = read_parts(parts, target.part, tuple(target.tensor.shape), read)
+    if source.fused is None:
+        read = partial(stored.read_values, device=torch.device(device))
+        values = read_parts(source.parts, target.part, tuple(target.tensor.shape), read)
+    else:
+        files = {}
+        for name, shape in source.fused.files.items():
+            everything = [(0, size) for size in shape]
+            files[name] = stored.read_values(name, everything, torch.device("cpu"))
+        values = source.fused.from_files(files)[source.name]
+        values = values[tuple(slice(start, start + size) for start, size in target.part)]
     return values.to(device).view(own_part(target.tensor).shape)
 
 
@@ -303,7 +326,12 @@ def read_weight_scales(stored: StoredTensors, target: Target) -> Tensor | None:
     Returns:
         None if the files do not have codes and scales in the format of the weight.
     """
-    weight, parts = target.fp8_weight, target.sources[0]
+    weight, parts = target.fp8_weight, target.sources[0].parts
+    # Files with other rows also have other scales. Those of ranges of rows may end within a block.
+    if target.sources[0].fused is not None or any(
+        part.matrix is None and not part.is_whole for part in parts
+    ):
+        return None
     if weight is None or weight._storage.observer is None or parts_of(target.tensor) is None:
         return None
     if any(CODES.get(stored.dtype(part.name)) != weight.fp8_dtype for part in parts):
@@ -359,6 +387,6 @@ def write(stored: StoredTensors, target: Target, exact: bool) -> None:
     if (own := own_part(parts[SCALE])).numel():
         parts[SCALE] = target.scale.view(own.shape)
     if local.numel():
-        codes = read_parts(target.sources[0], target.part, tuple(tensor.shape), stored.read)
+        codes = read_parts(target.sources[0].parts, target.part, tuple(tensor.shape), stored.read)
         parts[""] = codes.view(local.shape)
     load_parts(tensor, parts)

@@ -243,8 +243,17 @@ def read_parts(
     Returns:
         The part. If several tensors contain the parameter, (matrices, rows, columns).
     """
-    if parts[0].matrix is None:
+    if parts[0].is_whole:
         return read(parts[0].name, part)
+    if parts[0].matrix is None:
+        start, size = part[0]
+        ranges = []
+        for each in parts:
+            first, stop = max(each.rows.start, start), min(each.rows.stop, start + size)
+            if first < stop or each is parts[-1]:
+                count = max(stop - first, 0)
+                ranges.append(read(each.name, [(first - each.rows.start, count), *part[1:]]))
+        return torch.cat(ranges)
     matrices, rows, cols = _matrices(part, shape)
     found = []
     for each in parts:

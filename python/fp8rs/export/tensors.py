@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_like, own_part, plain_name, reshard, unwrapped
+from fp8rs.nn.experts import is_transposed
 from fp8rs.nn.model_state import state_of
 from fp8rs.nn.spec import spec_for
 from fp8rs.quantize.recipes import check_module
@@ -18,7 +20,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec, quantize_planes
 
 from .formats import ServingFormat, serving_format
-from .names import Part, stored_parts
+from .names import Fused, Layout, Part, layout_of, persistent_buffers
 
 #: A module's name in the unconverted model, and the module.
 Named = tuple[str, nn.Module]
@@ -44,7 +46,10 @@ def tensors(
         model: a model that ``convert_to_float8_training`` has converted. For "bf16", any model.
         format: "fp8-block", "fp8-row", "fp8-tensor", "mxfp8" or "bf16". The page on serving
             describes them.
-        dtype: the dtype of all floating-point tensors that are not quantized.
+        dtype: the dtype of floating-point tensors that are not quantized. Tensors that the model
+            keeps in a wider dtype are yielded in their own. These are tensors with a wider dtype
+            than most of the model, and those that an architecture of transformers keeps in fp32
+            (``_keep_in_fp32_modules``, ``_keep_in_fp32_modules_strict``).
         scale_fmt: "ue8m0" for power-of-two scales with "fp8-block".
 
     Yields:
@@ -52,10 +57,11 @@ def tensors(
         torch.float8_e4m3fn (out_features, in_features), followed by its scales. These are
         X.weight_scale_inv, fp32 (ceil(out_features / 128), ceil(in_features / 128)), or
         X.weight_scale, fp32 (out_features, 1) or (1,), or uint8 (out_features, in_features / 32). A
-        tied parameter is yielded once, under its first name. If the files of a transformers model
-        store experts one by one, all tensors have the names in these files, and a matrix of an
-        expert is a layer. Otherwise, a weight Y (E, N, K) of experts has its codes in Y and E times
-        the scales of a layer in Y_scale_inv or Y_scale, (E, 1, 1) for "fp8-tensor".
+        tied parameter is yielded once, under its first name. Tensors of a transformers model have
+        the names and shapes that its ``save_pretrained`` writes. If these are a matrix for each
+        expert, each is a layer. A weight Y (E, N, K) of experts that files store as it is has its
+        codes in Y and E times the scales of a layer in Y_scale_inv or Y_scale, (E, 1, 1) for
+        "fp8-tensor".
 
     Raises:
         TypeError, ValueError: an argument is not one of these, no layer was converted, a layer does
@@ -74,9 +80,10 @@ def tensors(
                 "load or initialize the model first"
             )
     check_expert_parallel(model)
+    layout = layout_of(model)
     if serving.spec is not None:
-        check_layers(model, serving)
-    return _tensors(model, serving, dtype)
+        check_layers(model, serving, layout)
+    return _tensors(model, serving, layout, dtype)
 
 
 def check_expert_parallel(model: nn.Module) -> None:
@@ -98,23 +105,20 @@ class Stored(NamedTuple):
         module: the module that has it.
         key: its name in the module.
         parameter: the parameter, sharded if the model is.
-        parts: the tensors of the files.
     """
 
     name: str
     module: nn.Module
     key: str
     parameter: nn.Parameter
-    parts: list[Part]
 
 
-def parameters_of(modules: list[Named], stored_as: dict[str, list[Part]]) -> Iterator[Stored]:
+def parameters_of(modules: list[Named]) -> Iterator[Stored]:
     """Yield the parameters of modules. A tied parameter comes several times."""
     for name, module in modules:
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                full = f"{name}.{key}".lstrip(".")
-                yield Stored(full, module, key, parameter, stored_as.get(full, [Part(full)]))
+                yield Stored(f"{name}.{key}".lstrip("."), module, key, parameter)
 
 
 def kept_layers(model: nn.Module) -> tuple[list[str], list[str]]:
@@ -126,16 +130,34 @@ def kept_layers(model: nn.Module) -> tuple[list[str], list[str]]:
     """
     kept: dict[str, None] = {}
     experts: dict[str, None] = {}
-    for p in parameters_of(named_modules(model), stored_parts(model)):
+    layout = layout_of(model)
+    parameters = list(parameters_of(named_modules(model)))
+    quantized = quantized_parameters(parameters, layout)
+    for p in parameters:
         dims = p.parameter.dim()
         # Routers are not linear layers in transformers, but in servers they are.
         is_layer = dims == 2 and p.key == "weight" and not isinstance(p.module, nn.Embedding)
-        if (is_layer or dims > 2) and not is_fp8(p.module, p.key):
-            names = [p.name.rpartition(".")[0], *(part.module for part in p.parts)]
+        if (is_layer or dims > 2) and p.name not in quantized:
+            files = layout.files_of(p.name)
+            names = [p.name.rpartition(".")[0], *(part.module for part in files)]
             kept.update(dict.fromkeys(names))
             if dims > 2:
                 experts.update(dict.fromkeys(names))
     return list(kept), list(experts)
+
+
+def quantized_parameters(parameters: list[Stored], layout: Layout) -> set[str]:
+    """Return the names of the parameters whose files are FP8 in formats other than "bf16".
+
+    These are the converted ones. Files that store several parameters together are FP8 only if all
+    of these are converted.
+    """
+    converted = {p.name for p in parameters if is_fp8(p.module, p.key)}
+    return {
+        name
+        for name in converted
+        if name not in layout.fused or layout.fused[name].shapes.keys() <= converted
+    }
 
 
 def is_fp8(module: nn.Module, key: str) -> bool:
@@ -149,19 +171,25 @@ def named_modules(model: nn.Module) -> list[Named]:
     return [(plain_name(name), module) for name, module in model.named_modules()]
 
 
-def check_layers(model: nn.Module, serving: ServingFormat) -> None:
+def check_layers(model: nn.Module, serving: ServingFormat, layout: Layout) -> None:
     """Raise ValueError if no layer is converted, or a layer does not support the format."""
-    weights = [p for p in parameters_of(named_modules(model), {}) if is_fp8(p.module, p.key)]
+    weights = [p for p in parameters_of(named_modules(model)) if is_fp8(p.module, p.key)]
     if not weights:
         raise ValueError(
             f"model has no converted layers, which format {serving.name!r} requires. Convert it "
             "with convert_to_float8_training, or export it as 'bf16'"
         )
-    for name, module, _, weight, _ in weights:
-        if weight.dim() > 2 and getattr(module, "is_transposed", False):
+    for name, module, _, weight in weights:
+        if weight.dim() > 2 and is_transposed(module):
             raise ValueError(
                 f"{name} has transposed matrices (in_features, out_features), for which format "
                 f"{serving.name!r} is not defined. Export the model as 'bf16'"
+            )
+        fused = layout.fused.get(name)
+        if fused is not None and not fused.keeps_rows:
+            raise ValueError(
+                f"{name} has other rows in transformers' files ({', '.join(fused.files)}), for "
+                f"which format {serving.name!r} is not defined. Export the model as 'bf16'"
             )
         if serving.name == "mxfp8" and weight.shape[-1] % 32:
             raise ValueError(
@@ -170,11 +198,42 @@ def check_layers(model: nn.Module, serving: ServingFormat) -> None:
             )
 
 
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of a module that are in its state dict, by name."""
-    for key, buffer in module._buffers.items():
-        if buffer is not None and key not in module._non_persistent_buffers_set:
-            yield key, buffer
+class FileDtypes:
+    """The dtypes of tensors in high precision.
+
+    Some values are exact only in the dtype that the model keeps them in. For example, a router
+    compares sums of its outputs and correction biases of about 7, of which bf16 keeps two digits.
+
+    Args:
+        model: the model.
+        dtype: the dtype that the user requests.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.requested = dtype
+
+        elements: dict[torch.dtype, int] = {}
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                count = elements.get(parameter.dtype, 0)
+                elements[parameter.dtype] = count + parameter.numel()
+        #: The dtype of most elements of the model.
+        self.of_model = max(elements, key=elements.__getitem__, default=dtype)
+
+        # transformers searches for these patterns in the names of tensors.
+        patterns: set[str] = set()
+        for module in model.modules():
+            for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+                patterns.update(getattr(module, attribute, None) or ())
+        self._pinned = [re.compile(pattern.replace("*", ".*")) for pattern in sorted(patterns)]
+
+    def of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """Return the dtype of a floating-point tensor in the files."""
+        own = tensor.dtype
+        is_wider = own.itemsize > self.of_model.itemsize
+        is_pinned = any(pattern.search(name) for pattern in self._pinned)
+        keeps_own = (is_wider or is_pinned) and own.itemsize > self.requested.itemsize
+        return own if keeps_own else self.requested
 
 
 # --- one unit ------------------------------------------------------------------------------------
@@ -198,20 +257,31 @@ def units(model: nn.Module) -> dict[Any, list[Named]]:
 
 @torch.no_grad()
 def _tensors(
-    model: nn.Module, serving: ServingFormat, dtype: torch.dtype
+    model: nn.Module, serving: ServingFormat, layout: Layout, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of each unit. A unit is unsharded only if codes are exported unchanged."""
-    stored_as = stored_parts(model)
-    yielded: set[int] = set()
     reshard(model)  # a weight that a forward left unsharded may be outdated
+    dtypes = FileDtypes(model, dtype)
+    sharded = dict(_named_tensors(named_modules(model)))
+    quantized = quantized_parameters(list(parameters_of(named_modules(model))), layout)
+    yielded: set[int] = set()
     for unit, modules in units(model).items():
+        fused = []
+        for name, _ in _named_tensors(modules):
+            if name in layout.fused and id(layout.fused[name]) not in yielded:
+                yielded.add(id(layout.fused[name]))
+                fused.append(layout.fused[name])
+
         parameters = []
-        for p in parameters_of(modules, stored_as):
+        for p in parameters_of(modules):
             if id(p.parameter) not in yielded:
                 yielded.add(id(p.parameter))
-                parameters.append(p)
+                if p.name not in layout.fused:
+                    parameters.append(p)
+
         exports_codes = [
-            is_fp8(p.module, p.key) and can_export_codes(serving, p, fsdp=unit is not None)
+            is_fp8(p.module, p.key)
+            and can_export_codes(serving, p, layout.parts_of(p.name), fsdp=unit is not None)
             for p in parameters
         ]
         gather = unit is not None and any(exports_codes)
@@ -219,44 +289,90 @@ def _tensors(
             unit.unshard()
         try:
             for p, codes in zip(parameters, exports_codes, strict=True):
-                yield from _parameter_tensors(p, codes, serving, dtype)
+                parts = layout.parts_of(p.name)
+                yield from _parameter_tensors(p, parts, codes, serving, dtypes)
+            for each in fused:
+                as_fp8 = each.shapes.keys() <= quantized
+                yield from _fused_tensors(each, sharded, as_fp8, serving, dtypes)
             for name, module in modules:
                 for key, buffer in persistent_buffers(module):
                     full = f"{name}.{key}".lstrip(".")
-                    for part in stored_as.get(full, [Part(full)]):
-                        yield part.name, whole(buffer, dtype)
+                    if full not in layout.fused:
+                        values = whole(buffer, dtypes.of(full, buffer))
+                        for part in layout.parts_of(full):
+                            yield part.name, part.of(values)
         finally:
             if gather:
                 unit.reshard()
 
 
+def _named_tensors(modules: list[Named]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and persistent buffers of modules, by name."""
+    for name, module in modules:
+        for key, tensor in (*module._parameters.items(), *persistent_buffers(module)):
+            if tensor is not None:
+                yield f"{name}.{key}".lstrip("."), tensor
+
+
 def _parameter_tensors(
-    p: Stored, codes: bool, serving: ServingFormat, dtype: torch.dtype
+    p: Stored, parts: list[Part], codes: bool, serving: ServingFormat, dtypes: FileDtypes
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of one parameter.
 
     Args:
         p: the parameter, whose unit is unsharded if codes are exported.
+        parts: the tensors of the files that contain it.
         codes: whether to export the codes that the layer computes on.
         serving: the format.
-        dtype: the dtype of tensors that are not quantized.
+        dtypes: the dtypes of tensors that are not quantized.
     """
     now: Any = p.module._parameters[p.key]
     if codes:
         plane = forward_plane(p.module, now)
-        for part in p.parts:
+        for part in parts:
             yield from stored(part.name, plane_of(plane, part), serving)
     elif serving.spec is not None and is_fp8(p.module, p.key):
         values = whole(p.parameter)
-        for part in p.parts:
+        for part in parts:
             yield from stored(part.name, quantized(serving.spec, part.of(values)), serving)
     else:
+        dtype = dtypes.of(p.name, p.parameter)
         # FSDP2's mixed-precision policy may have rounded the unsharded parameter.
         needed = min(dtype.itemsize, p.parameter.dtype.itemsize)
         exact = now if now.dtype.itemsize >= needed else p.parameter
         values = whole(exact, dtype)
-        for part in p.parts:
+        for part in parts:
             yield part.name, part.of(values)
+
+
+def _fused_tensors(
+    fused: Fused,
+    sharded: dict[str, Tensor],
+    as_fp8: bool,
+    serving: ServingFormat,
+    dtypes: FileDtypes,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of the files that contain several tensors of the model, or other rows.
+
+    Args:
+        fused: the tensors.
+        sharded: all tensors of the model, sharded if the model is.
+        as_fp8: whether the tensors are quantized in a format of FP8.
+        serving: the format.
+        dtypes: the dtypes of tensors that are not quantized.
+    """
+    quantizes = as_fp8 and serving.spec is not None
+    values = {}
+    for name in fused.shapes:
+        tensor = sharded[name]
+        values[name] = whole(tensor, None if quantizes else dtypes.of(name, tensor))
+
+    for name, value in fused.to_files(values).items():
+        if quantizes:
+            assert serving.spec is not None
+            yield from stored(name, quantized(serving.spec, value), serving)
+        else:
+            yield name, value
 
 
 def quantized(spec: QuantSpec, values: Tensor, scale: Tensor | None = None) -> Plane:
@@ -267,9 +383,10 @@ def quantized(spec: QuantSpec, values: Tensor, scale: Tensor | None = None) -> P
 
 def plane_of(plane: Plane, part: Part) -> Plane:
     """Return the part of a parameter's plane. It begins with a block."""
-    if part.matrix is None:
+    if part.is_whole:
         return plane
-    return plane[part.matrix].part((part.rows, slice(0, plane.data.shape[-1])))
+    matrix = plane if part.matrix is None else plane[part.matrix]
+    return matrix.part((part.rows, slice(0, plane.data.shape[-1])))
 
 
 def stored(name: str, plane: Plane, serving: ServingFormat) -> Iterator[tuple[str, Tensor]]:
@@ -281,7 +398,7 @@ def stored(name: str, plane: Plane, serving: ServingFormat) -> Iterator[tuple[st
 # --- unchanged codes -----------------------------------------------------------------------------
 
 
-def can_export_codes(serving: ServingFormat, stored: Stored, fsdp: bool) -> bool:
+def can_export_codes(serving: ServingFormat, stored: Stored, parts: list[Part], fsdp: bool) -> bool:
     """Return whether the codes that a layer computes on can be exported in a format.
 
     They cannot if tensor parallelism splits a block or a row, because its parts have different
@@ -291,6 +408,7 @@ def can_export_codes(serving: ServingFormat, stored: Stored, fsdp: bool) -> bool
     Args:
         serving: the format.
         stored: a sharded weight.
+        parts: the tensors of the files that contain it.
         fsdp: whether FSDP2 gathers the weight, along the first sharded dimension of the mesh.
     """
     weight: Any = stored.parameter
@@ -301,9 +419,10 @@ def can_export_codes(serving: ServingFormat, stored: Stored, fsdp: bool) -> bool
     height = spec.format.block[0]
     if not serving.takes(spec):
         return False
-    if height > 1 and any(
-        part.matrix is not None and part.rows.start % height for part in stored.parts
-    ):
+    divided = [part for part in parts if not part.is_whole]
+    if any(part.matrix is None for part in divided) and weight.dim() > 2:
+        return False
+    if height > 1 and any(part.rows.start % height for part in divided):
         return False
     if batch := weight.dim() > 2:
         cuts = [(i, dim) for i, dim in cuts if dim > 0]  # each matrix has its own scales

@@ -214,6 +214,23 @@ def uses_registry(module: nn.Module) -> bool:
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module's batched weights are (E, in_features, out_features).
+
+    Experts in the registry of transformers have an attribute for it. Llama 4 is not in the
+    registry, so compare the shapes of gate, up and down: only the down projection of transposed
+    experts has as many columns as the other weight has rows.
+    """
+    attribute = getattr(module, "is_transposed", None)
+    if attribute is not None:
+        return bool(attribute)
+    weights = batched_parameters(module)
+    if not {"gate_up_proj", "down_proj"} <= weights.keys():
+        return False
+    gate_up, down = weights["gate_up_proj"].shape, weights["down_proj"].shape
+    return gate_up[-2] == down[-1] and gate_up[-1] == 2 * down[-2]
+
+
 def other_implementation(module: Any) -> str | None:
     """Return the experts implementation of transformers that runs instead of `experts_forward`.
 

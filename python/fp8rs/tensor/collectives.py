@@ -14,7 +14,7 @@ send values in high precision, so they raise an error.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ def _write_received(output: QuantizedTensor, values: Tensor) -> None:
     # Parts differ, so ranks of a group cannot reduce the amaxes of this write together.
     spec = output.spec.without_group()
     delayed = output._storage.delayed
-    with_old_scales = output.clone()
+    with_old_scales = cast(QuantizedTensor, output.clone())
     with_old_scales.write(values, spec, delayed, keep=True)
     if torch.equal(with_old_scales.dequantize(), values):
         output.copy_(with_old_scales)
