@@ -90,7 +90,7 @@ def _write_received(output: QuantizedTensor, values: Tensor) -> None:
     spec = output.spec.without_group()
     delayed = output._storage.delayed
     with_old_scales = cast(QuantizedTensor, output.clone())
-    with_old_scales.write(values, spec, delayed, keep=True)
+    with_old_scales.write(values, spec, delayed, WriteKind.MERGED_COPY)
     if torch.equal(with_old_scales.dequantize(), values):
         output.copy_(with_old_scales)
     else:
