@@ -65,8 +65,8 @@ from torch.nn import functional
 
 from fp8rs.nn.functional import key_of
 from fp8rs.nn.grouped import gated_mlp
-from fp8rs.quantize.quantizers import Quantizer
 from fp8rs.quantize.recipes import quant_spec, resolve_recipe
+from fp8rs.tensor.quantizer import Quantizer
 
 ops = torch.ops.fp8rs
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

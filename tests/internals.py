@@ -8,10 +8,10 @@ from fp8rs import _core as core
 from fp8rs import doctor
 from fp8rs._torch import dtensor_like, fsdp_param_groups, own_store, reshard
 from fp8rs.fsdp.param import ParamHandle
+from fp8rs.model.input_cache import QuantizedInputCache
+from fp8rs.model.state import ModelState
 from fp8rs.nn import function
 from fp8rs.nn.debug import Debug
-from fp8rs.nn.input_cache import QuantizedInputCache
-from fp8rs.nn.model_state import ModelState
 from fp8rs.tensor import aten
 from fp8rs.tensor.plane_storage import PlaneStorage
 

@@ -14,13 +14,7 @@ from fp8rs.convert.high_precision import convert_to_high_precision
 from fp8rs.convert.quantized_init import quantized_init
 from fp8rs.convert.select import min_speedup
 from fp8rs.nn.linear import Float8Linear
-from fp8rs.quantize.quantizers import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    MXFP8Quantizer,
-    Quantizer,
-)
+from fp8rs.quantize.formats import BlockFormat
 from fp8rs.quantize.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -29,9 +23,15 @@ from fp8rs.quantize.recipes import (
     MXFP8BlockScaling,
     Recipe,
 )
-from fp8rs.tensor.formats import BlockFormat
+from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.quantized import Float8Tensor, MXFP8Tensor, Plane, QuantizedTensor
-from fp8rs.tensor.spec import QuantSpec
+from fp8rs.tensor.quantizer import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    Quantizer,
+)
 
 from . import nn
 from ._core import CudaError, UnsupportedError, __version__

@@ -26,9 +26,9 @@ from distributed.models import (
     shardings,
     watch_weights,
 )
-from fp8rs.fsdp.shard_spec import ShardSpec
+from fp8rs.model.shard_spec import ShardSpec
+from fp8rs.quantize.cast import quantize_planes
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import quantize_planes
 from internals import fsdp_param_groups, local_of, storage_of
 
 

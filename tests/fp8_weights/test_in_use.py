@@ -53,7 +53,7 @@ from distributed.sharded_pairs import (
     shards,
 )
 from fp8rs.fsdp import MasterWeight
-from fp8rs.fsdp.shard_spec import ShardSpec
+from fp8rs.model.shard_spec import ShardSpec
 from fp8rs.optim import AdamW
 from internals import handle_of, local_of, storage_of
 from saving import reloaded

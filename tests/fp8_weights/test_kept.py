@@ -15,7 +15,7 @@ import fp8rs
 from distributed import ranks
 from distributed.models import HIDDEN, RECIPES, batch, linears, make, recipes, shard, shardings
 from fp8rs.convert.fp8_weights import dequantize_weight
-from fp8rs.fsdp.shard_spec import ShardSpec
+from fp8rs.model.shard_spec import ShardSpec
 from fp8rs.optim import AdamW, MasterWeights
 from internals import gathered_bytes, handle_of, local_of, storage_of
 

@@ -415,7 +415,7 @@ def test_deferred_init_is_the_same_for_any_number_of_ranks(rig, hidden, recipe, 
 
 
 def requantized(values, spec):
-    from fp8rs.tensor.spec import quantize_planes
+    from fp8rs.quantize.cast import quantize_planes
 
     row, _ = quantize_planes(spec, values, True, False)
     return row.dequantize(torch.float32)

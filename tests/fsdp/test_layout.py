@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rs.fsdp.layout import AllGatherLayout
-from fp8rs.fsdp.shard_spec import ShardSpec
-from fp8rs.tensor.formats import E4M3, E5M2, FORMATS
-from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.spec import QuantSpec, quantize_planes
+from fp8rs.model.shard_spec import ShardSpec
+from fp8rs.quantize.cast import quantize_planes
+from fp8rs.quantize.formats import E4M3, E5M2, FORMATS
+from fp8rs.quantize.planes import Plane
+from fp8rs.quantize.spec import QuantSpec
 from oracle.compare import same
 
 examples = settings(max_examples=80, derandomize=True, database=None, deadline=None)

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from distributed import ranks
 from distributed.models import RECIPES, WIDTH, linears, make, on_all_ranks, same_bytes, shard
 from fp8rs.fsdp import MasterWeight
-from fp8rs.fsdp.shard_spec import ShardSpec
+from fp8rs.model.shard_spec import ShardSpec
 from fp8rs.optim import AdamW
-from fp8rs.tensor.planes import Plane
+from fp8rs.quantize.cast import quantize_planes
+from fp8rs.quantize.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import quantize_planes
 from internals import local_of, storage_of
 
 #: With the oldest torch what the other files show of FSDP2 must do: the matrix takes minutes.

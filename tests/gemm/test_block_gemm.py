@@ -15,7 +15,7 @@ import fp8rs
 from fp8rs.gemm import devices, kernels, operands
 from fp8rs.gemm.table import GEMMS, scaled_mm
 from fp8rs.nn import function
-from fp8rs.tensor import formats
+from fp8rs.quantize import formats
 from oracle.blocks import expand, swizzle
 from oracle.compare import relative
 from oracle.elements import E4M3

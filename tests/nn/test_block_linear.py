@@ -11,7 +11,7 @@ import fp8rs
 from calls import Calls
 from cases import skip_without_block_gemms
 from fp8rs.gemm.table import scaled_mm
-from fp8rs.nn.model_state import ModelState
+from fp8rs.model.state import ModelState
 from fp8rs.quantize.recipes import RECIPES
 from oracle.blocks import quantize
 from oracle.compare import relative

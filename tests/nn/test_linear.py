@@ -16,8 +16,8 @@ from fp8rs import nn as fp8nn
 from fp8rs.gemm.devices import capability as capability_of
 from fp8rs.gemm.devices import check_cuda
 from fp8rs.gemm.table import scaled_mm
-from fp8rs.nn.input_cache import this_thread
-from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, Quantizer
+from fp8rs.model.input_cache import this_thread
+from fp8rs.quantize.formats import BlockFormat
 from fp8rs.quantize.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -25,8 +25,8 @@ from fp8rs.quantize.recipes import (
     quant_spec,
     resolve_recipe,
 )
-from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.quantized import Plane
+from fp8rs.tensor.quantizer import Float8CurrentScalingQuantizer, Quantizer
 from internals import state_of
 from oracle.compare import relative
 from oracle.elements import E4M3

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fp8rs.optim import AdamW
-from fp8rs.quantize.quantizers import Quantizer
-from fp8rs.tensor import formats
-from fp8rs.tensor.spec import QuantSpec
+from fp8rs.quantize import formats
+from fp8rs.quantize.spec import QuantSpec
+from fp8rs.tensor.quantizer import Quantizer
 from oracle.compare import same
 
 E4M3 = torch.float8_e4m3fn

@@ -148,8 +148,8 @@ def test_shapes_are_measured_and_written(tmp_path: Path) -> None:
 def test_both_sides_of_a_measured_mlp_compute_the_same() -> None:
     import grouped_shapes as bench
 
-    from fp8rs.quantize.quantizers import Quantizer
     from fp8rs.quantize.recipes import quant_spec, resolve_recipe
+    from fp8rs.tensor.quantizer import Quantizer
 
     torch.manual_seed(0)
     case = bench.case_of("qwen3", bench.TINY["qwen3"], 128, "skewed", "cpu")

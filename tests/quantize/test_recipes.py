@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fp8rs
+from fp8rs.quantize import formats
 from fp8rs.quantize.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -15,7 +16,6 @@ from fp8rs.quantize.recipes import (
     describe,
     resolve_recipe,
 )
-from fp8rs.tensor import formats
 
 
 def test_defaults():

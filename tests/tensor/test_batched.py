@@ -6,11 +6,11 @@ import io
 import pytest
 import torch
 
-from fp8rs.quantize.quantizers import Quantizer
-from fp8rs.tensor import formats
-from fp8rs.tensor.planes import Plane
+from fp8rs.quantize import formats
+from fp8rs.quantize.planes import Plane
+from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.quantized import Float8Tensor, QuantizedTensor
-from fp8rs.tensor.spec import QuantSpec
+from fp8rs.tensor.quantizer import Quantizer
 from internals import storage_of
 from oracle.compare import same
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fp8rs
-from fp8rs.tensor import formats
+from fp8rs.quantize import formats
+from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import QuantSpec
 from random_examples import examples
 from tensor_formats import (
     FORMATS,

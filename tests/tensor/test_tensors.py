@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
-from fp8rs.tensor.formats import ROW, TENSOR
+from fp8rs.quantize.formats import ROW, TENSOR
+from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.quantized import Float8Tensor, Plane, QuantizedTensor
-from fp8rs.tensor.spec import QuantSpec
+from fp8rs.tensor.quantizer import Float8CurrentScalingQuantizer, Float8Quantizer
 from internals import storage_of
 from saving import reloaded
 

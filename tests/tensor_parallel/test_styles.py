@@ -19,10 +19,10 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import same_bytes
-from fp8rs.nn.spec import GRAD, INPUT
+from fp8rs.model.spec import GRAD, INPUT
 from fp8rs.optim import AdamW
+from fp8rs.quantize.cast import quantize_planes
 from fp8rs.quantize.recipes import resolve_recipe
-from fp8rs.tensor.spec import quantize_planes
 from fp8rs.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,

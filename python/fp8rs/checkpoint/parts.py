@@ -27,10 +27,10 @@ from fp8rs._torch import (
     local_shape_and_offset,
     own_part,
 )
+from fp8rs.quantize.formats import INPUT_DTYPES, split_batch
+from fp8rs.quantize.planes import Plane
 from fp8rs.tensor.dcp import splits_blocks
-from fp8rs.tensor.formats import INPUT_DTYPES, split_batch
 from fp8rs.tensor.plane_storage import Write, WriteKind
-from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 
 #: Suffixes of a weight's name for its scales and for a second plane.

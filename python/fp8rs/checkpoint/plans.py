@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
 from fp8rs._torch import own_part
+from fp8rs.quantize.formats import FP8_MAX, INPUT_DTYPES
 from fp8rs.scaling.histories import BUFFERS
-from fp8rs.tensor.formats import FP8_MAX, INPUT_DTYPES
 from fp8rs.tensor.quantized import is_fp8
 
 from .parts import COLUMNWISE, SCALE, distribute_like

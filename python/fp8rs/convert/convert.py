@@ -16,9 +16,9 @@ from fp8rs.convert.experts import convert_experts
 from fp8rs.convert.fp8_weights import check_weight, quantize_weight
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.select import FILTERED, SHARDED, Selection, converted, listed, record, select
+from fp8rs.model.state import ModelState, state_of
 from fp8rs.nn.fp8_params import add_fp8_params, float8_class
 from fp8rs.nn.linear import Float8Linear
-from fp8rs.nn.model_state import ModelState, state_of
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_bool, check_module
 from fp8rs.scaling import steps
 

@@ -19,6 +19,7 @@ from fp8rs.gemm.estimates import (
     gated_mlp_is_faster,
 )
 from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS
+from fp8rs.model.state import ModelState, state_of
 from fp8rs.nn.experts import (
     ExpertsConfig,
     Float8Experts,
@@ -31,9 +32,8 @@ from fp8rs.nn.experts import (
 from fp8rs.nn.fp8_params import Float8Params, add_fp8_params
 from fp8rs.nn.grouped import Gemms
 from fp8rs.nn.grouped_linear import GroupedLinear
-from fp8rs.nn.model_state import ModelState, state_of
+from fp8rs.quantize.formats import INPUT_DTYPES
 from fp8rs.quantize.recipes import Recipe, describe
-from fp8rs.tensor.formats import INPUT_DTYPES
 
 #: The reason of ``filter_fqns``.
 NAMED = "named by filter_fqns"

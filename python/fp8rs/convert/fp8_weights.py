@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from fp8rs._core import UnsupportedError
 from fp8rs._torch import become, check_can_become, dtensor_like, is_distributed, own_part
+from fp8rs.quantize.cast import quantize_planes
 from fp8rs.quantize.recipes import Recipe, quant_spec
 from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor, is_fp8, wrap
-from fp8rs.tensor.spec import quantize_planes
 
 
 def check_weight(
@@ -80,7 +80,7 @@ def _check_has_whole_matrices(weight: Any, described: str) -> None:
     Expert parallelism gives each rank whole matrices of a batch.
     """
     # Import it only for DTensors: torch.distributed.tensor takes seconds to import.
-    from fp8rs.fsdp.shard_spec import ShardSpec
+    from fp8rs.model.shard_spec import ShardSpec
 
     if ShardSpec.from_dtensor(weight).matrix_groups:
         raise ValueError(

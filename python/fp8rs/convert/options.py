@@ -12,9 +12,9 @@ from fp8rs._torch import own_part
 from fp8rs.convert.torchao import from_float8_linear_config
 from fp8rs.gemm.grouped import reads_format
 from fp8rs.nn.fp8_params import Float8Params
-from fp8rs.quantize.quantizers import group_name
 from fp8rs.quantize.recipes import Recipe, check_bool, describe, resolve_recipe
 from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.quantizer import group_name
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 ExpertsMode = Literal["auto", "fp8", "gather", "off"]

@@ -19,7 +19,7 @@ from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import Selection, converted, select
 from fp8rs.convert.sizes import Layouts, groups_of, is_sharded_by_fsdp, layouts_of
-from fp8rs.fsdp.shard_spec import ShardSpec
+from fp8rs.model.shard_spec import ShardSpec
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_module, describe
 
 #: Rows per expert for which a report names GEMMs.

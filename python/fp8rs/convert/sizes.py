@@ -24,7 +24,7 @@ from fp8rs._torch import (
     reshards_after_forward,
 )
 from fp8rs.fsdp.layout import AllGatherLayout
-from fp8rs.fsdp.shard_spec import ShardSpec
+from fp8rs.model.shard_spec import ShardSpec
 from fp8rs.quantize.recipes import Recipe, quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp8rs.quantize import formats
 from fp8rs.quantize.recipes import Recipe, resolve_recipe
-from fp8rs.tensor import formats
 
 #: The fields of operands, and the default dtype of each.
 _CASTS = {

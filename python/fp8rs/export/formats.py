@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs.tensor import formats
-from fp8rs.tensor.formats import BlockFormat
-from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.spec import QuantSpec
+from fp8rs.quantize import formats
+from fp8rs.quantize.formats import BlockFormat
+from fp8rs.quantize.planes import Plane
+from fp8rs.quantize.spec import QuantSpec
 
 #: Returns ``quantization_config`` for the names of modules that stay in high precision, and of
 #: those with experts among them.

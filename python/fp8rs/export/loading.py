@@ -27,8 +27,8 @@ from fp8rs._torch import (
 from fp8rs.checkpoint.parts import SCALE, parts_of
 from fp8rs.checkpoint.states import load_parts
 from fp8rs.nn.fp8_params import reset_scales
+from fp8rs.quantize.formats import MX_1X32, MX_32X32
 from fp8rs.quantize.recipes import check_module
-from fp8rs.tensor.formats import MX_1X32, MX_32X32
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .files import on_all_ranks, raise_on_all

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs.tensor.formats import E4M3, E5M2
+from fp8rs.quantize.formats import E4M3, E5M2
 
 from .files import CONFIG, INDEX, SINGLE, import_safetensors
 from .formats import FORMATS

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_like, own_part, plain_name, reshard, unwrapped
+from fp8rs.model.spec import spec_for
+from fp8rs.model.state import state_of
 from fp8rs.nn.experts import is_transposed
-from fp8rs.nn.model_state import state_of
-from fp8rs.nn.spec import spec_for
+from fp8rs.quantize.cast import quantize_planes
+from fp8rs.quantize.formats import INPUT_DTYPES, split_batch
+from fp8rs.quantize.planes import Plane, as_bytes
 from fp8rs.quantize.recipes import check_module
-from fp8rs.tensor.formats import INPUT_DTYPES, split_batch
-from fp8rs.tensor.planes import Plane, as_bytes
+from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import QuantSpec, quantize_planes
 
 from .formats import ServingFormat, serving_format
 from .names import Fused, Layout, Part, layout_of, persistent_buffers

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import fp8rs
 from fp8rs._torch import fsdp_groups, fsdp_place, own_store
-from fp8rs.nn.model_state import ModelState
+from fp8rs.model.state import ModelState
 from fp8rs.quantize.recipes import describe
 from fp8rs.tensor.quantized import is_fp8
 

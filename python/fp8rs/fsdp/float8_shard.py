@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import is_distributed, is_traced, own_part, sharded_parameters
-from fp8rs.tensor.formats import split_batch
+from fp8rs.model.shard_spec import ShardSpec, local_part
+from fp8rs.quantize.formats import split_batch
+from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.plane_storage import PlaneStorage, Write, WriteKind
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.rounding import rounds_to_codes
-from fp8rs.tensor.spec import QuantSpec
 
 from .master_weight import post_all_gather, pre_all_gather
 from .param import ParamHandle
-from .shard_spec import ShardSpec, local_part
 
 
 class Float8Shard(QuantizedTensor):

@@ -22,14 +22,12 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import is_alias, preserve_version_counter
+from fp8rs.model.shard_spec import ShardSpec
+from fp8rs.quantize.formats import BlockFormat, split_batch
+from fp8rs.quantize.planes import Plane, Planes
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.scaling.streams import StreamDependency
-from fp8rs.tensor.formats import BlockFormat, split_batch
 from fp8rs.tensor.plane_storage import PlaneStorage
-from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.spec import Planes
-
-from .shard_spec import ShardSpec
 
 #: Bytes between the starts of shards in one buffer, as an allocator would align them.
 ALIGNMENT = 256

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_spec, own_part, reshard
-from fp8rs.nn.model_state import ModelState, state_of
+from fp8rs.model.shard_spec import ShardSpec
+from fp8rs.model.state import ModelState, state_of
 from fp8rs.scaling.histories import fit_history
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .layout import AllGatherMetadata
-from .shard_spec import ShardSpec
 
 
 class ParamHandle:

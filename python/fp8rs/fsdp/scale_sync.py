@@ -36,10 +36,10 @@ from torch import Tensor
 
 from fp8rs._core import multi_rescale
 from fp8rs._torch import is_traced
+from fp8rs.quantize.planes import Plane
+from fp8rs.quantize.spec import QuantSpec
 from fp8rs.scaling.histories import differs, largest_code, raise_next_scales
 from fp8rs.scaling.reductions import index_tensor
-from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.spec import QuantSpec
 
 from .float8_shard import Float8ParamHandle
 from .param import LocalShard

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from fp8rs.model.shard_spec import ShardSpec
+from fp8rs.quantize.cast import quantize_planes
+from fp8rs.quantize.planes import Planes
+from fp8rs.quantize.spec import QuantSpec
 from fp8rs.scaling.delayed import DelayedScalingState
 from fp8rs.scaling.reductions import index_tensor, reduce_packed_
 from fp8rs.scaling.streams import StreamDependency
-from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
 
 from .layout import AllGatherLayout, flat, split_block_rows
 from .param import LocalShard, ParamHandle, set_scales
-from .shard_spec import ShardSpec
 
 _block_amax = torch.ops.fp8rs.block_amax.default
 _multi_amax = torch.ops.fp8rs.multi_amax.default

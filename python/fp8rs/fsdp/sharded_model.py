@@ -33,8 +33,9 @@ from fp8rs._torch import (
     set_local_tensor,
     sharded_parameters,
 )
+from fp8rs.model.shard_spec import local_part
+from fp8rs.model.state import ModelState, state_of
 from fp8rs.nn.fp8_params import copy_attributes, mark_replaced
-from fp8rs.nn.model_state import ModelState, state_of
 from fp8rs.quantize.recipes import check_module, quant_spec
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -46,7 +47,6 @@ from .master_weight import MasterWeight
 from .param import LocalShard, ParamHandle, local_of, record_write_events, wait_for_writes
 from .scale_sync import sync_shards
 from .shard_quantizer import shard_quantizer
-from .shard_spec import local_part
 
 
 class ShardedModel:

@@ -18,7 +18,7 @@ from fp8rs._torch import constant_when_traced
 from fp8rs.gemm.devices import capability
 from fp8rs.gemm.estimates import MAX_WGRAD_ROWS
 from fp8rs.ops.define import python_op
-from fp8rs.tensor.formats import BlockFormat
+from fp8rs.quantize.formats import BlockFormat
 
 #: The compute capability whose GPUs have grouped FP8 GEMMs in torch.
 SUPPORTED = (9, 0)

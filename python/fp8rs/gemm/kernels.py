@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8rs.gemm.operands import rebased, rebases
-from fp8rs.tensor import formats
-from fp8rs.tensor.planes import Plane
+from fp8rs.quantize import formats
+from fp8rs.quantize.planes import Plane
 
 _pack_scales = torch.ops.fp8rs.pack_scales.default
 _unsafe_view = torch.ops.aten._unsafe_view.default

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fp8rs.gemm.devices import capability, gpu_path
-from fp8rs.tensor import formats
-from fp8rs.tensor.formats import BlockFormat
-from fp8rs.tensor.planes import Plane
+from fp8rs.quantize import formats
+from fp8rs.quantize.formats import BlockFormat
+from fp8rs.quantize.planes import Plane
 
 _rebase = torch.ops.fp8rs.rebase.default
 _transpose = torch.ops.fp8rs.transpose.default

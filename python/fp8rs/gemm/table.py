@@ -18,9 +18,9 @@ from fp8rs._core import UnsupportedError
 from fp8rs._torch import autocast_dtype, depends_on_data
 from fp8rs.gemm import kernels
 from fp8rs.gemm.devices import check_cuda
-from fp8rs.tensor import formats
-from fp8rs.tensor.formats import BLOCK_1X128, BLOCK_128X128, MX_1X32, MX_32X32, ROW, TENSOR
-from fp8rs.tensor.planes import Plane
+from fp8rs.quantize import formats
+from fp8rs.quantize.formats import BLOCK_1X128, BLOCK_128X128, MX_1X32, MX_32X32, ROW, TENSOR
+from fp8rs.quantize.planes import Plane
 
 
 class Gemm(NamedTuple):

@@ -17,7 +17,7 @@ from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 
 from fp8rs.convert import convert_to_float8_training
-from fp8rs.nn.model_state import state_of
+from fp8rs.model.state import state_of
 from fp8rs.quantize.recipes import resolve_recipe
 
 __all__ = ["Float8Converter"]

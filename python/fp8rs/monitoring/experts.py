@@ -9,11 +9,12 @@ from torch import Tensor
 
 from fp8rs._torch import is_distributed, own_part
 from fp8rs.gemm.grouped import has_grouped_gemm, reads_format
+from fp8rs.model.spec import spec_for
 from fp8rs.nn.experts import other_implementation
-from fp8rs.nn.spec import spec_for
-from fp8rs.tensor.planes import Plane
+from fp8rs.quantize.cast import quantize_planes
+from fp8rs.quantize.planes import Plane
+from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import QuantSpec, quantize_planes
 
 
 def plane_of(module: Any, key: str, device: torch.device) -> tuple[Tensor | None, Plane | None]:
@@ -55,7 +56,7 @@ def _shard_plane(module: Any, key: str, values: Tensor, spec: QuantSpec) -> Plan
     """Quantize a shard, with the scales of the whole weight."""
     from fp8rs.fsdp.param import LocalShard
     from fp8rs.fsdp.shard_quantizer import shard_quantizer
-    from fp8rs.fsdp.shard_spec import ShardSpec
+    from fp8rs.model.shard_spec import ShardSpec
 
     where = ShardSpec.from_dtensor(module._parameters[key])
     shard = LocalShard(module._fp8_params[key], values, where, values.device)

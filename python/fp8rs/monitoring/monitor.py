@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8rs._torch import is_distributed, keep_address, own_part
+from fp8rs.model.spec import ROLES
 from fp8rs.nn import observe
 from fp8rs.nn.debug import set_debug
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.observe import OperandStats
-from fp8rs.nn.spec import ROLES
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, check_int
 
 from .experts import plane_of

@@ -22,14 +22,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fp8rs._torch import gradients_needed, is_distributed, is_traced
-from fp8rs.tensor.formats import INPUT_DTYPES
+from fp8rs.model.state import state_of
+from fp8rs.quantize.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .backward import refuse_double_backward
 from .fp8_params import Float8Params
 from .functional import as_stored, cast_input, key_of, local_part
 from .grouped import Gemms, check, gated_mlp, grouped, prefers_gated_mlp
-from .model_state import state_of
 
 #: The name of `experts_forward` in the registry of transformers.
 TRANSFORMERS_KEY = "fp8rs"

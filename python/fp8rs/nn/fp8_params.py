@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import become, can_share_data, is_distributed, own_part, set_local_tensor
+from fp8rs.model.state import ModelState, refuse_codes, remove_hook
+from fp8rs.quantize.cast import quantize_planes
 from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, SlotCache, new_buffers
 from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor, is_fp8
-from fp8rs.tensor.spec import quantize_planes
-
-from .model_state import ModelState, refuse_codes, remove_hook
 
 #: The name of a parameter that was replaced by a DTensor, as an attribute of the old parameter.
 _REPLACED = "_fp8_replaced"

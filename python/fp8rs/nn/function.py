@@ -26,16 +26,17 @@ from fp8rs._torch import (
 )
 from fp8rs.gemm.operands import contracted_multiple, dgrad_column_scale, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
+from fp8rs.model.input_cache import input_token, this_thread
+from fp8rs.model.spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
 from fp8rs.ops.inductor import fuse_maxima
-from fp8rs.tensor.planes import Plane
+from fp8rs.quantize.cast import quantize_planes
+from fp8rs.quantize.planes import Plane, Planes
+from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
 
 from .backward import gathered_weight, read_weight, refuse_double_backward
 from .grouped import gated_mlp, grouped
-from .input_cache import input_token, this_thread
 from .observe import OperandStats
-from .spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
 
 _amax = torch.ops.fp8rs.amax.default
 _note_amax = torch.ops.fp8rs._note_amax.default
@@ -60,7 +61,7 @@ def linear(
         x: (..., in), fp32, bf16 or fp16, or a QuantizedTensor in the recipe's format for inputs.
         weight: (out, in), in high precision or a QuantizedTensor.
         bias: (out,) or None.
-        key: the key of the `LinearSpec` (`fp8rs.nn.spec.register`).
+        key: the key of the `LinearSpec` (`fp8rs.model.spec.register`).
         out_dtype: dtype of y. Gradients have the dtypes of their tensors.
         scales: with delayed scaling, the scales of weight, input and gradient; fp32, one element
             each, 0 before the first scale.

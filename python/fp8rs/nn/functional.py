@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fp8rs import _core
 from fp8rs._torch import autocast_dtype, constant_when_traced, is_distributed
+from fp8rs.model.spec import register
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
 from .function import prepare_compilers
 from .grouped import check, check_sizes, grouped
-from .spec import register
 
 __all__ = ["check_offsets", "grouped_linear"]
 

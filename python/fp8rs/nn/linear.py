@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fp8rs._torch import autocast_dtype, constant_when_traced, is_distributed
+from fp8rs.model.state import ModelState
+from fp8rs.quantize.formats import INPUT_DTYPES
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe
 from fp8rs.scaling.delayed import DelayedScalingState, keep_buffers_local, note_compiled
 from fp8rs.scaling.histories import Slots, slots
-from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .backward import check_has_memory
@@ -30,7 +31,6 @@ from .fp8_params import (
 )
 from .function import linear
 from .init import is_sharded, reset_linear
-from .model_state import ModelState
 
 
 @constant_when_traced

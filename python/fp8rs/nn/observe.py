@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8rs.model.spec import GRAD, WEIGHT
 from fp8rs.ops.define import python_op
-from fp8rs.tensor import formats
-from fp8rs.tensor.formats import FP8_BOUND, FP8_MAX
-from fp8rs.tensor.planes import Plane
+from fp8rs.quantize import formats
+from fp8rs.quantize.formats import FP8_BOUND, FP8_MAX
+from fp8rs.quantize.planes import Plane, Planes
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import Planes
-
-from .spec import GRAD, WEIGHT
 
 #: The statistics of an operand, in fp64. These are summed over micro-batches and ranks. For an
 #: operand that comes quantized only `SEEN` is counted, because its values are not known.

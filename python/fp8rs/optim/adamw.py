@@ -15,7 +15,7 @@ from fp8rs.optim import weights
 from fp8rs.optim.masters import MASTER_STATE_KEYS, MasterWeightOptimizer
 from fp8rs.optim.param import Param
 from fp8rs.optim.step import Options, ParamUpdate, Step
-from fp8rs.tensor.formats import INPUT_DTYPES
+from fp8rs.quantize.formats import INPUT_DTYPES
 
 
 class AdamW(MasterWeightOptimizer):

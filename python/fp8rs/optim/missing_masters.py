@@ -14,7 +14,7 @@ from fp8rs._torch import not_traced
 from fp8rs.optim.masters import MasterWeightOptimizer
 from fp8rs.optim.param import Param
 
-#: The optimizers that have taken their first step, with the states (`fp8rs.nn.model_state`) of the
+#: The optimizers that have taken their first step, with the states (`fp8rs.model.state`) of the
 #: models whose FP8 weights they step without masters.
 _stepped: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import dtensor_like, is_distributed, is_traced, own_part
-from fp8rs.tensor import formats
-from fp8rs.tensor.formats import FP8_MAX
+from fp8rs.quantize import formats
+from fp8rs.quantize.formats import FP8_MAX
+from fp8rs.quantize.planes import Plane
 from fp8rs.tensor.plane_storage import Delayed
-from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.rounding import rounds_to_codes, stochastic_round
 

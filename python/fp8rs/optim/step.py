@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8rs.optim import weights
 from fp8rs.optim.param import Param, UpdateKind
-from fp8rs.tensor.spec import QuantSpec
+from fp8rs.quantize.spec import QuantSpec
 
 _adamw = torch.ops.fp8rs.adamw_.default
 

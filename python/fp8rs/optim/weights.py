@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fp8rs._torch import increment_version
 from fp8rs.optim.param import Param, UpdateKind
-from fp8rs.tensor.planes import as_bytes
-from fp8rs.tensor.spec import QuantSpec
+from fp8rs.quantize.planes import as_bytes
+from fp8rs.quantize.spec import QuantSpec
 
 _multi_amax = torch.ops.fp8rs.multi_amax.default
 _multi_quantize = torch.ops.fp8rs.multi_quantize.default

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from fp8rs.tensor import formats
-from fp8rs.tensor.formats import BlockFormat
-from fp8rs.tensor.spec import QuantSpec
+from fp8rs.quantize import formats
+from fp8rs.quantize.formats import BlockFormat
+from fp8rs.quantize.spec import QuantSpec
 
 Role = Literal["input", "weight", "grad"]
 

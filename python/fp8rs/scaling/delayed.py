@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from fp8rs._torch import after_backward, constant_when_traced, in_backward, is_traced
 from fp8rs.quantize.recipes import DelayedScaling
+from fp8rs.quantize.spec import QuantSpec
 from fp8rs.scaling.histories import Pack, are_intact, keep_local, packed
 from fp8rs.scaling.reductions import check_same, mesh_groups, reduce_packed_
 from fp8rs.scaling.steps import StepTracker
 from fp8rs.scaling.streams import StreamDependency
-from fp8rs.tensor.spec import QuantSpec
 
 #: A model warns after this many forwards in training mode without an optimizer step.
 WARN_AFTER = 100

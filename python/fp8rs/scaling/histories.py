@@ -30,10 +30,10 @@ from fp8rs._torch import (
     local_tensor,
     outside_selective_checkpoints,
 )
+from fp8rs.quantize.formats import FP8_MAX
 from fp8rs.quantize.recipes import DelayedScaling
+from fp8rs.quantize.spec import QuantSpec
 from fp8rs.scaling.reductions import index_tensor
-from fp8rs.tensor.formats import FP8_MAX
-from fp8rs.tensor.spec import QuantSpec
 
 #: The names of a layer's buffers, each with the dimension along which a `Pack` stacks layers.
 BUFFERS = {"fp8_scale": 0, "fp8_amax": 0, "fp8_amax_history": 1}

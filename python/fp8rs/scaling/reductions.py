@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8rs._torch import in_fake_mode
-from fp8rs.tensor.spec import reduce_amax
+from fp8rs.quantize.cast import reduce_amax
 
 
 def index_tensor(indices: tuple[int, ...], device: torch.device) -> Tensor:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import is_alias, no_torch_dispatch
+from fp8rs.quantize.formats import FP8_MAX, INPUT_DTYPES, LOGICAL_DTYPES
+from fp8rs.quantize.planes import zeros
 from fp8rs.tensor import collectives
 from fp8rs.tensor.copies import copy_codes, new_shard
 from fp8rs.tensor.fallback import dequantized_call, each_member, quantized_in
-from fp8rs.tensor.formats import FP8_MAX, INPUT_DTYPES, LOGICAL_DTYPES
 from fp8rs.tensor.plane_storage import WriteKind
-from fp8rs.tensor.planes import zeros
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
 
 aten = torch.ops.aten

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fp8rs.tensor import formats
+from fp8rs.quantize import formats
+from fp8rs.quantize.planes import Plane, as_bytes
 from fp8rs.tensor.fallback import quantized_in, run_dequantized, wait
 from fp8rs.tensor.plane_storage import WriteKind
-from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
 
 _gather_all = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from fp8rs.tensor.formats import split_batch
+from fp8rs.quantize.formats import split_batch
+from fp8rs.quantize.planes import Box, Plane, zeros
 from fp8rs.tensor.plane_storage import PlaneStorage, Write, WriteKind
-from fp8rs.tensor.planes import Box, Plane, zeros
 from fp8rs.tensor.quantized import PLANES, QuantizedTensor
 
 

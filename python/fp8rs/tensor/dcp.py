@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8rs._torch import is_distributed, own_part, write_item
-from fp8rs.tensor.planes import Plane
+from fp8rs.quantize.planes import Plane
 
 
 def write_items(fqn: str, whole: Any) -> list[Any]:

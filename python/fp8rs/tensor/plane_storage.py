@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import is_traced, note_write
-from fp8rs.tensor.formats import BlockFormat, split_batch
-from fp8rs.tensor.planes import Box, Plane, as_bytes, transpose_dims
-from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes, requantize_plane
+from fp8rs.quantize.cast import quantize_planes, requantize_plane
+from fp8rs.quantize.formats import BlockFormat, split_batch
+from fp8rs.quantize.planes import Box, Plane, Planes, as_bytes, transpose_dims
+from fp8rs.quantize.spec import QuantSpec
 
 #: Why a quantized tensor cannot be copied as the bytes of one storage, and what to do instead.
 NO_SINGLE_MEMORY = (

@@ -36,8 +36,12 @@ from fp8rs._torch import (
     note_write,
     own_part,
 )
-from fp8rs.tensor import dcp, formats
-from fp8rs.tensor.formats import BlockFormat
+from fp8rs.quantize import formats
+from fp8rs.quantize.formats import BlockFormat
+from fp8rs.quantize.planes import Box, Planes, as_bytes, check_planes
+from fp8rs.quantize.planes import Plane as Plane
+from fp8rs.quantize.spec import QuantSpec, default_spec
+from fp8rs.tensor import dcp
 from fp8rs.tensor.plane_storage import (
     NO_SINGLE_MEMORY,
     Delayed,
@@ -45,9 +49,6 @@ from fp8rs.tensor.plane_storage import (
     Write,
     WriteKind,
 )
-from fp8rs.tensor.planes import Box, as_bytes, check_planes
-from fp8rs.tensor.planes import Plane as Plane
-from fp8rs.tensor.spec import Planes, QuantSpec, default_spec
 
 #: The names of the two planes.
 PLANES = ("rowwise", "columnwise")

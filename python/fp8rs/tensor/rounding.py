@@ -12,9 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from fp8rs.tensor.formats import E4M3, E5M2, FP8_BOUND, FP8_MAX
-from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.spec import Planes
+from fp8rs.quantize.formats import E4M3, E5M2, FP8_BOUND, FP8_MAX
+from fp8rs.quantize.planes import Plane, Planes
 
 #: Mantissa bits, and the exponent of the smallest normal number.
 _SIZES = {E4M3: (3, -6), E5M2: (2, -14)}

@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
 from fp8rs._core import UnsupportedError
-from fp8rs.nn.spec import INPUT, spec_for
+from fp8rs.model.spec import INPUT, spec_for
+from fp8rs.quantize.cast import quantize_planes, reduce_amax
+from fp8rs.quantize.planes import Plane
+from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.plane_storage import PlaneStorage
-from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import wrap
-from fp8rs.tensor.spec import QuantSpec, quantize_planes, reduce_amax
 
 _amax = torch.ops.fp8rs.amax.default
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default

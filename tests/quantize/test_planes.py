@@ -12,9 +12,9 @@ from torch import nn
 
 import fp8rs
 from cases import skip_without_block_gemms
-from fp8rs.quantize.quantizers import Quantizer
-from fp8rs.tensor.formats import TENSOR
+from fp8rs.quantize.formats import TENSOR
 from fp8rs.tensor.quantized import Plane, QuantizedTensor
+from fp8rs.tensor.quantizer import Quantizer
 from oracle.blocks import expand
 from saving import reloaded
 from tensor_formats import (

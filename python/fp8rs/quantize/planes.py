@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fp8rs import ops  # noqa: F401  (registers torch.ops.fp8rs)
-from fp8rs.tensor import formats
-from fp8rs.tensor.formats import BlockFormat, split_batch
+from fp8rs.quantize import formats
+from fp8rs.quantize.formats import BlockFormat, split_batch
 
 #: A part of a matrix (rows, columns), or of a batch of matrices (matrices, rows, columns).
 Box = tuple[slice, ...]
@@ -179,6 +179,10 @@ class Plane:
                 f"{what} has no storage: FSDP freed the gathered weight when it resharded. "
                 "Read it between the module's pre-forward and its reshard, or call unshard() first"
             )
+
+
+#: The rowwise and the columnwise plane of one tensor.
+Planes = tuple[Plane | None, Plane | None]
 
 
 def transpose_dims(dims: tuple[_T, ...]) -> tuple[_T, ...]:

@@ -1,7 +1,7 @@
 """Quantizers: callables that quantize high-precision tensors in one format.
 
 There is one class. The functions of this module return it for one kind of scaling each. Linear
-layers need planes without a tensor around them, and call `fp8rs.tensor.spec.quantize_planes`, as a
+layers need planes without a tensor around them, and call `fp8rs.quantize.cast.quantize_planes`, as a
 quantizer does.
 """
 
@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8rs._torch import constant_when_traced
+from fp8rs.quantize import formats
+from fp8rs.quantize.cast import quantize_planes
+from fp8rs.quantize.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, split_batch
+from fp8rs.quantize.planes import Plane
 from fp8rs.quantize.recipes import check_amax_epsilon, check_bool, check_choice
-from fp8rs.tensor import formats
-from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, split_batch
+from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.plane_storage import Delayed, PlaneStorage
-from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
-from fp8rs.tensor.spec import QuantSpec, quantize_planes
 
 # Dynamo does not trace the constructor of a tensor subclass. It can put a call of a function that
 # returns one into the graph, if all arguments are tensors or plain constants. A spec is therefore

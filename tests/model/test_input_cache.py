@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fp8rs
 from cases import skip_without_block_gemms
-from fp8rs.nn.input_cache import QuantizedInputCache, input_token
+from fp8rs.model.input_cache import QuantizedInputCache, input_token
 from fp8rs.quantize.recipes import resolve_recipe
 from internals import notify_freed
 from saving import reloaded

@@ -23,12 +23,12 @@ from fp8rs._torch import (
     outside_selective_checkpoints,
     sharded_parameters,
 )
+from fp8rs.quantize.formats import FP8_MAX
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, quant_spec, resolve_recipe
 from fp8rs.scaling import steps
 from fp8rs.scaling.delayed import DelayedScalingState, note_compiled
 from fp8rs.scaling.histories import BUFFERS
 from fp8rs.scaling.steps import StepTracker
-from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.quantized import is_fp8
 
 from .function import prepare_compilers
@@ -48,7 +48,7 @@ class ModelState:
 
     Attributes:
         recipe: the recipe of every layer.
-        key: names the recipe and the group in graphs (`fp8rs.nn.spec`).
+        key: names the recipe and the group in graphs (`fp8rs.model.spec`).
         tracker: counts the model's forwards.
         linears: weak references to the layers, by index.
         names: their fully qualified names, for messages.

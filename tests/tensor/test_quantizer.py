@@ -9,13 +9,13 @@ import torch
 
 import fp8rs
 from distributed import ranks
-from fp8rs.quantize.quantizers import (
+from fp8rs.quantize.formats import FORMATS
+from fp8rs.tensor.quantized import Float8Tensor
+from fp8rs.tensor.quantizer import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Quantizer,
 )
-from fp8rs.tensor.formats import FORMATS
-from fp8rs.tensor.quantized import Float8Tensor
 from oracle.elements import MAX
 from oracle.tensorwise import quantize, scale_from_amax
 

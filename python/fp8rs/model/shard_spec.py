@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import local_tensor
-from fp8rs.tensor.formats import split_batch
+from fp8rs.quantize.formats import split_batch
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

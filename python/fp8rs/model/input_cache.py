@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8rs._torch import current_stream_id, dispatch_mode, memory_of
-from fp8rs.tensor.spec import Planes
+from fp8rs.quantize.planes import Planes
 
 
 def input_token(x: Tensor, key: Any) -> tuple[Any, ...] | None:

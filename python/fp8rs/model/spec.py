@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8rs.gemm.operands import operand_format
+from fp8rs.quantize.formats import BlockFormat
 from fp8rs.quantize.recipes import Recipe, Role, quant_spec
-from fp8rs.tensor.formats import BlockFormat
-from fp8rs.tensor.spec import QuantSpec
+from fp8rs.quantize.spec import QuantSpec
 
 #: The operands of a layer, in the order of their slots in the buffers of delayed scaling.
 ROLES: tuple[Role, ...] = ("weight", "input", "grad")
