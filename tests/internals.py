@@ -7,11 +7,13 @@ from torch import Tensor, nn
 from fp8rs import _core as core
 from fp8rs import doctor
 from fp8rs._torch import dtensor_like, fsdp_param_groups, own_store, reshard
-from fp8rs.fsdp.param import ParamHandle
+from fp8rs.fsdp.gather_unit import GatherUnit
+from fp8rs.model.handle import ParamHandle
 from fp8rs.model.input_cache import QuantizedInputCache
 from fp8rs.model.state import ModelState
 from fp8rs.nn import function
 from fp8rs.nn.debug import Debug
+from fp8rs.scaling.steps import StepTracker
 from fp8rs.tensor import aten
 from fp8rs.tensor.plane_storage import PlaneStorage
 
@@ -22,11 +24,14 @@ __all__ = [
     "debug_of",
     "dtensor_like",
     "fsdp_param_groups",
+    "gather_unit_of",
     "gathered_bytes",
     "gemms_of",
     "handle_of",
     "handle_of_tensor",
     "handles_of",
+    "has_prepared_codes",
+    "keeps_codes",
     "local_of",
     "notify_freed",
     "own_store",
@@ -107,6 +112,24 @@ def run_in_high_precision(module: nn.Module) -> None:
 def handle_of_tensor(t: Tensor) -> ParamHandle:
     """Return the handle that a local tensor with all-gather hooks refers to."""
     return local_of(t)._handle
+
+
+def gather_unit_of(handle: ParamHandle) -> GatherUnit:
+    """Return a gather unit of one parameter, which can record writes but not gather."""
+    handle.unit = GatherUnit([handle], [], None, StepTracker(), lambda unit: None, None)
+    return handle.unit
+
+
+def keeps_codes(module: nn.Module, name: str = "weight") -> bool:
+    """Return whether the codes of a forward are kept for the backward of a sharded parameter."""
+    handle = handle_of(module, name)
+    return handle.unit is not None and handle.unit._kept[handle.unit._index[handle]] is not None
+
+
+def has_prepared_codes(module: nn.Module, name: str = "weight") -> bool:
+    """Return whether a cast has prepared codes that no hook of the parameter has returned."""
+    handle = handle_of(module, name)
+    return handle.unit is not None and handle.unit._prepared[handle.unit._index[handle]] is not None
 
 
 def gathered_bytes(module: nn.Module, name: str = "weight") -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -453,6 +454,17 @@ def reshard(model: Any) -> None:
             module.reshard()
 
 
+def set_plainly(module: Any) -> None:
+    """Let FSDP2 replace parameters of a module that overrides ``__setattr__`` without calling it.
+
+    FSDP2 replaces parameters twice in each all-gather. It writes to ``_parameters`` if the
+    module's ``__setattr__`` is that of ``nn.Module``, and otherwise assigns. FSDP2 reads this
+    attribute of the instance. Python reads that of the class, so assignments still call the
+    override.
+    """
+    module.__dict__["__setattr__"] = MethodType(torch.nn.Module.__setattr__, module)
+
+
 def own_part(tensor: Any) -> Any:
     """Return the local tensor of a DTensor, or another tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
@@ -574,6 +586,11 @@ def fsdp_place(fsdp_param: Any) -> tuple[Any, str, Any]:
     return place.module, place.param_name, fsdp_param.sharded_param
 
 
+def sharded_local_tensor(fsdp_param: Any) -> Any:
+    """Return the local tensor of the sharded parameter of an FSDPParam."""
+    return fsdp_param.sharded_param._local_tensor
+
+
 def fsdp_groups(root: Any) -> Iterator[tuple[str, Any]]:
     """Yield FSDP2's parameter groups below ``root``, with the names of their modules.
 
@@ -598,6 +615,14 @@ def fsdp_is_initialized(root: Any) -> bool:
 
     units = [] if root is None else [m for m in root.modules() if isinstance(m, FSDPModule)]
     return bool(units) and all(unit._get_fsdp_state()._is_root is not None for unit in units)
+
+
+def reshards_parameters(group: Any) -> bool:
+    """Return whether FSDP2 frees the parameters of a group after a forward. False for None.
+
+    The root's parameters stay. ``set_reshard_after_forward`` changes this at any time.
+    """
+    return group is not None and group.post_forward_mesh_info is not None
 
 
 def reshards_after_forward(root: Any, unit: str, group: Any) -> bool:

@@ -20,7 +20,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from fp8rs import _core
+import fp8rs._core as _core
 from fp8rs.gemm.devices import RECIPE_NAMES, Capability, gpu_path
 
 #: How every recipe runs on the CPU.

@@ -23,7 +23,7 @@ from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import RECIPES, same_bytes
 from fp8rs.fsdp.master_weight import MasterWeight
-from fp8rs.fsdp.param import local_of
+from fp8rs.model.handle import local_of
 from fp8rs.tensor.quantized import QuantizedTensor
 from internals import gemms_of, handle_of, handles_of, run_in_high_precision
 from internals import local_of as local_tensor

@@ -23,7 +23,7 @@ from distributed.batched import shard as sharded
 from distributed.collectives import Collectives
 from distributed.models import RECIPES, reduces
 from fp8rs.fsdp.master_weight import MasterWeight
-from fp8rs.fsdp.param import local_of
+from fp8rs.model.handle import local_of
 
 #: Numbers of experts: even, uneven, and fewer than ranks.
 EXPERTS = {"even": 4, "uneven": 5, "empty": 1}

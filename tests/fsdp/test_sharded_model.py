@@ -29,7 +29,7 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
-from internals import gathered_bytes, handle_of, local_of
+from internals import gathered_bytes, has_prepared_codes, keeps_codes, local_of
 
 
 @ranks(2)
@@ -208,7 +208,7 @@ def test_shards_that_are_gathered_together_are_cast_in_one_launch(rig, recipe):
 
 def kept(model):
     """The names of the layers whose codes are kept for a backward."""
-    return [name for name, layer in linears(model).items() if handle_of(layer).kept]
+    return [name for name, layer in linears(model).items() if keeps_codes(layer)]
 
 
 @ranks(1, 2)
@@ -287,7 +287,7 @@ def test_a_weight_that_is_cast_again_in_a_backward_leaves_nothing(rig, recipe):
         local_of(model.blocks[1].down.weight).mul_(0.5)
     y.sum().backward()
     for layer in linears(model).values():
-        assert handle_of(layer).prepared is None
+        assert not has_prepared_codes(layer)
     assert kept(model) == []
 
 

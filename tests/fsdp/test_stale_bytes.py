@@ -29,7 +29,8 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
-from fp8rs.fsdp.param import ParamHandle, record_write_events, wait_for_writes
+from fp8rs.model.handle import ParamHandle
+from internals import gather_unit_of
 
 # Recipes whose weights' bytes follow from the weights alone; delayed ones while they have no scale.
 recipes = pytest.mark.parametrize("recipe", ["current", "delayed", *BLOCKS])
@@ -400,6 +401,7 @@ def test_a_gather_waits_for_what_was_written_before_the_forward(marked):
     """And, where that was marked, for nothing that the writer's stream does afterwards."""
     layer = nn.Linear(1, 1)
     weight = ParamHandle(layer, "weight")
+    unit = gather_unit_of(weight)
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     written = torch.zeros(1 << 24, device="cuda")
     written.fill_(0).sum()  # a kernel's first use would wait for whatever runs
@@ -408,10 +410,10 @@ def test_a_gather_waits_for_what_was_written_before_the_forward(marked):
     written.fill_(1)
     weight.mark_written()
     if marked:
-        record_write_events([weight])
+        unit.record_write_events({})
     torch.cuda._sleep(2_000_000_000)  # a second, and more
     with torch.cuda.stream(side):
-        wait_for_writes([weight])
+        unit.wait_for_writes()
         read = written.sum()
         done = torch.cuda.Event()
         done.record()

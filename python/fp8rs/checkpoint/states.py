@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer as TorchOptimizer
 
 from fp8rs._torch import names_of, note_write, own_part, reshard, sharded_parameters
-from fp8rs.nn.fp8_params import replaced_name, reset_scales
+from fp8rs.model.handle import replaced_name
+from fp8rs.nn.fp8_params import reset_scales
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import check_module
 from fp8rs.scaling.histories import BUFFERS, keep_local

@@ -20,15 +20,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-import fp8rs
+from fp8rs._core import __version__
 from fp8rs._torch import fsdp_groups, fsdp_place, own_store
+from fp8rs.model.handle import local_of
 from fp8rs.model.state import ModelState
 from fp8rs.quantize.recipes import describe
 from fp8rs.tensor.quantized import is_fp8
 
 from .float8_shard import Float8Shard
 from .master_weight import MasterWeight
-from .param import local_of
 
 #: How a weight is gathered, by the class of its local tensor.
 GATHERED: dict[type, str] = {MasterWeight: "quantized before it is gathered", Float8Shard: "FP8"}
@@ -49,7 +49,7 @@ def compare_conversions(state: ModelState, mesh: Any) -> None:
 
 def conversion(state: ModelState, mesh: Any) -> dict[str, str]:
     """Describe the version, the recipe and the converted weights that are sharded over a mesh."""
-    described = {"fp8rs": fp8rs.__version__, "recipe": describe(state.recipe)}
+    described = {"fp8rs": __version__, "recipe": describe(state.recipe)}
     for name, layer in zip(state.names, state.layers(), strict=False):
         params: Any = () if layer is None else layer._fp8_params
         for param in params:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import is_distributed, is_traced, own_part, sharded_parameters
+from fp8rs.model.handle import ParamHandle
 from fp8rs.model.shard_spec import ShardSpec, local_part
 from fp8rs.quantize.formats import split_batch
 from fp8rs.quantize.spec import QuantSpec
@@ -22,14 +23,14 @@ from fp8rs.tensor.plane_storage import PlaneStorage, Write, WriteKind
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.rounding import rounds_to_codes
 
-from .master_weight import post_all_gather, pre_all_gather
-from .param import ParamHandle
+from .hooks import PreAllGather, post_all_gather
+from .layout import AllGatherLayout
 
 
 class Float8Shard(QuantizedTensor):
     """A quantized shard. Its codes and scales are the bytes that FSDP2 gathers."""
 
-    fsdp_pre_all_gather = property(pre_all_gather)
+    fsdp_pre_all_gather = property(PreAllGather)
     fsdp_post_all_gather = post_all_gather
 
     @property
@@ -92,17 +93,12 @@ class Float8ParamHandle(ParamHandle):
         return cast(QuantSpec, self.parameter_part.spec)
 
     @property
-    def sharded_model(self) -> Any:
-        """The `fp8rs.fsdp.sharded_model.ShardedModel`. None unless the module holds a shard."""
-        state = self.state_if_any
-        return None if state is None or self.local is None else state.ensure_sharded_model()
-
-    @property
     def shares_scales(self) -> bool:
         """Whether several ranks have elements of one scale of the weight."""
-        if self.local is None and self._shard_spec is None:
+        if not self.is_sharded and not self.was_sharded:
             return False
-        return bool(self.state.ensure_sharded_model().quantizer.shares_scales(self.shard_spec))
+        spec = self.quant_spec
+        return AllGatherLayout(spec.format, spec.fp8_dtype).shares_scales(self.shard_spec)
 
     @property
     def element_offsets(self) -> tuple[int, ...]:
@@ -180,7 +176,8 @@ class Float8ParamHandle(ParamHandle):
             # An all-gather stream may read what another stream allocated.
             pending.record_stream(torch.cuda.current_stream(pending.device))
         self.unsynced, self.pending = False, None
-        self._note_stream()
+        if self.unit is not None:
+            self.unit.note_stream()
 
     # --- values from before rounding -------------------------------------------------------------
 

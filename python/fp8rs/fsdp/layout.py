@@ -52,6 +52,19 @@ class AllGatherLayout:
         self.columnwise = not format.square and cols != -1
         self.height = cols if self.columnwise else max(rows, 1)
 
+    def split_rows(self, spec: ShardSpec) -> tuple[int, ...]:
+        """Return the rows of blocks of each matrix that shard boundaries split."""
+        if spec.shards_batch:
+            return ()
+        padded_rows = spec.padded_length * spec.rows_per_index
+        return split_block_rows(spec.matrix_shape[0], padded_rows, spec.num_shards, self.height)
+
+    def shares_scales(self, spec: ShardSpec) -> bool:
+        """Return whether several ranks have elements of one scale of a weight."""
+        if self.format.per_tensor:
+            return bool(spec.matrix_groups)
+        return bool(self.split_rows(spec))
+
     # --- shards ----------------------------------------------------------------------------------
 
     def allocate(

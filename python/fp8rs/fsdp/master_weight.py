@@ -1,7 +1,5 @@
 """MasterWeight: the local tensor of a sharded high-precision parameter, gathered in FP8.
 
-FSDP2's all-gather hooks are here too. `fp8rs.fsdp.float8_shard.Float8Shard` also uses them.
-
 When FSDP2 puts a sharded DTensor on a converted module, the DTensor's local tensor becomes a
 `MasterWeight` over the same storage (`fp8rs.fsdp.sharded_model`). Optimizers, checkpoints and
 collectives see plain memory with a real pointer. Parameters that are not sharded remain plain.
@@ -10,10 +8,8 @@ FSDP2 may replace the tensor at any time, so it has no state of its own beyond i
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,90 +19,15 @@ from fp8rs._torch import (
     disabled_torch_function,
     is_alias,
     is_traced,
-    outside_selective_checkpoints,
-    own_part,
     real_subclass,
     wrapper_subclass,
 )
+from fp8rs.model.handle import ParamHandle
 from fp8rs.tensor.fallback import written_arguments
-from fp8rs.tensor.plane_storage import PlaneStorage
-from fp8rs.tensor.quantized import wrap
 
-from .layout import AllGatherMetadata
-from .param import ParamHandle
+from .hooks import PreAllGather, post_all_gather
 
 aten = torch.ops.aten
-
-# --- all-gather hooks -----------------------------------------------------------------------------
-
-
-#: FSDP2 reads the signature of the hook at every all-gather. Computing the signature of a method
-#: takes longer than the hook itself.
-_SIGNATURE = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
-
-
-def pre_all_gather(local: Any) -> Any:
-    """Return the ``fsdp_pre_all_gather`` of a local tensor, with the signature ``(mesh)``.
-
-    With this signature, the tensors to gather may have different sizes. The hook returns the
-    shard as flat uint8 tensors, equally long on all ranks, and metadata.
-
-    FSDP2 looks for the hook in `fully_shard`, and again when it initializes, before the first
-    all-gather of any of its units. All ranks that shard a converted layer reach the latter point,
-    whichever layers they converted.
-
-    FSDP2 may call the hooks inside of a checkpointed function, in its forward only. Selective
-    checkpointing must not count their operators.
-    """
-    handle = local._handle
-    if not handle.fsdp_initialized:
-        handle.state.ensure_sharded_model().fsdp_looks_for_hooks()
-    hook: Any = partial(_all_gather_inputs, local)
-    hook.__signature__ = _SIGNATURE
-    return hook
-
-
-@outside_selective_checkpoints
-def _all_gather_inputs(local: Any, mesh: Any) -> Any:
-    prepared = local._handle.state.ensure_sharded_model().prepare_all_gather(local._handle, local)
-    return prepared.inputs, prepared
-
-
-@outside_selective_checkpoints
-def post_all_gather(
-    self: Any,
-    all_gather_outputs: tuple[Tensor, ...],
-    metadata: AllGatherMetadata,
-    param_dtype: torch.dtype,
-    *,
-    out: Tensor | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """Build the unsharded weight over the gathered bytes, or let ``out`` refer to them.
-
-    Returns:
-        On the first call, the weight and its inner tensors besides the gathered ones. FSDP2 frees
-        and allocates their memory.
-    """
-    metadata.ready.wait()
-    outputs = (*all_gather_outputs, *metadata.inputs[len(all_gather_outputs) :])
-    layout, shard_spec = metadata.layout, metadata.shard_spec
-    if out is not None:
-        storage: PlaneStorage = own_part(out)._storage
-        planes = layout.refilled(storage, outputs, shard_spec, metadata.scale)
-        if planes is None:
-            # A training forward may write tensors that an inference forward has created.
-            with torch.inference_mode(False), torch.no_grad():
-                planes = layout.unpack(outputs, shard_spec, metadata.scale, storage)
-        storage.rowwise, storage.columnwise = planes
-        return None
-    with torch.inference_mode(False), torch.no_grad():
-        planes = layout.unpack(outputs, shard_spec, metadata.scale)
-        shape = torch.Size(shard_spec.unsharded_shape)
-        weight = wrap(PlaneStorage(*planes, gathered=True), shape, param_dtype)
-        return weight, layout.inner_tensors(planes, shard_spec)
-
-
-# --- the local tensor -----------------------------------------------------------------------------
 
 
 class MasterWeight(Tensor):
@@ -142,7 +63,7 @@ class MasterWeight(Tensor):
         self._handle = handle
         return self
 
-    fsdp_pre_all_gather = property(pre_all_gather)
+    fsdp_pre_all_gather = property(PreAllGather)
     fsdp_post_all_gather = post_all_gather
 
     # Operators go to __torch_dispatch__ directly.

@@ -42,7 +42,7 @@ from fp8rs.scaling.histories import differs, largest_code, raise_next_scales
 from fp8rs.scaling.reductions import index_tensor
 
 from .float8_shard import Float8ParamHandle
-from .param import LocalShard
+from .local_shard import LocalShard
 from .shard_quantizer import BlockwiseShardQuantizer, ShardQuantizer
 
 _multi_amax = torch.ops.fp8rs.multi_amax.default
@@ -59,7 +59,12 @@ def sync_shards(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None
     else:
         _sync_tensors(quantizer, shards)
     for shard in shards:
-        shard.handle.mark_synced()
+        fp8_handle(shard).mark_synced()
+
+
+def fp8_handle(shard: LocalShard) -> Float8ParamHandle:
+    """Return the handle of an FP8 weight's shard."""
+    return cast(Float8ParamHandle, shard.handle)
 
 
 # --- the common scale -----------------------------------------------------------------------------
@@ -141,7 +146,7 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     each = zip(shards, rows, scales, before, amaxes_of_shards, strict=True)
     parts = []
     for shard, row, scale, old, amax in each:
-        handle = shard.handle
+        handle = fp8_handle(shard)
         values = handle.pending
         if handle.unsynced:
             # A write to an empty shard has no values to keep. The other shards may have new ones.
@@ -172,7 +177,7 @@ def _tensor_contributions(
     empty: list[int] = []
     ends = accumulate(shard.matrices for shard in shards)
     for shard, end in zip(shards, ends, strict=True):
-        handle, places = shard.handle, range(end - shard.matrices, end)
+        handle, places = fp8_handle(shard), range(end - shard.matrices, end)
         at = slice(places.start, places.stop)
         if not shard.data.numel():
             empty += places
@@ -215,7 +220,7 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
             rows = slice(max(start, 0), start + height)
             scale, stored = common.select(-2, row).to(data.device), scales.select(-2, place)
             before = stored.to(torch.float32, copy=True)
-            if shard.handle.pending is None:
+            if fp8_handle(shard).pending is None:
                 codes.append((data[..., rows, :], before.view(-1), scale.reshape(-1)))
             else:
                 values = _values(quantizer, shard)[..., rows, :]
@@ -232,15 +237,16 @@ def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane
 
 def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return the values of a shard (..., rows, columns), pending ones if there are any."""
-    if shard.handle.pending is not None:
-        return cast(Tensor, shard.handle.pending.view(shard.data._storage.matrix))
+    pending = fp8_handle(shard).pending
+    if pending is not None:
+        return pending.view(shard.data._storage.matrix)
     values = _split_plane(quantizer, shard).dequantize(torch.float32)
     return values.t() if quantizer.layout.columnwise else values
 
 
 def _block_contributions(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return contributions for each block of a shard, (3, ..., rows, columns of blocks)."""
-    scales, handle = _split_plane(quantizer, shard).scale.to(torch.float32), shard.handle
+    scales, handle = _split_plane(quantizer, shard).scale.to(torch.float32), fp8_handle(shard)
     if quantizer.layout.columnwise:
         scales = scales.t().contiguous()
     if not handle.unsynced:

@@ -7,14 +7,15 @@ all-reduce per process group for all shards together. `cast` quantizes shards wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, groupby
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from fp8rs.model.handle import ParamHandle
 from fp8rs.model.shard_spec import ShardSpec
 from fp8rs.quantize.cast import quantize_planes
 from fp8rs.quantize.planes import Planes
@@ -23,8 +24,8 @@ from fp8rs.scaling.delayed import DelayedScalingState
 from fp8rs.scaling.reductions import index_tensor, reduce_packed_
 from fp8rs.scaling.streams import StreamDependency
 
-from .layout import AllGatherLayout, flat, split_block_rows
-from .param import LocalShard, ParamHandle, set_scales
+from .layout import AllGatherLayout, flat
+from .local_shard import LocalShard, set_scales, values_of
 
 _block_amax = torch.ops.fp8rs.block_amax.default
 _multi_amax = torch.ops.fp8rs.multi_amax.default
@@ -66,31 +67,26 @@ class ShardQuantizer:
         Raises:
             ValueError: the format does not support this sharding. All ranks raise it.
         """
-        shard_spec, format = handle.shard_spec, self.layout.format
-        last = int(shard_spec.batched and not self.layout.columnwise)
-        if not format.per_tensor and shard_spec.shard_dim > last:
+        shard_spec = handle.shard_spec
+        format = self.layout.format
+        # A batch may also be sharded along the rows of its matrices, if only one plane is gathered.
+        last_dim = 1 if shard_spec.batched and not self.layout.columnwise else 0
+        if not format.per_tensor and shard_spec.shard_dim > last_dim:
             raise ValueError(
                 f"shard_placement_fn puts {handle.fqn} on Shard({shard_spec.shard_dim}), but "
                 f"weights in format {format.name!r} are gathered by rows: use Shard(0)"
             )
         local = handle.local if data is None else data
-        data = getattr(local, "high_precision", local)
-        return LocalShard(handle, data, shard_spec, shard_spec.mesh_device(local.device))
+        device = shard_spec.mesh_device(local.device)
+        return LocalShard(handle, values_of(local), shard_spec, device)
 
     def split_rows(self, shard_spec: ShardSpec) -> tuple[int, ...]:
         """Return the rows of blocks of each matrix that shard boundaries split."""
-        if shard_spec.shards_batch:
-            return ()
-        padded = shard_spec.padded_length * shard_spec.rows_per_index
-        return split_block_rows(
-            shard_spec.matrix_shape[0], padded, shard_spec.num_shards, self.layout.height
-        )
+        return self.layout.split_rows(shard_spec)
 
     def shares_scales(self, shard_spec: ShardSpec) -> bool:
         """Return whether several ranks have elements of one scale of a weight."""
-        if self.layout.format.per_tensor:
-            return bool(shard_spec.matrix_groups)
-        return bool(self.split_rows(shard_spec))
+        return self.layout.shares_scales(shard_spec)
 
     def reduce(
         self, shards: Sequence[LocalShard], values: Tensor, sizes: Sequence[int] = ()
@@ -102,13 +98,19 @@ class ShardQuantizer:
             values: maxima of the shards, fp32 and contiguous.
             sizes: number of maxima of each shard. By default, the number of its matrices.
         """
-        ends = list(accumulate(sizes or [shard.matrices for shard in shards]))
-        specs = [shard.shard_spec for shard in shards]
-        if self.layout.format.per_tensor:
-            groups = [spec.matrix_groups for spec in specs]
-        else:  # with tensor parallelism, blocks start at the edge of each rank's part
-            groups = [spec.shard_groups for spec in specs]
-        return reduce_packed_(values, zip(map(range, [0, *ends], ends), groups, strict=True))
+        if not sizes:
+            sizes = [shard.matrices for shard in shards]
+        parts = []
+        start = 0
+        for shard, size in zip(shards, sizes, strict=True):
+            if self.layout.format.per_tensor:
+                groups = shard.shard_spec.matrix_groups
+            else:
+                # With tensor parallelism, blocks start at the edge of each rank's part.
+                groups = shard.shard_spec.shard_groups
+            parts.append((range(start, start + size), groups))
+            start += size
+        return reduce_packed_(values, parts)
 
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
         """Compute what ``cast`` needs from other ranks, and store it on the handles.
@@ -131,15 +133,23 @@ class ShardQuantizer:
         Args:
             shards: shards whose ``data`` is on the mesh's device.
         """
-        masters, pack = [s for s in shards if not s.is_fp8], self.layout.pack
-        cast = iter(self.cast(masters) if masters else ())
-        return [pack(s.data.planes, s.shard_spec) if s.is_fp8 else next(cast) for s in shards]
+        masters = [shard for shard in shards if not shard.is_fp8]
+        if len(masters) == len(shards):
+            return self.cast(shards)
+
+        inputs_of = {}
+        if masters:
+            inputs_of = dict(zip(masters, self.cast(masters), strict=True))
+        for shard in shards:
+            if shard.is_fp8:
+                inputs_of[shard] = self.layout.pack(shard.data.planes, shard.shard_spec)
+        return [inputs_of[shard] for shard in shards]
 
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
         """Quantize master weights with the scales on their handles, and pack them."""
         raise NotImplementedError
 
-    def record_gathered(self, handles: Iterable[ParamHandle]) -> None:
+    def record_gathered(self) -> None:
         """Record the amaxes of weights that an evaluation gathered and that are still gathered.
 
         Called when a forward in training mode begins. That forward uses these weights without a
@@ -167,48 +177,62 @@ class TensorwiseShardQuantizer(ShardQuantizer):
 
     @override
     def copy_scales(self, shards: Sequence[LocalShard]) -> None:
-        scales = [s.data.planes[0].scale.view(-1).to(s.device) for s in shards]
+        scales = [shard.data.planes[0].scale.view(-1).to(shard.device) for shard in shards]
         set_scales(shards, torch.cat(scales))
 
     @override
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
-        buffers, codes = self.layout.allocate(
-            [s.shard_spec for s in shards], [s.data.shape for s in shards], shards[0].device
-        )
+        specs = [shard.shard_spec for shard in shards]
+        shapes = [shard.data.shape for shard in shards]
+        buffers, codes = self.layout.allocate(specs, shapes, shards[0].device)
         for shard, buffer in zip(shards, buffers, strict=True):
-            if (numel := shard.data.numel()) < buffer.numel():
+            numel = shard.data.numel()
+            if numel < buffer.numel():
                 buffer[numel:].zero_()  # padding is gathered too
         self._cast_into(shards, codes)
-        return [
-            (b, flat(s.handle.scale.view(-1, 1), s.shard_spec.padded_length, 1))
-            if s.shard_spec.shards_batch
-            else (b,)
-            for b, s in zip(buffers, shards, strict=True)
-        ]
+
+        inputs: list[tuple[Tensor, ...]] = []
+        for shard, buffer in zip(shards, buffers, strict=True):
+            if shard.shard_spec.shards_batch:
+                assert shard.handle.scale is not None
+                scales = shard.handle.scale.view(-1, 1)
+                inputs.append((buffer, flat(scales, shard.shard_spec.padded_length, 1)))
+            else:
+                inputs.append((buffer,))
+        return inputs
 
     def _cast_into(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
-        scales = torch.hstack([s.handle.scale for s in shards])
-        _multi_quantize([s.data for s in shards], scales, codes, True)
+        scales = torch.hstack([_scale_of(shard) for shard in shards])
+        _multi_quantize([shard.data for shard in shards], scales, codes, True)
 
     @override
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
         amaxes = self._amaxes(shards)
         scales = self.quant_spec.scale_from_amax(amaxes)
         counts = [shard.matrices for shard in shards]
-        each = zip(shards, amaxes.split(counts), scales.split(counts), strict=True)
-        made: list[Planes] = []
-        for shard, amax, scale in each:
+        planes_per_shard: list[Planes] = []
+        for shard, amax, scale in zip(
+            shards, amaxes.split(counts), scales.split(counts), strict=True
+        ):
             scale = scale.to(shard.data.device)
-            scale = scale if shard.shard_spec.batched else scale.view(())
-            made.append(quantize_planes(self.quant_spec, shard.data, True, False, scale=scale))
+            if not shard.shard_spec.batched:
+                scale = scale.view(())
+            planes = quantize_planes(self.quant_spec, shard.data, True, False, scale=scale)
+            planes_per_shard.append(planes)
             shard.handle.fit_history(scale, amax, exact=True)
-        return made
+        return planes_per_shard
 
     def _amaxes(self, shards: Sequence[LocalShard]) -> Tensor:
         """Return the amaxes (n,) of all matrices: one launch per device, one all-reduce."""
-        by_device = groupby((s.data for s in shards), lambda data: data.device)
-        found = [_multi_amax(list(values), True).to(shards[0].device) for _, values in by_device]
-        return self.reduce(shards, found[0] if len(found) == 1 else torch.cat(found))
+        device = shards[0].device
+        amaxes_per_device = []
+        # Offloaded shards are on the CPU, so measure each device's shards in one launch.
+        for _, device_shards in groupby(shards, lambda shard: shard.data.device):
+            values = [shard.data for shard in device_shards]
+            amaxes_per_device.append(_multi_amax(values, True).to(device))
+        if len(amaxes_per_device) == 1:
+            return self.reduce(shards, amaxes_per_device[0])
+        return self.reduce(shards, torch.cat(amaxes_per_device))
 
 
 class DelayedShardQuantizer(TensorwiseShardQuantizer):
@@ -222,12 +246,16 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
     def __init__(self, quant_spec: QuantSpec, histories: DelayedScalingState) -> None:
         super().__init__(quant_spec)
         self._histories = histories
+        #: The amaxes of shards whose last cast was for an evaluation, and the casts.
+        self._unrecorded: dict[ParamHandle, tuple[Tensor, StreamDependency]] = {}
 
     @override
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
-        if batched := [s for s in shards if s.shard_spec.batched]:
+        batched = [shard for shard in shards if shard.shard_spec.batched]
+        if batched:
             super().update_scales(batched)
-        if single := [s for s in shards if not s.shard_spec.batched]:
+        single = [shard for shard in shards if not shard.shard_spec.batched]
+        if single:
             set_scales(single, self._scales(single))
 
     def _scales(self, shards: Sequence[LocalShard]) -> Tensor:
@@ -235,59 +263,85 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
 
         The measured amax begins the history, also for a layer that never runs.
         """
-        slots = self._recorded(shards)[1]
+        _, slots = self._recorded(shards)
         scales = self._histories.pack(shards[0].device).scale[slots, 0, 0].clone()
-        modules: list[Any] = [shard.handle.module for shard in shards]
         # The host knows which scales are not 0.
-        if places := [i for i, module in enumerate(modules) if not module.fp8_ready[0]]:
-            new = [shards[i] for i in places]
-            amaxes = self._amaxes(new)
-            finite, at = amaxes.isfinite(), index_tensor(tuple(places), scales.device)
-            known = (scales[at] > 0) & finite
-            scales[at] = torch.where(known, scales[at], self.quant_spec.scale_from_amax(amaxes))
-            if self._histories.records(modules):
-                recorded, slots = self._recorded(new)
-                seen = recorded[slots]
-                recorded[slots] = torch.where(finite, seen.maximum(amaxes), seen)
+        indices = []
+        for index, shard in enumerate(shards):
+            module: Any = shard.handle.module
+            if not module.fp8_ready[0]:
+                indices.append(index)
+        if not indices:
+            return scales
+
+        new_shards = [shards[index] for index in indices]
+        amaxes = self._amaxes(new_shards)
+        finite = amaxes.isfinite()
+        positions = index_tensor(tuple(indices), scales.device)
+        current_scales = self.quant_spec.scale_from_amax(amaxes)
+        has_history = (scales[positions] > 0) & finite
+        scales[positions] = torch.where(has_history, scales[positions], current_scales)
+
+        if self._histories.records(shard.handle.module for shard in shards):
+            recorded, slots = self._recorded(new_shards)
+            recorded[slots] = torch.where(finite, recorded[slots].maximum(amaxes), recorded[slots])
         return scales
 
     def _cast_into(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
-        pairs = list(zip(shards, codes, strict=True))
-        # The forward has cast the values that a backward gathers.
-        again = self._histories.tracker.in_backward
-        if known := [pair for pair in pairs if again or pair[0].shard_spec.batched]:
-            super()._cast_into(*zip(*known, strict=True))
-        if len(known) == len(pairs):
+        # The forward has cast the values that a backward gathers, with the scales on the handles.
+        if self._histories.tracker.in_backward:
+            super()._cast_into(shards, codes)
             return
-        shards, codes = zip(*(p for p in pairs if not p[0].shard_spec.batched), strict=True)
-        scales = torch.stack([s.handle.scale for s in shards])
+        batched = [index for index, shard in enumerate(shards) if shard.shard_spec.batched]
+        if batched:
+            super()._cast_into([shards[i] for i in batched], [codes[i] for i in batched])
+            single = [index for index in range(len(shards)) if index not in batched]
+            shards = [shards[i] for i in single]
+            codes = [codes[i] for i in single]
+        if shards:
+            self._cast_and_record(shards, codes)
+
+    def _cast_and_record(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
+        """Cast shards, replace scales of non-finite values, and record the amaxes."""
+        scales = torch.stack([_scale_of(shard) for shard in shards])
         recorded, slots = self._recorded(shards)
-        record = self._histories.records(s.handle.module for s in shards)
-        amaxes = recorded[slots] if record else torch.zeros_like(scales)
-        used = _multi_quantize_delayed([s.data for s in shards], scales, amaxes, codes)
-        set_scales(shards, used)
-        ready = StreamDependency(shards[0].device, [*(s.handle.scale for s in shards), amaxes])
+        records = self._histories.records(shard.handle.module for shard in shards)
+        amaxes = recorded[slots] if records else torch.zeros_like(scales)
+        used_scales = _multi_quantize_delayed(
+            [shard.data for shard in shards], scales, amaxes, codes
+        )
+        set_scales(shards, used_scales)
+
+        if records:
+            for shard in shards:
+                self._unrecorded.pop(shard.handle, None)
+            if not isinstance(slots, slice):
+                recorded[slots] = amaxes
+            return
+        ready = StreamDependency(shards[0].device, [amaxes])
         for shard, amax in zip(shards, amaxes.unbind(), strict=True):
-            shard.handle.ready = ready
-            shard.handle.unrecorded = None if record else amax
-        if record and not isinstance(slots, slice):
-            recorded[slots] = amaxes
+            self._unrecorded[shard.handle] = amax, ready
 
     @override
-    def record_gathered(self, handles: Iterable[ParamHandle]) -> None:
-        for handle in handles:
-            amax = handle.unrecorded
-            if amax is not None and handle.local is None:
-                assert handle.ready is not None
-                handle.ready.wait()
-                recorded, slot = self._histories.pack(amax.device).weight_amaxes([handle.index])
-                recorded[slot] = recorded[slot].maximum(amax)
-                handle.unrecorded = None
+    def record_gathered(self) -> None:
+        for handle, (amax, ready) in list(self._unrecorded.items()):
+            if handle.is_sharded:
+                continue  # its next cast records the amax
+            ready.wait()
+            recorded, slot = self._histories.pack(amax.device).weight_amaxes([handle.index])
+            recorded[slot] = recorded[slot].maximum(amax)
+            del self._unrecorded[handle]
 
     def _recorded(self, shards: Sequence[LocalShard]) -> tuple[Tensor, Any]:
         """Return the recorded amaxes of all weights (layers,), and the shards' places in them."""
         pack = self._histories.pack(shards[0].device)
-        return pack.weight_amaxes([s.handle.index for s in shards])
+        return pack.weight_amaxes([shard.handle.index for shard in shards])
+
+
+def _scale_of(shard: LocalShard) -> Tensor:
+    """Return the scale on the handle of a shard, whose format has one per matrix."""
+    assert shard.handle.scale is not None
+    return shard.handle.scale
 
 
 # --- one scale per block or row -------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fp8rs import _core
+from fp8rs._core import zero_tail as native_zero_tail
 from fp8rs._torch import constant_when_traced
 from fp8rs.gemm.devices import capability
 from fp8rs.gemm.estimates import MAX_WGRAD_ROWS
@@ -63,7 +63,7 @@ def _scaled(
             use_fast_accum=True,
         )
         if zero_tail:
-            _core.zero_tail(out, ends)
+            native_zero_tail(out, ends)
         return out.to(out_dtype)
     out = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)
     with torch.autocast("cpu", enabled=False):
@@ -207,7 +207,7 @@ def _plain(a: Tensor, b: Tensor, ends: Tensor, zero_tail: bool) -> Tensor:
         return a.new_zeros(shape)
     out = torch._grouped_mm(a, b, offs=ends)
     if zero_tail and b.dim() == 3:
-        _core.zero_tail(out, ends)
+        native_zero_tail(out, ends)
     return out
 
 

@@ -10,7 +10,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,28 @@ from fp8rs.scaling.histories import BUFFERS
 from fp8rs.scaling.steps import StepTracker
 from fp8rs.tensor.quantized import is_fp8
 
-from .function import prepare_compilers
 from .input_cache import this_thread
 from .lost_writes import LostWrites
 from .spec import ROLES, register
+
+
+class FSDPObserver(Protocol):
+    """What a model's state notifies: the `fp8rs.fsdp.sharded_model.ShardedModel`."""
+
+    def fsdp_looks_for_hooks(self) -> None:
+        """Notify that FSDP2 looks for all-gather hooks."""
+
+    def forward_begins(self, root: nn.Module) -> None:
+        """Notify that a forward of the root module begins."""
+
+    def stepped(self) -> None:
+        """Notify that an optimizer with parameters of this model has stepped."""
+
+    def precompute(self) -> None:
+        """Compute the scales of the next forward."""
+
+    def sync_module(self, module: nn.Module) -> None:
+        """Synchronize the scales of a module's FP8 weights, which shards share."""
 
 
 class ModelState:
@@ -57,8 +75,7 @@ class ModelState:
         experts: the conversion's ``experts``, for reports and later conversions.
         delayed: the state of delayed scaling, or None for other recipes.
         lost_writes: warns when arithmetic on FP8 weights is lost to rounding.
-        sharded_model: the `fp8rs.fsdp.sharded_model.ShardedModel`. None while no weight is sharded,
-            and in a new copy.
+        sharded_model: the `fp8rs.fsdp.sharded_model.ShardedModel`. None while no weight is sharded.
     """
 
     def __init__(
@@ -78,7 +95,7 @@ class ModelState:
         self.names: list[str] = []
         self.fp8_gather = False
         self.experts = "off"
-        self.sharded_model: Any = None
+        self.sharded_model: FSDPObserver | None = None
         self.standalone = standalone
         self.group = amax_reduction_group
         self._root: weakref.ref[nn.Module] | None = None
@@ -89,7 +106,6 @@ class ModelState:
         """Create the state that is not copied or pickled."""
         group = self.group
         by_tensor = group is not None and not self.recipe.delayed
-        prepare_compilers()
         self.key = register(self.recipe, group.group_name if by_tensor else None)
         self.tracker = StepTracker()
         self.lost_writes = LostWrites()
@@ -98,14 +114,6 @@ class ModelState:
             specs = [quant_spec(self.recipe, role) for role in ROLES]
             self.delayed = DelayedScalingState(self.recipe, specs, self.tracker, self.layers, group)
             steps.subscribe(self)
-
-    def ensure_sharded_model(self) -> Any:
-        """Return ``sharded_model``, created on first use. None for standalone layers."""
-        if self.sharded_model is None and not self.standalone:
-            from fp8rs.fsdp.sharded_model import ShardedModel
-
-            self.sharded_model = ShardedModel(self)
-        return self.sharded_model
 
     # --- layers and the root ---------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ def _has_fp8_gemms(module: Any, spec: QuantSpec, device: torch.device) -> bool:
 
 def _shard_plane(module: Any, key: str, values: Tensor, spec: QuantSpec) -> Plane | None:
     """Quantize a shard, with the scales of the whole weight."""
-    from fp8rs.fsdp.param import LocalShard
+    from fp8rs.fsdp.local_shard import LocalShard
     from fp8rs.fsdp.shard_quantizer import shard_quantizer
     from fp8rs.model.shard_spec import ShardSpec
 

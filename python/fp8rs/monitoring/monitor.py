@@ -271,7 +271,7 @@ def _with_shard(stats: OperandStats, layer: Float8Linear) -> OperandStats:
     if not is_distributed(parameter):
         return stats  # not sharded, or unsharded now with the same shard
     from fp8rs.fsdp.master_weight import MasterWeight
-    from fp8rs.fsdp.param import local_of
+    from fp8rs.model.handle import local_of
 
     local = local_of(parameter)
     if not isinstance(local, MasterWeight):

@@ -16,22 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import become, can_share_data, is_distributed, own_part, set_local_tensor
+from fp8rs.model.handle import local_of
 from fp8rs.model.state import ModelState, refuse_codes, remove_hook
 from fp8rs.quantize.cast import quantize_planes
 from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, SlotCache, new_buffers
-from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor, is_fp8
+from fp8rs.tensor.quantized import QuantizedTensor, is_fp8
 
-#: The name of a parameter that was replaced by a DTensor, as an attribute of the old parameter.
-_REPLACED = "_fp8_replaced"
-
-#: Attributes of quantized tensors, master weights and DTensors.
-_INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {
-    "high_precision",
-    "_handle",
-    "_local_tensor",
-    "_spec",
-    _REPLACED,
-}
+from .function import prepare_compilers
 
 
 class Float8Params(nn.Module):
@@ -56,8 +47,10 @@ class Float8Params(nn.Module):
 
     def _join(self, state: ModelState, fqn: str, names: Sequence[str]) -> None:
         """Make parameters of this module FP8 parameters of the model with ``state``."""
+        # torch.distributed.tensor takes seconds to import, and fsdp imports it.
         from fp8rs.fsdp.float8_shard import handle_for
 
+        prepare_compilers()
         self._fp8_state = state
         self._fp8_index = state.add_linear(self, fqn)
         self._fp8_params = {name: handle_for(self, name) for name in names}
@@ -85,9 +78,10 @@ class Float8Params(nn.Module):
         super().__setattr__(name, value)
 
     def _wrap_shard(self, name: str, parameter: Any) -> None:
-        sharded_model = self._fp8_state.ensure_sharded_model()
-        if sharded_model is not None:
-            sharded_model.wrap(self, name, parameter)
+        if not self._fp8_state.standalone:
+            from fp8rs.fsdp.sharded_model import sharded_model
+
+            sharded_model(self._fp8_state).wrap(self, name, parameter)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         delayed = self._fp8_state.delayed
@@ -128,12 +122,16 @@ class Float8Params(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from fp8rs.fsdp.float8_shard import handle_for
+        from fp8rs.fsdp.sharded_model import sharded_model
 
+        prepare_compilers()
         super().__setstate__(state)
         for name in self._fp8_params:
             weight: Any = self._parameters.get(name)
             if isinstance(weight, QuantizedTensor) and weight._storage.observer is None:
                 self._fp8_params[name] = handle_for(self, name)
+            if local_of(weight) is not None:
+                sharded_model(self._fp8_state)
 
 
 # --- classes --------------------------------------------------------------------------------------
@@ -228,13 +226,6 @@ def remove_fp8_params(module: Float8Params) -> None:
 # --- FP8 weights ----------------------------------------------------------------------------------
 
 
-def copy_attributes(before: dict[str, Any], parameter: Any) -> None:
-    """Copy attributes that users have set on a parameter to the one that replaces it."""
-    for mark, value in before.items():
-        if mark not in _INTERNAL_ATTRIBUTES and mark not in parameter.__dict__:
-            setattr(parameter, mark, value)
-
-
 def apply_to_fp8_weight(weight: Any, fn: Callable[[Tensor], Tensor]) -> None:
     """Apply a function of ``nn.Module._apply`` to an FP8 weight and to its gradient.
 
@@ -280,26 +271,6 @@ def quantize_like(before: Any, parameter: Any) -> None:
             planes = quantize_planes(whole.spec, part.contiguous(), *whole._storage.has_planes)
         own = whole.over(whole._storage.over(*planes), part.shape, whole.dtype)
         set_local_tensor(parameter, own)
-
-
-# --- parameters that were replaced ----------------------------------------------------------------
-
-
-def mark_replaced(parameter: nn.Parameter, fqn: str) -> None:
-    """Mark a parameter that FSDP2 or tensor parallelism replaces by a DTensor.
-
-    The mark lets an optimizer that still holds the parameter report it.
-
-    Args:
-        parameter: the parameter that the module holds until now.
-        fqn: its fully qualified name.
-    """
-    parameter.__dict__[_REPLACED] = fqn
-
-
-def replaced_name(parameter: Tensor) -> str | None:
-    """Return the name of a parameter that was replaced by a DTensor. None for other parameters."""
-    return parameter.__dict__.get(_REPLACED)
 
 
 # --- scales of delayed scaling --------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs import _core
+from fp8rs._core import check_offsets as native_check_offsets
 from fp8rs._torch import autocast_dtype, constant_when_traced, is_distributed
 from fp8rs.model.spec import register
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
@@ -88,7 +88,7 @@ def check_offsets() -> None:
         RuntimeError: ``offs`` was negative, decreased, or exceeded the number of rows since the
             last check. Results since then are wrong.
     """
-    _core.check_offsets()
+    native_check_offsets()
 
 
 def key_of(recipe: Recipe | RecipeName) -> str:

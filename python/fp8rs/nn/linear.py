@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fp8rs._torch import autocast_dtype, constant_when_traced, is_distributed
+from fp8rs.model.handle import mark_replaced
 from fp8rs.model.state import ModelState
 from fp8rs.quantize.formats import INPUT_DTYPES
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe
@@ -25,7 +26,6 @@ from .fp8_params import (
     CLASSES,
     Float8Params,
     add_fp8_params,
-    mark_replaced,
     quantize_like,
     reset_scales,
 )

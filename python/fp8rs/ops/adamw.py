@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fp8rs import _core
+from fp8rs._core import adamw as native_adamw
+from fp8rs._core import random_uniform as native_random_uniform
 from fp8rs.ops.define import python_op
 
 
 @python_op(
-    _core.adamw, mutates_args=["exp_avgs", "exp_avg_sqs", "params", "masters", "scales", "amaxes"]
+    native_adamw, mutates_args=["exp_avgs", "exp_avg_sqs", "params", "masters", "scales", "amaxes"]
 )
 def adamw_(
     grads: list[Tensor],
@@ -94,7 +95,7 @@ def adamw_(
     """
 
 
-@python_op(_core.random_uniform, mutates_args=["x"])
+@python_op(native_random_uniform, mutates_args=["x"])
 def random_uniform_(
     x: Tensor,
     seed: int,

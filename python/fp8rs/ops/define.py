@@ -14,7 +14,7 @@ outputs with the function's.
 Operators that call torch's grouped GEMMs have their kernels in Python. So do operators that declare
 a write, because torch's C interface cannot increment a tensor's version:
 
-    @python_op(_core.random_uniform, mutates_args=["x"])
+    @python_op(native_random_uniform, mutates_args=["x"])
     def random_uniform_(x: Tensor, seed: int) -> None: ...
 """
 
@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from fp8rs import _core
+from fp8rs._core import register_kernels as native_register_kernels
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -43,7 +43,7 @@ class _Raiser:
 
 
 #: Operators whose kernels are in Rust.
-NATIVE = frozenset(_core.register_kernels(torch.Tensor, _Raiser()))
+NATIVE = frozenset(native_register_kernels(torch.Tensor, _Raiser()))
 
 _library = torch.library.Library("fp8rs", "DEF")
 _increment_version = torch._C._increment_version

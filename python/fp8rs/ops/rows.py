@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fp8rs import _core
+from fp8rs._core import sum_rows as native_sum_rows
 from fp8rs.ops.define import python_op
 
 
-@python_op(_core.sum_rows, mutates_args=["out"])
+@python_op(native_sum_rows, mutates_args=["out"])
 def sum_rows_(out: Tensor, x: Tensor, divisor: float) -> None:
     """Sum the rows of ``x`` in float32, from first to last, and divide.
 

@@ -27,7 +27,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8rs import _core
+from fp8rs._core import multi_quantize as native_multi_quantize
+from fp8rs._core import multi_quantize_delayed as native_multi_quantize_delayed
 from fp8rs.ops.define import native_op, python_op
 from fp8rs.ops.shapes import allocate_codes, allocate_scalars, split_batch
 
@@ -153,7 +154,7 @@ def _collapsed(xs: list[Tensor]) -> list[Tensor]:
 
 
 def _cast_each(xs: list[Tensor], scales: Tensor, outs: list[Tensor], batched: bool = False) -> None:
-    _core.multi_quantize(_collapsed(xs), scales, outs, batched)
+    native_multi_quantize(_collapsed(xs), scales, outs, batched)
 
 
 @python_op(_cast_each, mutates_args=["outs"])
@@ -170,7 +171,7 @@ def _cast_each_delayed(
     xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor], batched: bool = False
 ) -> Tensor:
     used = multi_quantize_delayed(xs, scales, amaxes, outs, batched)
-    _core.multi_quantize_delayed(_collapsed(xs), scales, amaxes, used, outs, batched)
+    native_multi_quantize_delayed(_collapsed(xs), scales, amaxes, used, outs, batched)
     return used
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from fp8rs._torch import check_graph_capture, own_part
-from fp8rs.nn.fp8_params import replaced_name
+from fp8rs.model.handle import replaced_name
 from fp8rs.optim import weights
 from fp8rs.optim.param import LastWrite, Param
 

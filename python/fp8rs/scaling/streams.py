@@ -19,9 +19,18 @@ class StreamDependency:
         if device.type == "cuda" and not in_fake_mode():
             self._stream = torch.cuda.current_stream(device)
             self._event = self._stream.record_event()
-            # Views of one buffer share its storage.
-            self._tensors = list({t.untyped_storage().data_ptr(): t for t in tensors}.values())
+            self._tensors = _storages(tensors)
             self._streams = {self._stream.cuda_stream}
+
+    def for_tensors(self, tensors: Iterable[Tensor]) -> StreamDependency:
+        """Return the dependency of reads of some of the tensors. It keeps only these alive."""
+        other = StreamDependency.__new__(StreamDependency)
+        other._stream = self._stream
+        if self._stream is not None:
+            other._event = self._event
+            other._tensors = _storages(tensors)
+            other._streams = {self._stream.cuda_stream}
+        return other
 
     def wait(self) -> None:
         """Make the current stream wait for the writes, and keep the memory alive for its reads."""
@@ -34,3 +43,15 @@ class StreamDependency:
             current.wait_event(self._event)
             for tensor in self._tensors:
                 tensor.record_stream(current)
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return one tensor for each storage. Views of one buffer share its storage."""
+    return list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
+
+
+def stream_of(stream_id: int) -> torch.cuda.Stream:
+    """Return the CUDA stream of the current device with an id of `current_stream_id`."""
+    if stream_id == 0:
+        return torch.cuda.default_stream()
+    return torch.cuda.ExternalStream(stream_id)

@@ -48,7 +48,7 @@ def splits_blocks(value: Any, plane: Plane, transposed: bool) -> bool:
         return False
     observer: Any = own_part(value)._storage.observer
     sharded = [(i, p.dim) for i, p in enumerate(value.placements) if not p.is_replicate()]
-    if observer is not None and observer.sharded_model is not None:
+    if observer is not None and observer.is_sharded:
         sharded = sharded[1:]  # ranks of FSDP2 share the scales of blocks that shards split
         if plane.format.per_tensor:
             return False

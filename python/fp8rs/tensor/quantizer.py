@@ -1,8 +1,8 @@
 """Quantizers: callables that quantize high-precision tensors in one format.
 
 There is one class. The functions of this module return it for one kind of scaling each. Linear
-layers need planes without a tensor around them, and call `fp8rs.quantize.cast.quantize_planes`, as a
-quantizer does.
+layers need planes without a tensor around them, and call
+`fp8rs.quantize.cast.quantize_planes`, as a quantizer does.
 """
 
 from __future__ import annotations

@@ -1,64 +1,77 @@
-"""The handle of one FP8 parameter: its shard, its scale, and the writes to it."""
+"""The identity, the write counter and the scale of one FP8 parameter."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_spec, own_part, reshard
-from fp8rs.model.shard_spec import ShardSpec
-from fp8rs.model.state import ModelState, state_of
 from fp8rs.scaling.histories import fit_history
-from fp8rs.scaling.streams import StreamDependency
-from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor
 
-from .layout import AllGatherMetadata
+from .shard_spec import ShardSpec
+from .state import ModelState, state_of
+
+if TYPE_CHECKING:
+    pass
+
+#: The name of a parameter that was replaced by a DTensor, as an attribute of the old parameter.
+_REPLACED = "_fp8_replaced"
+
+#: Attributes of quantized tensors, master weights and DTensors, which users have not set.
+_INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {
+    "high_precision",
+    "_handle",
+    "_local_tensor",
+    "_spec",
+    _REPLACED,
+}
+
+
+class WriteListener(Protocol):
+    """What a handle notifies of writes to its shard: the `fp8rs.fsdp.gather_unit.GatherUnit`."""
+
+    def shard_written(self, handle: ParamHandle) -> None:
+        """Notify that an operator wrote to the shard."""
+
+    def scale_invalidated(self, handle: ParamHandle, *, keep_codes: bool) -> None:
+        """Notify that the shard may have changed without an operator."""
+
+    def note_stream(self) -> None:
+        """Note that the current CUDA stream writes to shards, without a change of values."""
 
 
 class ParamHandle:
     """One FP8 parameter of one module.
 
     FSDP2 may replace the sharded tensor at any time, so state lives here rather than on the tensor.
-    A converted module has its handles in ``_fp8_params``, and every `MasterWeight` of a parameter
-    refers to the parameter's handle. Handles compare by identity.
+    A converted module has its handles in ``_fp8_params``, and every local tensor with all-gather
+    hooks refers to the handle of its parameter. Handles compare by identity.
 
     Attributes:
         name: the parameter's name in its module.
+        unit: the parameters that FSDP2 gathers together with this one. None before the first
+            all-gather.
         writes: number of times that operators wrote to the shard.
-        written_on: the CUDA stream of the last write, or an event on that stream after the write.
         scale: for formats with one scale per tensor, the scale () of the whole parameter, or for a
             batched parameter (E, N, K) the scales (E,) of the shard's matrices. If a batched
             parameter is on Shard(1), all its scales, in every format.
         amaxes: amaxes of the blocks that the shard touches, if other ranks need them too: shard
             boundaries split blocks, or a batch is on Shard(1).
-        unrecorded: with delayed scaling, the amax of the shard in its last cast for a forward, if
-            that was an evaluation.
-        ready: the work that computed ``scale``, ``amaxes`` and ``unrecorded``.
-        prepared: the shard's codes and their metadata, until the pre-all-gather hook returns them.
-        kept: the codes and metadata of a forward with gradients, until its backward gathers them.
-        fsdp_initialized: whether the sharded model has seen that FSDP2 has initialized.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = weakref.ref(module)
         self.name = name
+        self.unit: WriteListener | None = None
         self.writes = 0
-        self.written_on: torch.cuda.Stream | torch.cuda.Event | None = None
         self.scale: Tensor | None = None
         self.amaxes: Tensor | None = None
-        self.unrecorded: Tensor | None = None
-        self.ready: StreamDependency | None = None
-        self.prepared: AllGatherMetadata | None = None
-        self.kept: AllGatherMetadata | None = None
-        self.fsdp_initialized = False
-        #: The forward and the number of writes that the scale was computed for.
-        self._forward_id = self._writes_seen = -1
-        self._shard_spec: tuple[Any, ShardSpec] | None = None
+        #: The number of writes when the scale was computed.
+        self._writes_at_scale = -1
+        self._sharding: tuple[object, ShardSpec] | None = None
 
     # --- the parameter ---------------------------------------------------------------------------
 
@@ -69,6 +82,10 @@ class ParamHandle:
         if module is None:
             raise RuntimeError("the module that this weight belongs to no longer exists")
         return module
+
+    def belongs_to(self, module: nn.Module) -> bool:
+        """Return whether this is the handle of one of the module's own parameters."""
+        return self._module() is module
 
     @property
     def state(self) -> ModelState:
@@ -120,59 +137,69 @@ class ParamHandle:
         return None if module is None else local_of(module._parameters.get(self.name))
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether the module holds a shard with all-gather hooks."""
+        return self.local is not None
+
+    @property
+    def sharded_model(self) -> Any:
+        """The `fp8rs.fsdp.sharded_model.ShardedModel`. None unless the module holds a shard."""
+        state = self.state_if_any
+        return state.sharded_model if state is not None and self.is_sharded else None
+
+    @property
     def shard_spec(self) -> ShardSpec:
         """How the parameter is sharded, or was sharded before the module held it unsharded."""
-        parameter, known = self.parameter, self._shard_spec
+        parameter = self.parameter
+        spec = dtensor_spec(parameter)
         # Reading a mesh's groups is slow. The DTensor's specification stays the same object.
-        if known is None or dtensor_spec(parameter) is not known[0]:
+        if self._sharding is None or spec is not self._sharding[0]:
             if local_of(parameter) is not None:
-                known = dtensor_spec(parameter), ShardSpec.from_dtensor(parameter)
-                self._shard_spec = known
-            assert known is not None, f"{self.fqn} is not sharded"
-        return known[1]
+                self._sharding = spec, ShardSpec.from_dtensor(parameter)
+            assert self._sharding is not None, f"{self.fqn} is not sharded"
+        return self._sharding[1]
+
+    @property
+    def was_sharded(self) -> bool:
+        """Whether `shard_spec` has been read, so that it is known while the weight is gathered."""
+        return self._sharding is not None
+
+    @property
+    def gather_unit(self) -> Any:
+        """The `fp8rs.fsdp.gather_unit.GatherUnit` of a sharded parameter, built on first use."""
+        if self.unit is None:
+            cast(Any, self.state.sharded_model).unit_of(self)
+        return self.unit
 
     def reshard(self) -> None:
         """Make modules hold their shards again if FSDP2 has this weight gathered."""
-        part, root = self.parameter_part, self.state.root
+        part = self.parameter_part
+        root = self.state.root
         if isinstance(part, QuantizedTensor) and part._storage.gathered and root is not None:
             reshard(root)
 
-    # --- scales and writes -----------------------------------------------------------------------
-
-    def is_stale(self, forward_id: int, in_backward: bool) -> bool:
-        """Whether the scale was computed for an earlier forward or before a write.
-
-        Inside a backward, a scale that exists is not stale. Other ranks might not take part in the
-        all-reduce of a new one, and the backward needs the bytes of its forward.
-        """
-        if in_backward and self.ready is not None:
-            return False
-        return self._forward_id < forward_id or self.written
+    # --- writes ----------------------------------------------------------------------------------
 
     @property
     def written(self) -> bool:
         """Whether the shard was written since the scale was computed."""
-        return self._writes_seen != self.writes
+        return self._writes_at_scale != self.writes
 
-    def set_fresh(self, forward_id: int, ready: StreamDependency) -> None:
-        """Mark the scale as computed from the current values of the shard, for a forward."""
-        self._forward_id, self._writes_seen, self.ready = forward_id, self.writes, ready
-        self.prepared = self.kept = self.written_on = None  # `ready` includes the wait for writes
+    def set_fresh(self) -> None:
+        """Mark the scale as computed from the current values of the shard."""
+        self._writes_at_scale = self.writes
 
-    def invalidate_scale(self, keep_codes: bool = False) -> None:
+    def invalidate_scale(self, *, keep_codes: bool = False) -> None:
         """Mark the scale as stale: the values may have changed without an operator."""
-        self._writes_seen, self.kept = -1, self.kept if keep_codes else None
+        self._writes_at_scale = -1
+        if self.unit is not None:
+            self.unit.scale_invalidated(self, keep_codes=keep_codes)
 
     def mark_written(self) -> None:
         """Count a write to the shard by an operator."""
-        self.writes, self.kept = self.writes + 1, None
-        self._note_stream()
-
-    def _note_stream(self) -> None:
-        """Note the current CUDA stream, which all-gathers wait for."""
-        if torch.cuda.is_initialized():
-            # FSDP2's all-gather streams wait for this stream only when the root's forward begins.
-            self.written_on = torch.cuda.current_stream()
+        self.writes += 1
+        if self.unit is not None:
+            self.unit.shard_written(self)
 
     # --- delayed scaling -------------------------------------------------------------------------
 
@@ -182,9 +209,10 @@ class ParamHandle:
 
         A batched parameter has none: each of its matrices has a scale of its values.
         """
-        state, module = self.state_if_any, cast(Any, self._module())
+        state = self.state_if_any
         if state is None or state.delayed is None:
             return None
+        module = cast(Any, self.module)
         parameter = module._parameters.get(self.name)
         if parameter is None or own_part(parameter).dim() > 2:
             return None
@@ -231,59 +259,25 @@ def local_of(parameter: Any) -> Any:
     return local if isinstance(getattr(local, "_handle", None), ParamHandle) else None
 
 
-@dataclass(eq=False, slots=True)
-class LocalShard:
-    """The values of one parameter's shard on this rank.
+def copy_attributes(attributes: dict[str, Any], parameter: Any) -> None:
+    """Copy attributes that users have set on a parameter to the one that replaces it."""
+    for name, value in attributes.items():
+        if name not in _INTERNAL_ATTRIBUTES and name not in parameter.__dict__:
+            setattr(parameter, name, value)
 
-    Attributes:
-        handle: the parameter's handle.
-        data: the shard without padding, in high precision, or an FP8 weight's quantized shard.
-        shard_spec: how the parameter is sharded.
-        device: the mesh's device. An offloaded shard is on another one.
+
+def mark_replaced(parameter: nn.Parameter, fqn: str) -> None:
+    """Mark a parameter that FSDP2 or tensor parallelism replaces by a DTensor.
+
+    The mark lets an optimizer that still holds the parameter report it.
+
+    Args:
+        parameter: the parameter that the module holds until now.
+        fqn: its fully qualified name.
     """
-
-    handle: Any
-    data: Any
-    shard_spec: ShardSpec
-    device: torch.device
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the shard is stored quantized."""
-        return isinstance(self.data, QuantizedTensor)
-
-    @property
-    def matrices(self) -> int:
-        """The number of matrices that the shard has, or has parts of."""
-        return int(self.data.shape[0]) if self.shard_spec.batched else 1
+    parameter.__dict__[_REPLACED] = fqn
 
 
-def set_scales(shards: Sequence[LocalShard], scales: Tensor) -> None:
-    """Give each handle the scales of its matrices, of scales (n,)."""
-    aligned = scales.new_empty(scales.shape[0], 4)  # GEMMs read scales at multiples of 16 bytes
-    aligned[:, 0] = scales
-    counts = [shard.matrices for shard in shards]
-    parts = zip(shards, scales.split(counts), aligned[:, 0].split(counts), strict=True)
-    for shard, batch, single in parts:
-        shard.handle.scale = batch if shard.shard_spec.batched else single.view(())
-
-
-def wait_for_writes(handles: Sequence[ParamHandle]) -> None:
-    """Make the current stream wait for writes that other streams made to the shards."""
-    for written_on in {h.written_on for h in handles if h.written_on is not None}:
-        current = torch.cuda.current_stream(written_on.device)
-        if isinstance(written_on, torch.cuda.Event):
-            current.wait_event(written_on)
-        elif current != written_on:
-            current.wait_stream(written_on)
-
-
-def record_write_events(handles: Iterable[ParamHandle]) -> None:
-    """Record events after the writes made so far, so that waits do not include later work."""
-    events: dict[torch.cuda.Stream, torch.cuda.Event] = {}
-    for handle in handles:
-        stream = handle.written_on
-        if isinstance(stream, torch.cuda.Stream):
-            if stream not in events:
-                events[stream] = stream.record_event()
-            handle.written_on = events[stream]
+def replaced_name(parameter: Tensor) -> str | None:
+    """Return the name of a parameter that was replaced by a DTensor. None for other parameters."""
+    return parameter.__dict__.get(_REPLACED)

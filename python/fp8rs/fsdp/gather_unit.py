@@ -1,0 +1,293 @@
+"""GatherUnit: the FP8 parameters that FSDP2 all-gathers together.
+
+```text
+pre-all-gather hook of the 1st parameter   stale scales of the mesh are computed, one all-reduce
+                                           all shards of the unit are cast, one launch
+                                           (in a backward: the codes of the forward are reused)
+pre-all-gather hooks of the others         return the codes that the first hook has cast
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rs._torch import current_stream_id, reshards_parameters, sharded_local_tensor
+from fp8rs.model.handle import ParamHandle
+from fp8rs.scaling.steps import StepTracker
+from fp8rs.scaling.streams import StreamDependency, stream_of
+
+from .layout import AllGatherMetadata
+from .local_shard import LocalShard, values_of
+from .shard_quantizer import ShardQuantizer
+
+
+class GatherUnit:
+    """The FP8 parameters of one converted model that FSDP2 all-gathers together.
+
+    A scale depends on values only, so it is valid until they change. A unit's scales are stale if
+    they were computed for an earlier forward of the root module, or if an operator wrote to one of
+    its shards since. A hook that finds stale scales computes all stale scales of parameters that
+    are sharded over the same ranks.
+
+    An all-gather outside of a backward casts the shards with these scales. If FSDP2 frees the
+    weights after a forward with gradients, the codes are kept until the backward gathers them,
+    1 byte per element of the shard. Only that backward uses them. Every other all-gather casts
+    again, because a write that no operator makes may precede it. A new scale or a counted write
+    discards the codes, and the backward casts the shard again with the scale of the forward.
+
+    All ranks must find the same scales stale, because of the all-reduce. They run the same forwards
+    and the same writes, except that one rank may write to its shard between a forward and its
+    backward. Inside a backward, writes therefore do not count.
+
+    Args:
+        handles: the parameters' handles, in the order of their hooks.
+        fsdp_params: FSDP2's objects of the same parameters, or none if FSDP2's group is not known.
+        quantizer: quantizes shards.
+        tracker: counts the model's forwards.
+        refresh_scales: computes the stale scales of all units that are sharded over the same ranks
+            as the given one.
+        fsdp_group: FSDP2's group of the parameters, or None if it is not known.
+
+    Attributes:
+        handles: the parameters' handles, in the order of their hooks.
+        written: whether an operator wrote to a shard since the scales were computed.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[ParamHandle],
+        fsdp_params: Sequence[Any],
+        quantizer: ShardQuantizer,
+        tracker: StepTracker,
+        refresh_scales: Callable[[GatherUnit], None],
+        fsdp_group: Any,
+    ) -> None:
+        self.handles = list(handles)
+        self.written = True
+        self._fsdp_params = list(fsdp_params)
+        self._quantizer = quantizer
+        self._tracker = tracker
+        self._refresh_scales = refresh_scales
+        self._fsdp_group = fsdp_group
+        self._index = {handle: index for index, handle in enumerate(handles)}
+        self._shards: list[LocalShard | None] = [None] * len(handles)
+        #: The forward that the scales were computed for, and the work that computed them.
+        self._scales_forward_id = -1
+        self._scales_ready: StreamDependency | None = None
+        #: The codes of shards whose hooks have not been called since the cast.
+        self._prepared: list[AllGatherMetadata | None] = [None] * len(handles)
+        #: The codes of a forward with gradients, until its backward gathers them.
+        self._kept: list[AllGatherMetadata | None] = [None] * len(handles)
+        #: The CUDA streams that wrote to the shards since the last forward began, and events after
+        #: the writes before it.
+        self._writing_streams: set[int] = set()
+        self._write_events: list[torch.cuda.Event] = []
+
+    @property
+    def shard_groups(self) -> tuple[Any, ...]:
+        """The process group of the ranks that the parameters are sharded over."""
+        return self.handles[0].shard_spec.shard_groups
+
+    @property
+    def mesh(self) -> Any:
+        """The device mesh of the parameters."""
+        return self.handles[0].parameter.device_mesh
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the modules hold the shards now, rather than the gathered weights."""
+        return any(handle.is_sharded for handle in self.handles)
+
+    def shards(self, first: int = 0) -> list[LocalShard]:
+        """Return the shards of the parameters, from the one with index ``first`` on."""
+        shards = []
+        for index in range(first, len(self.handles)):
+            shards.append(self._shard(index))
+        return shards
+
+    def _shard(self, index: int) -> LocalShard:
+        handle = self.handles[index]
+        local = (
+            sharded_local_tensor(self._fsdp_params[index]) if self._fsdp_params else handle.local
+        )
+        shard = self._shards[index]
+        # FSDP2 may replace the local tensor at any time, and assigning to `.data` its values.
+        if shard is None or shard.data is not values_of(local):
+            shard = self._quantizer.local_shard(handle, local)
+            self._shards[index] = shard
+        return shard
+
+    # --- all-gathers -----------------------------------------------------------------------------
+
+    def all_gather_inputs(self, local: Any) -> AllGatherMetadata:
+        """Return the tensors that FSDP2 gathers for a parameter, with the metadata of the gather.
+
+        Args:
+            local: the parameter's local tensor, or the copy that FSDP2 made of an offloaded one.
+
+        Raises:
+            RuntimeError: an FP8 weight that is gathered for a backward was written.
+        """
+        index = self._index[local._handle]
+        in_backward = self._tracker.in_backward
+        metadata = self._prepared[index]
+        if in_backward:
+            if metadata is None:
+                metadata = self._kept[index]
+            self._kept[index] = None
+
+        if metadata is None or self.is_stale(self._tracker.forward_id, in_backward):
+            metadata = self._prepare(index, local, in_backward)
+
+        metadata.ready.wait()
+        self._prepared[index] = None
+        return metadata
+
+    def _prepare(self, index: int, local: Any, in_backward: bool) -> AllGatherMetadata:
+        """Cast the shards from ``index`` on, with scales that are not stale."""
+        if self.is_stale(self._tracker.forward_id, in_backward):
+            self._refresh_scales(self)
+        if self.written:
+            self._check_not_written()
+
+        has_backward = self._tracker.in_forward and self._tracker.grad
+        keep = has_backward and reshards_parameters(self._fsdp_group)
+        shard = self._shard(index)
+        if values_of(local) is shard.data:
+            shards = self.shards(index)
+        else:
+            # FSDP2 copies one offloaded shard at a time.
+            shards = [self._quantizer.local_shard(self.handles[index], local)]
+            keep = False
+
+        metadata = self._cast(shards)
+        for offset, (cast_shard, prepared) in enumerate(zip(shards, metadata, strict=True)):
+            self._prepared[index + offset] = prepared
+            # An FP8 shard is its codes, so there is nothing to keep.
+            self._kept[index + offset] = prepared if keep and not cast_shard.is_fp8 else None
+        return metadata[0]
+
+    def _cast(self, shards: Sequence[LocalShard]) -> list[AllGatherMetadata]:
+        """Quantize shards on the current stream, with the scales on their handles."""
+        assert self._scales_ready is not None
+        device = shards[0].device
+        with torch.inference_mode(False), torch.no_grad():
+            self.wait_for_writes()
+            self._scales_ready.wait()
+            inputs = self._quantizer.all_gather_inputs(shards)
+            scales = [s.handle.scale for s in shards if s.handle.scale is not None]
+            ready = StreamDependency(device, chain(scales, *inputs))
+        # With delayed scaling, the cast has replaced the scales. Do not keep its codes alive.
+        self._scales_ready = ready.for_tensors(scales)
+
+        metadata = []
+        for shard, tensors in zip(shards, inputs, strict=True):
+            metadata.append(
+                AllGatherMetadata(
+                    self._quantizer.layout, shard.shard_spec, shard.handle.scale, tensors, ready
+                )
+            )
+        return metadata
+
+    def _check_not_written(self) -> None:
+        """Raise RuntimeError if an FP8 weight was written since its scale was synchronized."""
+        for index, handle in enumerate(self.handles):
+            if handle.written and self._shard(index).is_fp8:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: the FP8 weight {handle.fqn}, which is gathered for a "
+                    "backward, was written since its forward. Write weights after the backward, or "
+                    "keep master weights"
+                )
+
+    # --- scales ----------------------------------------------------------------------------------
+
+    def is_stale(self, forward_id: int, in_backward: bool = False) -> bool:
+        """Return whether the scales were computed for an earlier forward or before a write.
+
+        Inside a backward, scales that exist are not stale. Other ranks might not take part in the
+        all-reduce of new ones, and the backward needs the bytes of its forward.
+        """
+        if in_backward and self._scales_ready is not None:
+            return False
+        return self._scales_forward_id < forward_id or self.written
+
+    def set_fresh(self, forward_id: int, ready: StreamDependency) -> None:
+        """Mark the scales as computed from the current values of the shards, for a forward."""
+        for handle in self.handles:
+            handle.set_fresh()
+        self.written = False
+        self._scales_forward_id = forward_id
+        self._scales_ready = ready
+        self._discard_codes()
+        # `ready` includes the wait for these writes.
+        self._writing_streams.clear()
+        self._write_events.clear()
+
+    def _discard_codes(self) -> None:
+        nothing: list[AllGatherMetadata | None] = [None] * len(self.handles)
+        self._prepared = nothing
+        self._kept = nothing.copy()
+
+    # --- writes ----------------------------------------------------------------------------------
+
+    def shard_written(self, handle: ParamHandle) -> None:
+        """Notify that an operator wrote to the shard of a parameter."""
+        self.written = True
+        self._kept[self._index[handle]] = None
+        self.note_stream()
+
+    def note_stream(self) -> None:
+        """Note the current CUDA stream as one that writes to the shards."""
+        if torch.cuda.is_initialized():
+            # FSDP2's all-gather streams wait for this stream only when the root's forward begins.
+            self._writing_streams.add(current_stream_id(torch.cuda.current_device()))
+
+    def scale_invalidated(self, handle: ParamHandle, *, keep_codes: bool) -> None:
+        """Notify that the shard of a parameter may have changed without an operator."""
+        self.written = True
+        if not keep_codes:
+            self._kept[self._index[handle]] = None
+
+    def record_write_events(self, events: dict[int, torch.cuda.Event]) -> None:
+        """Record events after the writes so far, so that later waits do not include later work.
+
+        Args:
+            events: the events that were recorded for other units, by stream.
+        """
+        for stream_id in self._writing_streams:
+            if stream_id not in events:
+                events[stream_id] = stream_of(stream_id).record_event()
+            self._write_events.append(events[stream_id])
+        self._writing_streams.clear()
+
+    def wait_for_writes(self) -> None:
+        """Make the current stream wait for writes that other streams made to the shards."""
+        if not self._writing_streams and not self._write_events:
+            return
+        current = torch.cuda.current_stream()
+        for event in self._write_events:
+            current.wait_event(event)
+        for stream_id in self._writing_streams:
+            if stream_id != current.cuda_stream:
+                current.wait_stream(stream_of(stream_id))
+
+
+def all_shards(units: Iterable[GatherUnit]) -> Iterator[LocalShard]:
+    """Yield the shards of several units."""
+    for unit in units:
+        yield from unit.shards()
+
+
+def scale_tensors(handles: Iterable[ParamHandle]) -> Iterator[Tensor]:
+    """Yield the tensors that the casts of shards read besides the shards."""
+    for handle in handles:
+        for tensor in (handle.scale, handle.amaxes):
+            if tensor is not None:
+                yield tensor

@@ -1,0 +1,93 @@
+"""FSDP2's all-gather hooks of local tensors: master weights and FP8 shards.
+
+FSDP2 calls the pre-all-gather hook of each parameter of a group, all-gathers the tensors that the
+hooks return, and calls the post-all-gather hook of each parameter with the gathered tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fp8rs._torch import outside_selective_checkpoints, own_part
+from fp8rs.model.handle import ParamHandle
+from fp8rs.tensor.plane_storage import PlaneStorage
+from fp8rs.tensor.quantized import wrap
+
+from .gather_unit import GatherUnit
+from .layout import AllGatherMetadata
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class PreAllGather:
+    """The ``fsdp_pre_all_gather`` of a local tensor, with the signature ``(mesh)``.
+
+    With this signature, the tensors to gather may have different sizes.
+
+    FSDP2 looks for the hook in ``fully_shard``, and again when it initializes, before the first
+    all-gather of any of its units. All ranks that shard a converted layer reach the latter point,
+    whichever layers they converted, and compare their conversions.
+
+    FSDP2 may call the hook inside of a checkpointed function, in its forward only. Selective
+    checkpointing must not count its operators.
+    """
+
+    #: FSDP2 reads the signature at every all-gather. Computing the signature of a method takes
+    #: longer than the hook itself.
+    __signature__ = inspect.Signature(
+        [inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    )
+    __slots__ = ("_local",)
+
+    def __init__(self, local: Any) -> None:
+        self._local = local
+        handle: ParamHandle = local._handle
+        if handle.unit is None:
+            assert handle.state.sharded_model is not None
+            handle.state.sharded_model.fsdp_looks_for_hooks()
+
+    @outside_selective_checkpoints
+    def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], AllGatherMetadata]:
+        """Return the shard as flat uint8 tensors, equally long on all ranks, and metadata."""
+        unit: GatherUnit = self._local._handle.gather_unit
+        metadata = unit.all_gather_inputs(self._local)
+        return metadata.inputs, metadata
+
+
+@outside_selective_checkpoints
+def post_all_gather(
+    self: Any,
+    all_gather_outputs: tuple[Tensor, ...],
+    metadata: AllGatherMetadata,
+    param_dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """Build the unsharded weight over the gathered bytes, or let ``out`` refer to them.
+
+    Returns:
+        On the first call, the weight and its inner tensors besides the gathered ones. FSDP2 frees
+        and allocates their memory.
+    """
+    metadata.ready.wait()
+    outputs = (*all_gather_outputs, *metadata.inputs[len(all_gather_outputs) :])
+    layout, shard_spec = metadata.layout, metadata.shard_spec
+    if out is not None:
+        storage: PlaneStorage = own_part(out)._storage
+        planes = layout.refilled(storage, outputs, shard_spec, metadata.scale)
+        if planes is None:
+            # A training forward may write tensors that an inference forward has created.
+            with torch.inference_mode(False), torch.no_grad():
+                planes = layout.unpack(outputs, shard_spec, metadata.scale, storage)
+        storage.rowwise, storage.columnwise = planes
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        planes = layout.unpack(outputs, shard_spec, metadata.scale)
+        shape = torch.Size(shard_spec.unsharded_shape)
+        weight = wrap(PlaneStorage(*planes, gathered=True), shape, param_dtype)
+        return weight, layout.inner_tensors(planes, shard_spec)
