@@ -389,3 +389,20 @@ def test_an_unusable_script_is_an_error_with_the_reason(
     import re
 
     assert re.search(text, capsys.readouterr().err)
+
+
+def test_a_layer_that_replaced_a_converted_one_is_reported_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As after ``resize_token_embeddings`` of transformers."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 64))
+    fp8rs.convert_to_float8_training(model, recipe="current")
+    model[1] = nn.Linear(32, 80)
+    assert {name: left.reason for left in fp8rs.report(model).left for name in left.names} == {
+        "1": "it has replaced a converted layer: convert the model after such changes"
+    }
+    with caplog.at_level("WARNING", logger="fp8rs"):
+        for _ in range(2):
+            model(torch.randn(16, 32))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("1 has replaced a converted layer and runs in high")

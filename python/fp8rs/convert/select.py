@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -23,6 +23,7 @@ FILTERED = "excluded by module_filter_fn"
 SHARDED = "it is sharded already"
 TORCHAO = "torchao has converted it"
 NOT_SEEN = "not part of a conversion"
+REPLACED = "it has replaced a converted layer: convert the model after such changes"
 
 
 class Reason(NamedTuple):
@@ -276,7 +277,19 @@ def converted(root: nn.Module) -> Selection:
         for key in (key for key in keys if key not in fp8):
             if not key or key in reasons or is_expert(module, module._parameters[key]):
                 found.left[fqn_of(name, key)] = reasons.get(key, NOT_SEEN)
+    for name in _replaced(root, found):
+        found.left[name] = REPLACED
     return found
+
+
+def _replaced(root: nn.Module, found: Selection) -> list[str]:
+    """Return the names of plain layers in the places of layers that were converted."""
+    states = {cast(Any, module)._fp8_state for _, module, _ in found.parameters()}
+    names = []
+    for state in states:
+        if state.root is root:
+            names += state.replaced_layers()
+    return names
 
 
 # --- helpers -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ delayed scaling and the sharded model of the root's forwards and of optimizer st
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ from fp8rs.tensor.quantized import is_fp8
 from .input_cache import this_thread
 from .lost_writes import LostWrites
 from .spec import ROLES, register
+
+_log = logging.getLogger("fp8rs")
 
 
 class FSDPObserver(Protocol):
@@ -135,6 +138,21 @@ class ModelState:
             self._link(root)  # the state was copied and no forward ran since
         return [reference() for reference in self.linears]
 
+    def replaced_layers(self) -> list[str]:
+        """Return the names of layers that a plain ``nn.Linear`` has replaced since the conversion.
+
+        ``resize_token_embeddings`` of transformers replaces the head, for example.
+        """
+        replaced = []
+        for name in self.names:
+            try:
+                module = cast(nn.Module, self.root).get_submodule(name)
+            except AttributeError:
+                continue  # the layer was removed or moved
+            if isinstance(module, nn.Linear) and state_of(module) is None:
+                replaced.append(name)
+        return replaced
+
     @property
     def root(self) -> nn.Module | None:
         """The module whose forwards this state observes, or None if it is not known yet."""
@@ -228,6 +246,8 @@ class ModelState:
         # are roots themselves, for which clearing would disable the cache.
         if not self.standalone or len(self.names) > 1:
             this_thread.input_cache.clear()
+        if not self.tracker.forward_id:
+            self._log_replaced_layers()
         new = self.tracker.begin_forward(
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
         )
@@ -236,6 +256,15 @@ class ModelState:
         self.lost_writes.poll()
         if new and self.sharded_model is not None:
             self.sharded_model.forward_begins(module)
+
+    def _log_replaced_layers(self) -> None:
+        names = self.replaced_layers()
+        if names:
+            _log.warning(
+                "%s has replaced a converted layer and runs in high precision. Convert the model "
+                "after changes such as resize_token_embeddings",
+                ", ".join(names),
+            )
 
     def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """End a forward, as the root's forward hook. It runs after an exception too."""
