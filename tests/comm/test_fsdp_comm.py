@@ -22,7 +22,6 @@ from fp8rs.demo.data import load_corpus
 from fp8rs.demo.model import LlamaConfig
 from fp8rs.demo.train import Settings, build_model, convert, learning_rate, make_optimizer
 from fp8rs.demo.train import shard as shard_demo
-from fp8rs.fsdp import set_links
 from internals import own_store
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -59,14 +58,6 @@ def test_named_collectives_are_set(rig, reduce_scatter):
     assert comm.reduce_scatters == ({"bfloat16": 3} if reduce_scatter == "bf16" else {})
     with pytest.raises(ValueError, match=r"^the collectives of the root have been set: call set_"):
         set_fsdp_comm(model, all_gather="torch", reduce_scatter="torch")
-
-
-@ranks(2)
-def test_set_links_is_a_deprecated_alias(rig):
-    model = shard(make(EVEN, device=rig.device), rig, mp_policy=BF16)
-    with pytest.warns(DeprecationWarning, match=r"call fp8rs\.comm\.set_fsdp_comm"):
-        comm = set_links(model, gather="torch", reduction="bf16")
-    assert {(c.all_gather, c.reduce_scatter) for c in comm.choices} == {("torch", "bf16")}
 
 
 @ranks(2)

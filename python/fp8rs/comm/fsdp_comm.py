@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -89,22 +88,6 @@ def set_fsdp_comm(
     if any(choice.reduce_scatter != "torch" for choice in comm.choices):
         model.register_forward_pre_hook(comm._begin_forward)
     return comm
-
-
-def set_links(
-    model: nn.Module, *, gather: str = "auto", reduction: str = "auto", **kwargs: Any
-) -> FSDPComm:
-    """Call `set_fsdp_comm`, with a DeprecationWarning.
-
-    ``fp8rs.fsdp.set_links`` is the former name. It will be removed in the next release.
-    """
-    warnings.warn(
-        "fp8rs.fsdp.set_links is deprecated: call fp8rs.comm.set_fsdp_comm(model, all_gather=..., "
-        "reduce_scatter=...)",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return set_fsdp_comm(model, all_gather=gather, reduce_scatter=reduction, **kwargs)
 
 
 @dataclass(frozen=True)

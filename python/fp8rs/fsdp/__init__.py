@@ -21,25 +21,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fp8rs.comm.fsdp_comm import set_links
-
     from .float8_shard import Float8Shard
     from .master_weight import MasterWeight
     from .sharded_model import precompute_float8_dynamic_scale_for_fsdp
 
-__all__ = [
-    "Float8Shard",
-    "MasterWeight",
-    "precompute_float8_dynamic_scale_for_fsdp",
-    "set_links",
-]
+__all__ = ["Float8Shard", "MasterWeight", "precompute_float8_dynamic_scale_for_fsdp"]
 
 #: Modules that are imported on first use, because torch.distributed.fsdp takes seconds to import.
 _LAZY = {
     "Float8Shard": "fp8rs.fsdp.float8_shard",
     "MasterWeight": "fp8rs.fsdp.master_weight",
     "precompute_float8_dynamic_scale_for_fsdp": "fp8rs.fsdp.sharded_model",
-    "set_links": "fp8rs.comm.fsdp_comm",
 }
 
 
