@@ -13,13 +13,7 @@ from fp8rs.convert.convert import convert_to_float8_training, optimizer_stepped
 from fp8rs.convert.quantized_init import quantized_init
 from fp8rs.convert.select import min_speedup
 from fp8rs.nn.linear import Float8Linear
-from fp8rs.quantize.quantizers import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    MXFP8Quantizer,
-    Quantizer,
-)
+from fp8rs.quantize.quantizers import Quantizer
 from fp8rs.quantize.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -46,16 +40,12 @@ __all__ = [
     "BlockFormat",
     "CudaError",
     "DelayedScaling",
-    "Float8BlockQuantizer",
     "Float8BlockScaling",
     "Float8CurrentScaling",
-    "Float8CurrentScalingQuantizer",
     "Float8Linear",
-    "Float8Quantizer",
     "Float8RowwiseScaling",
     "Float8Tensor",
     "MXFP8BlockScaling",
-    "MXFP8Quantizer",
     "MXFP8Tensor",
     "Monitor",
     "Plane",
