@@ -2,6 +2,7 @@
 
 from .high_precision import high_precision
 from .monitor import Monitor, monitor
+from .plot import plot
 from .records import Lossy
 
-__all__ = ["Lossy", "Monitor", "high_precision", "monitor"]
+__all__ = ["Lossy", "Monitor", "high_precision", "monitor", "plot"]

@@ -1,17 +1,18 @@
-"""Plot a monitor's records as a heat map of layers and steps, with a panel per operand."""
+"""Plot a monitor's file as heat maps of layers and steps, one for each operand."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .records import Record, of_statistic, worst
+from fp8rs.quantize.recipes import check_choice
+
+from .records import of_statistic, read, worst
 
 OPERANDS = {"input": "input", "weight": "weight", "grad": "output's gradient"}
 
-#: Labels of the color bar, by statistic. The first statistic is the default.
+#: Labels of the color bar, by statistic.
 LABELS = {
     "sqnr_db": "SQNR (dB)",
     "underflow": "share of elements that became 0",
@@ -28,59 +29,73 @@ MARKED = 3
 NAMED = 80
 
 
-def plot(records: Sequence[Record], path: Path, statistic: str = "sqnr_db") -> None:
-    """Plot a statistic as a heat map.
+def plot(file: str | Path, output: str | Path, statistic: str = "sqnr_db") -> None:
+    """Plot one statistic of all layers and steps as heat maps, one for each operand.
 
     Lighter is better, NaN is red, and operands that were not quantized in a step are grey. The
     names of the layers with the smallest SQNR in the last step are red.
 
     Args:
-        records: the records of a monitor's file.
-        path: the file to write, with the suffix of PNG, SVG or PDF.
-        statistic: a key of `LABELS`.
+        file: the file of ``fp8rs.monitor(model, file=FILE)``.
+        output: the file to write, with the suffix of PNG, SVG or PDF.
+        statistic: "sqnr_db", "underflow", "saturated", "amax_to_history", "amax" or "scale".
 
     Raises:
-        ValueError: no record has the statistic.
+        OSError: ``file`` cannot be read.
+        ValueError: a monitor did not write ``file``, or it has no values of ``statistic``.
         ImportError: matplotlib is not installed.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
+    check_choice("statistic", statistic, LABELS)
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("plot requires matplotlib: pip install matplotlib") from None
 
-    by_step = [of_statistic(record.statistics, statistic) for record in records]
-    layers = list(dict.fromkeys(layer for found in by_step for layer, _ in found))
+    records = read(Path(file))
+    values_by_step = [of_statistic(record.statistics, statistic) for record in records]
+    layers = list(dict.fromkeys(layer for values in values_by_step for layer, _ in values))
     if not layers:
-        raise ValueError(f"no line has the statistic {statistic!r}")
-    steps = [str(record.step) for record in records]
+        raise ValueError(f"no line of {file} has the statistic {statistic!r}")
+
+    # One matrix (layer, step) for each operand.
+    matrices: dict[str, list[list[float]]] = {}
+    finite: list[float] = []
+    for operand in OPERANDS:
+        matrix = []
+        for layer in layers:
+            row = [_value(values.get((layer, operand)), statistic) for values in values_by_step]
+            finite += filter(math.isfinite, row)
+            matrix.append(row)
+        matrices[operand] = matrix
+    low = min(finite, default=0.0)
+    high = max(finite, default=1.0)
+
     height = 1.6 + 0.18 * min(len(layers), NAMED)
     figure = Figure(figsize=(12, max(height, 3.2)), layout="constrained")
     panels: Any = figure.subplots(1, len(OPERANDS), sharey=True)
-    values = {
-        operand: [
-            [_value(found.get((layer, operand)), statistic) for found in by_step]
-            for layer in layers
-        ]
-        for operand in OPERANDS
-    }
-    finite = [v for rows in values.values() for row in rows for v in row if math.isfinite(v)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     colors = matplotlib.colormaps["viridis" if statistic == "sqnr_db" else "viridis_r"]
     colors = colors.with_extremes(bad="lightgrey", under="red")
+    steps = [str(record.step) for record in records]
+    steps_per_label = -(-len(steps) // 8)
     for panel, (operand, title) in zip(panels, OPERANDS.items(), strict=True):
-        rows = [[_shown(v, low, high) for v in row] for row in values[operand]]
+        colored = [[_shown(value, low, high) for value in row] for row in matrices[operand]]
         image = panel.imshow(
-            rows, aspect="auto", interpolation="nearest", cmap=colors, vmin=low, vmax=high
+            colored, aspect="auto", interpolation="nearest", cmap=colors, vmin=low, vmax=high
         )
         panel.set(title=title, xlabel="step")
-        every = -(-len(steps) // 8)
-        panel.set_xticks(range(0, len(steps), every), steps[::every])
-    every = -(-len(layers) // NAMED)
-    panels[0].set_yticks(range(0, len(layers), every), layers[::every], fontsize=7)
-    marked = {one.layer for one in worst(records[-1].statistics, MARKED)}
+        panel.set_xticks(range(0, len(steps), steps_per_label), steps[::steps_per_label])
+
+    layers_per_label = -(-len(layers) // NAMED)
+    panels[0].set_yticks(
+        range(0, len(layers), layers_per_label), layers[::layers_per_label], fontsize=7
+    )
+    lossy_layers = {lossy.layer for lossy in worst(records[-1].statistics, MARKED)}
     for label in panels[0].get_yticklabels():
-        if label.get_text() in marked:
+        if label.get_text() in lossy_layers:
             label.set(color="red", weight="bold")
     figure.colorbar(image, ax=panels, label=LABELS[statistic])
-    figure.savefig(path, dpi=120)
+    figure.savefig(output, dpi=120)
 
 
 def _value(value: float | None, statistic: str) -> float:
