@@ -13,7 +13,6 @@ OLDEST_TORCH ?= 2.11.0
 DOCS ?= .venv-docs
 CLIENTS ?= .venv-clients
 DEMO ?=
-MATRIX ?=
 # Two processes, each with one file at a time. Files start their own ranks, which wait for each other
 # as much as they compute.
 PYTEST ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
@@ -49,20 +48,19 @@ ELSEWHERE := target/elsewhere
 AARCH64 := aarch64-unknown-linux-gnu
 
 .PHONY: help demo test test-oldest smoke-oldest test-clients test-aarch64 test-sdist test-all lint lint-rust lint-python \
-	lint-ptx rust-test python-test wheel-test docs matrix bench wheel release clean
+	lint-ptx rust-test python-test wheel-test docs bench wheel release clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         train a small Llama in bf16 and in FP8 on this machine (DEMO='--ranks 4 ...')"
 	@echo "make test         first tier: lint, Rust tests, Python tests with the newest torch, docs"
-	@echo "make test-all     second tier: long tests, pairs of parameters, 4 ranks, torch $(OLDEST_TORCH), clients, matrix"
+	@echo "make test-all     second tier: long tests, pairs of parameters, 4 ranks, torch $(OLDEST_TORCH), clients"
 	@echo "make test-oldest  Python tests of the installed wheel with torch $(OLDEST_TORCH)"
 	@echo "make smoke-oldest the files of them that differ most between torch's releases"
 	@echo "make test-clients tests with the libraries that people train with (accelerate, PEFT, ...)"
 	@echo "make test-aarch64 Rust tests for aarch64 (gcc-aarch64-linux-gnu and qemu-user of Debian)"
 	@echo "make lint         formatting, clippy, ruff, mypy, imports, the checked-in PTX"
 	@echo "make docs         the documentation site, in site/; warnings and dead links are errors"
-	@echo "make matrix       the tables of docs/fsdp2-matrix.md (MATRIX=--full: every combination)"
 	@echo "make bench        kernel benchmarks on the CPU, and on a GPU if there is one"
 	@echo "make wheel        the release wheel, in dist/"
 	@echo "make release      both wheels, sdist, checksums and the changelog's section, in dist/"
@@ -85,10 +83,9 @@ test: lint rust-test python-test docs
 
 # Takes more than an hour on two cores. `pytest --full` also runs every combination of parameters.
 test-all: TIER :=
-test-all: MATRIX := --check
 test-all: LONG := --long
 test-all: PTX := --all
-test-all: test test-oldest test-clients matrix
+test-all: test test-oldest test-clients
 
 lint: lint-rust lint-python lint-ptx
 
@@ -157,9 +154,6 @@ docs: $(DOCS)/.installed
 # Two ranks per test, some minutes.
 test-clients: $(CLIENTS)/.installed $(VENV)/.built
 	$(CLIENTS_BIN)/python -m pytest tests/clients --durations 15 $(LONG)
-
-matrix: $(VENV)/.built
-	$(BIN)/python tools/matrix_table.py $(MATRIX)
 
 bench:
 	cargo bench

@@ -52,15 +52,14 @@ def quantizers(device: str) -> dict[str, Quantizer]:
 
     def delayed() -> Any:
         scale, amax = torch.tensor(1e-3, device=device), torch.zeros((), device=device)
-        return fp8rs.Float8Quantizer(scale, amax, E4M3, columnwise=False)
+        return fp8rs.Quantizer(fp8rs.DelayedScaling(), columnwise=False, delayed=(scale, amax))
 
-    block, mx = fp8rs.Float8BlockQuantizer, fp8rs.MXFP8Quantizer
     return {
         "delayed": delayed,
-        "current": lambda: fp8rs.Float8CurrentScalingQuantizer(E4M3, columnwise=False),
-        "rows": lambda: block(E4M3, columnwise=False, block=(1, -1)),
-        "128x128": lambda: block(E4M3, columnwise=False, block=(128, 128)),
-        "32x32": lambda: mx(E4M3, columnwise=False, block=(32, 32)),
+        "current": lambda: fp8rs.Quantizer("current", columnwise=False),
+        "rows": lambda: fp8rs.Quantizer("rowwise", columnwise=False),
+        "128x128": lambda: fp8rs.Quantizer("block", columnwise=False),
+        "32x32": lambda: fp8rs.Quantizer("mxfp8", columnwise=False),
     }
 
 

@@ -36,6 +36,7 @@ import torch
 
 import fp8rs
 from fp8rs.optim import AdamW
+from fp8rs.quantize.formats import ROW
 
 ROOT = Path(__file__).resolve().parent.parent
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
@@ -242,12 +243,11 @@ def bytes_agree(device: str) -> dict[str, Any]:
 
 def quantizers() -> dict[str, Any]:
     """Return quantizers of the formats that the optimizer has kernels for."""
-    block, mx = fp8rs.Float8BlockQuantizer, fp8rs.MXFP8Quantizer
     return {
-        "current": fp8rs.Float8CurrentScalingQuantizer(E4M3, columnwise=False),
-        "rows": block(E5M2, columnwise=False, block=(1, -1)),
-        "128x128": block(E4M3, columnwise=False, block=(128, 128)),
-        "32x32": mx(E4M3, columnwise=False, block=(32, 32)),
+        "current": fp8rs.Quantizer("current", columnwise=False),
+        "rows": fp8rs.Quantizer(fp8rs.QuantSpec(ROW, E5M2), columnwise=False),
+        "128x128": fp8rs.Quantizer("block", columnwise=False),
+        "32x32": fp8rs.Quantizer("mxfp8", columnwise=False),
     }
 
 

@@ -78,8 +78,8 @@ def operators(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "amax", lambda: ops.amax.default(x)
     yield "transpose", lambda: ops.transpose.default(row)
     yield "rebase", lambda: ops.rebase.default(codes, square, [32, 32], 1)
-    quantizer = fp8rs.Float8CurrentScalingQuantizer(E4M3, rowwise=True, columnwise=True)
-    yield "Float8CurrentScalingQuantizer, both", lambda: quantizer(x)
+    quantizer = fp8rs.Quantizer("current")
+    yield "Quantizer, both", lambda: quantizer(x)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor) -> Any:

@@ -13,21 +13,25 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fp8rs.integrations.lightning import Float8Callback
+import fp8rs
 
 
 class Llama(lightning.LightningModule):
-    def __init__(self):
+    def __init__(self, recipe):
         super().__init__()
         torch.manual_seed(0)
         sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
         self.model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes))
+        self.recipe = recipe
         self.losses = {True: [], False: []}
 
-    def configure_model(self):  # the callback has converted self.model
-        if not isinstance(self.model, FSDPModule):
-            for part in (*self.model.model.layers, self.model):
-                fully_shard(part, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    def configure_model(self):  # called for each stage
+        if isinstance(self.model, FSDPModule):
+            return
+        if self.recipe != "bf16":
+            fp8rs.convert_to_float8_training(self.model, recipe=self.recipe, filter_fqns=["head"])
+        for part in (*self.model.model.layers, self.model):
+            fully_shard(part, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
     def training_step(self, batch):
         loss = self.model(input_ids=batch, labels=batch).loss
@@ -47,13 +51,12 @@ def main(argv=None):
     parser.add_argument("--checkpoint", default="checkpoint", help="resumed if there is one")
     args = parser.parse_args(argv)
     data = DataLoader((torch.arange(64) + torch.arange(400)[:, None]) % 256, batch_size=4)
-    convert = [] if args.recipe == "bf16" else [Float8Callback(args.recipe, filter_fqns=["head"])]
     ranks = int(os.environ["WORLD_SIZE"])
     options = {"max_steps": args.steps, "limit_val_batches": 2, "logger": False}
-    options |= {"enable_checkpointing": False, "callbacks": convert, "devices": ranks}
+    options |= {"enable_checkpointing": False, "devices": ranks}
     trainer = lightning.Trainer(strategy=ModelParallelStrategy(ranks, 1), **options)
     resumed = args.checkpoint if os.path.exists(args.checkpoint) else None
-    trainer.fit(module := Llama(), data, ckpt_path=resumed)
+    trainer.fit(module := Llama(args.recipe), data, ckpt_path=resumed)
     trainer.save_checkpoint(args.checkpoint)
     trainer.validate(module, data)
     return {"losses": module.losses[True], "evaluated": module.losses[False]}

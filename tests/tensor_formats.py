@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import fp8rs
+from fp8rs.tensor import formats
 from fp8rs.tensor.quantized import QuantizedTensor
 
 E4M3 = torch.float8_e4m3fn
 
+
+def quantizer_of(
+    format: str,
+    fp8_dtype: torch.dtype = E4M3,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    delayed: tuple[Tensor, Tensor] | None = None,
+    **options: Any,
+) -> fp8rs.Quantizer:
+    """Return a quantizer of a format, with options of its `QuantSpec`."""
+    spec = fp8rs.QuantSpec(formats.FORMATS[format], fp8_dtype, **options)
+    return fp8rs.Quantizer(spec, rowwise=rowwise, columnwise=columnwise, delayed=delayed)
+
+
 #: The quantizer of each format.
-FORMATS = {
-    "tensor": lambda **usage: fp8rs.Float8CurrentScalingQuantizer(E4M3, **usage),
-    "row": lambda **usage: fp8rs.Float8BlockQuantizer(E4M3, block=(1, -1), **usage),
-    "1x128": lambda **usage: fp8rs.Float8BlockQuantizer(E4M3, block=(1, 128), **usage),
-    "128x128": lambda **usage: fp8rs.Float8BlockQuantizer(E4M3, block=(128, 128), **usage),
-    "1x32": lambda **usage: fp8rs.MXFP8Quantizer(E4M3, block=(1, 32), **usage),
-    "32x32": lambda **usage: fp8rs.MXFP8Quantizer(E4M3, block=(32, 32), **usage),
-}
+FORMATS = {name: partial(quantizer_of, name) for name in formats.FORMATS}
 #: A recipe whose weights have the format. For 1x128, the inputs have it: recipes use it for no
 #: weights.
 RECIPES = {

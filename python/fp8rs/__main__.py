@@ -10,11 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fp8rs import __version__
-from fp8rs.monitoring.plot import LABELS
 from fp8rs.quantize.recipes import RECIPES
-
-#: The statistics that ``monitor --plot`` can plot.
-STATISTICS = list(LABELS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,21 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_report(report)
     report.set_defaults(run=_report)
-    monitor = commands.add_parser(
-        "monitor",
-        help="show the layers with the smallest SQNR, and plot all layers",
-        description="Read the file of fp8rs.monitor(model, file=FILE). Print the layers with the "
-        "smallest SQNR in the last logged step, and plot all layers over all steps.",
-    )
-    monitor.add_argument(
-        "file", type=Path, metavar="FILE", help="a file with one JSON record per line"
-    )
-    monitor.add_argument("--plot", type=Path, metavar="OUT", help="write a plot (PNG, SVG, PDF)")
-    monitor.add_argument(
-        "--statistic", choices=STATISTICS, default=STATISTICS[0], help="the statistic to plot"
-    )
-    monitor.add_argument("--worst", type=_positive, default=10, metavar="N", help="default: 10")
-    monitor.set_defaults(run=_monitor)
     return parser
 
 
@@ -167,29 +148,6 @@ def _report(options: argparse.Namespace) -> int:
         print(f"fp8rs report: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
-    return 0
-
-
-def _monitor(options: argparse.Namespace) -> int:
-    from fp8rs.monitoring.plot import plot
-    from fp8rs.monitoring.records import read, worst
-
-    try:
-        records = read(options.file)
-        if options.plot is not None:
-            plot(records, options.plot, options.statistic)
-    except (ValueError, OSError) as error:
-        print(f"fp8rs monitor: {error}", file=sys.stderr)
-        return 2
-    except ImportError:
-        print("fp8rs monitor: --plot requires matplotlib: pip install matplotlib", file=sys.stderr)
-        return 2
-    last = records[-1]
-    found = worst(last.statistics, options.worst)
-    width = max((len(one.layer) for one in found), default=0)
-    print(f"step {last.step}: SQNR in dB, smallest first")
-    for one in found:
-        print(f"  {one.layer:<{width}}  {one.operand:<6}  {one.sqnr_db:6.2f}")
     return 0
 
 

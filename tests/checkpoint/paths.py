@@ -1,6 +1,6 @@
 """Ways to save a model and its optimizer, of fp8rs and of torch, and the values that load.
 
-`tools/checkpoint_paths.py` writes the outcomes into a table of docs/checkpoints.md.
+A table of docs/checkpoints.md has the outcomes, and test_paths.py compares them.
 """
 
 from __future__ import annotations

@@ -28,9 +28,11 @@ def main(argv):
     names = {"__name__": __name__}
     for code in ((ROOT / "examples/lightning_fsdp2.py").read_text(), block):
         exec(code.replace("every=100", "every=2"), names)
-    callbacks = [names["Float8Callback"]("current", filter_fqns=["head"]), names["Watch"]()]
+    callbacks = [names["Watch"]()]
     options = {"max_steps": 4, "accumulate_grad_batches": 2, "limit_val_batches": 0, "devices": 2}
     options |= {"enable_checkpointing": False, "callbacks": callbacks, "logger": (kept := Kept())}
     data = DataLoader((torch.arange(64) + torch.arange(400)[:, None]) % 256, batch_size=4)
-    lightning.Trainer(strategy=ModelParallelStrategy(2, 1), **options).fit(names["Llama"](), data)
+    lightning.Trainer(strategy=ModelParallelStrategy(2, 1), **options).fit(
+        names["Llama"]("current"), data
+    )
     return {"steps": kept.steps, "names": kept.names}

@@ -1,8 +1,7 @@
-"""axolotl's plugin manager and config with ``fp8rs.integrations.axolotl.Float8Plugin``.
+"""axolotl's plugin manager with the plugin of ``examples/axolotl_plugin.py``.
 
 axolotl's model loader and trainer import a dozen packages that need CUDA. These tests run its
-PluginManager and BasePlugin, its config classes merged with the plugin's keys, and the hooks in the
-order of its loader, on a model of transformers.
+PluginManager and BasePlugin, and the hooks in the order of its loader, on a model of transformers.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from axolotl.integrations.base import BasePlugin, PluginManager  # noqa: E402
 from axolotl.utils.dict import DictDefault  # noqa: E402
 from transformers.integrations import INTEGRATION_TO_CALLBACK  # noqa: E402
 
-NAME = "fp8rs.integrations.axolotl.Float8Plugin"
+NAME = "axolotl_plugin.Float8Plugin"
 
 
 @pytest.fixture
-def manager():
+def manager(monkeypatch):
+    monkeypatch.syspath_prepend(Path(ROOT, "examples"))
     manager = PluginManager.get_instance()
     manager.plugins.clear()
     manager.register(NAME)
@@ -55,25 +55,15 @@ def test_the_example_converts_a_model(manager):
     manager.pre_model_load(cfg)
     manager.post_model_build(cfg, model)
     assert len(converted(model)) == 7
-    assert set(converted(model).values()) == {cfg.fp8rs_recipe}
+    assert set(converted(model).values()) == {"current"}
     manager.pre_lora_load(cfg, model)
     manager.post_model_load(cfg, model)
 
 
-def test_its_keys_are_in_axolotls_config(manager):
-    from axolotl.integrations.config import merge_input_args
-
-    for kind in merge_input_args():
-        assert kind.model_fields["fp8rs_recipe"].default == "current"
-        assert "fp8rs_filter_fqns" in kind.model_fields
-
-
-def test_keys_set_the_conversion(manager):
-    model = llama()
-    cfg = DictDefault({"fp8rs_recipe": "mxfp8", "fp8rs_filter_fqns": ["lm_head", "mlp"]})
-    manager.post_model_build(cfg, model)
-    assert len(converted(model)) == 4
-    assert set(converted(model).values()) == {"mxfp8"}
+def test_the_page_shows_the_plugin_of_the_example():
+    plugin = Path(ROOT, "examples/axolotl_plugin.py").read_text()
+    code = plugin[plugin.index("from axolotl") :]
+    assert f"```python\n{code}```" in Path(ROOT, "docs/clients/axolotl.md").read_text()
 
 
 def test_adapters_are_added_after_the_conversion(manager):
@@ -93,14 +83,7 @@ def test_contradicting_keys_are_errors(manager, key):
         manager.pre_model_load(DictDefault({key: True}))
 
 
-def test_an_unknown_recipe_is_an_error_of_the_config(manager):
-    from fp8rs.integrations.axolotl import Float8Args
-
-    with pytest.raises(ValueError, match="'fp4' is not known; the names are"):
-        Float8Args(fp8rs_recipe="fp4")
-
-
-def test_a_key_turns_monitoring_on(manager, tmp_path):
+def test_a_run_is_monitored(manager, tmp_path):
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Tracker(TrainerCallback):
@@ -110,11 +93,16 @@ def test_a_key_turns_monitoring_on(manager, tmp_path):
             if any(name.endswith("/sqnr_db") for name in logs):
                 self.steps.append(state.global_step)
 
-    cfg = DictDefault({"fp8rs_monitor_every": 2})
+    cfg = DictDefault({})
     manager.post_model_build(cfg, model := llama())
     rows = [{"input_ids": list(range(16)), "labels": list(range(16))}] * 4
     arguments = TrainingArguments(
-        tmp_path, max_steps=4, per_device_train_batch_size=1, report_to="none", use_cpu=True
+        tmp_path,
+        max_steps=4,
+        per_device_train_batch_size=1,
+        logging_steps=2,
+        report_to="none",
+        use_cpu=True,
     )
     trainer = Trainer(model, arguments, train_dataset=rows)
     with pytest.MonkeyPatch.context() as patch:
@@ -124,4 +112,3 @@ def test_a_key_turns_monitoring_on(manager, tmp_path):
             trainer.add_callback(callback)
         trainer.train()
     assert Tracker.steps == [1, 3]
-    assert not manager.add_callbacks_post_trainer(DictDefault({}), trainer)

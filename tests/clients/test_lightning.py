@@ -38,38 +38,10 @@ def test_it_trains_resumes_and_evaluates_as_bf16_does(tmp_path):
     assert more.returned["losses"] == pytest.approx(more_reference.returned["losses"], rel=0.01)
 
 
-def test_a_missing_part_is_an_error():
-    import lightning
-    from torch import nn
-
-    from fp8rs.integrations.lightning import Float8Callback
-
-    module = lightning.LightningModule()
-    with pytest.raises(
-        ValueError,
-        match=r"LightningModule\.model must be a module .*, not NoneType\..* configure_model",
-    ):
-        Float8Callback().setup(None, module, "fit")
-    module.net = nn.LayerNorm(8)
-    with pytest.raises(
-        ValueError,
-        match=r"LightningModule\.net must be a module .*, not LayerNorm\..* submodule as module",
-    ):
-        Float8Callback(module="net").setup(None, module, "fit")
-
-
-def test_fabrics_parallelize_fn_receives_the_converted_model():
-    from torch import nn
-
-    from fp8rs.integrations.lightning import converting
-    from fp8rs.nn.linear import Float8Linear
-
-    model, seen = nn.Sequential(nn.Linear(16, 16)), []
-    parallelize = converting(lambda model, mesh: seen.append((model, mesh)) or model, "rowwise")
-    assert parallelize(model, "mesh") is model
-    assert seen == [(model, "mesh")]
-    assert isinstance(model[0], Float8Linear)
-    assert model[0].recipe.name == "rowwise"
+def test_fabrics_parallelize_fn_converts_as_the_page_shows():
+    found = run_file(HERE / "lightning_fabric.py")
+    assert found.returned == {"converted": 2 * 7, "gradients": 2 * 7}
+    assert found.gathered["uint8"] > 0, "weights are gathered as codes"
 
 
 def test_a_run_is_monitored_as_the_page_shows():

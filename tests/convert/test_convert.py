@@ -540,7 +540,11 @@ def test_weights_for_the_gather_are_plain_until_sharded(device):
         ({"module": "model"}, TypeError, "module"),
         ({"recipe": "fp7"}, ValueError, "recipe"),
         ({"recipe": 8}, TypeError, "recipe"),
-        ({"amax_reduction_group": "world"}, TypeError, "amax_reduction_group"),
+        (
+            {"amax_reduction_group": "world"},
+            TypeError,
+            "amax_reduction_group must be a .*ProcessGroup, not str",
+        ),
         ({"recipe": "current", "config": object()}, ValueError, "recipe and config"),
         ({"config": object()}, TypeError, "config"),
     ],

@@ -162,7 +162,7 @@ def test_a_recipe_with_powers_of_two_keeps_its_codes_in_both_variants_of_the_for
     model = make((64,), recipe=fp8rs.Float8BlockScaling(power_2_scale=True))
     # The scale of this value would not be a power of two.
     model.head.weight.data[0, 0] = 3.0
-    wanted = fp8rs.Float8BlockQuantizer(torch.float8_e4m3fn, block=(128, 128), power_2_scale=True)
+    wanted = fp8rs.Quantizer(fp8rs.Float8BlockScaling(power_2_scale=True))
     row = wanted(model.head.weight.detach()).rowwise
     for options in ({}, {"scale_fmt": "ue8m0"}):
         found = exported(model, "fp8-block", **options)

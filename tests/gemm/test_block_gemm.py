@@ -20,6 +20,7 @@ from oracle.blocks import expand, swizzle
 from oracle.compare import relative
 from oracle.elements import E4M3
 from oracle.linear import blocks_of, linear
+from tensor_formats import quantizer_of
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -91,12 +92,7 @@ def on(monkeypatch):
 
 
 def quantized(x, format, power_2=False):
-    if format.microscaled:
-        quantizer = fp8rs.MXFP8Quantizer(E4M3, columnwise=False, block=format.block)
-    else:
-        quantizer = fp8rs.Float8BlockQuantizer(
-            E4M3, columnwise=False, block=format.block, power_2_scale=power_2
-        )
+    quantizer = quantizer_of(format.name, columnwise=False, power_2_scale=power_2)
     return quantizer(x).rowwise
 
 

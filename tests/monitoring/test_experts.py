@@ -12,8 +12,7 @@ from distributed import ranks
 from distributed.batched import BATCHES, build, shard
 from distributed.collectives import Collectives
 from distributed.models import RECIPES, batch, train
-from fp8rs.monitoring.plot import plot
-from fp8rs.monitoring.records import read
+from fp8rs.monitoring import plot
 from fp8rs.nn import GroupedLinear, observe
 from fp8rs.quantize.recipes import resolve_recipe
 from internals import run_in_fp8
@@ -139,7 +138,7 @@ def test_a_model_with_experts_only_is_monitored_and_plotted(tmp_path):
     for _ in range(2):
         monitor.step()
     assert monitor.worst()[0].layer == "up.weight"
-    plot(read(file), tmp_path / "monitor.png")
+    plot(file, tmp_path / "monitor.png")
     assert (tmp_path / "monitor.png").stat().st_size > 5_000
 
 

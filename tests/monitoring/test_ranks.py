@@ -164,7 +164,7 @@ def test_high_precision_uses_the_gathered_weight(rig, gather):
     if gather:
         fp8rs.monitor(whole).close()
         for layer in (m for m in whole.modules() if isinstance(m, fp8rs.Float8Linear)):
-            quantizer = fp8rs.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, columnwise=False)
+            quantizer = fp8rs.Quantizer("current", columnwise=False)
             with torch.no_grad():
                 layer.weight.copy_(quantizer(layer.weight).dequantize())
     assert len(fp8rs.high_precision(whole, "*")) == 5

@@ -1,4 +1,4 @@
-"""The file that a monitor writes, and the command line that reads it."""
+"""The file that a monitor writes, and its plot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fp8rs
-from fp8rs.__main__ import main
+from fp8rs.monitoring import plot
 from fp8rs.monitoring.records import Lossy, worst
 
 pytestmark = pytest.mark.newest_torch
@@ -39,53 +39,49 @@ def test_a_line_is_written_for_each_step_that_is_logged(tmp_path):
     assert all(type(value) is float for line in lines for value in line.values())
 
 
-def test_the_command_names_the_worst_and_draws_all(tmp_path, capsys):
+def test_a_plot_is_an_image(tmp_path):
     path, picture = tmp_path / "run.jsonl", tmp_path / "run.png"
-    monitor, _ = train(path, 5)
-    assert main(["monitor", str(path), "--plot", str(picture), "--worst", "2"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == "step 4: SQNR in dB, smallest first"
-    assert [line.split() for line in out[1:]] == [
-        [one.layer, one.operand, f"{one.sqnr_db:.2f}"] for one in monitor.worst(2)
-    ]
+    train(path, 5)
+    plot(path, picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_missing_and_non_finite_values_are_drawn(tmp_path):
     path = tmp_path / "run.jsonl"
     values = [math.nan, math.inf, 20.0]
-    lines = [{"step": n, f"fp8/a/input/{'sqnr_db'}": v} for n, v in enumerate(values)]
+    lines = [{"step": n, "fp8/a/input/sqnr_db": v} for n, v in enumerate(values)]
     lines[2]["fp8/b/grad/sqnr_db"] = 10.0
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main(["monitor", str(path), "--plot", str(tmp_path / "run.svg")]) == 0
+    plot(path, tmp_path / "run.svg")
+    assert (tmp_path / "run.svg").exists()
     assert worst(lines[0], 1)[0].layer == "a"
     assert worst(lines[2], 3) == [Lossy("b", "grad", 10.0), Lossy("a", "input", 20.0)]
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    "text, error, message",
     [
-        (None, "No such file"),
-        ("", "is empty: no step has been logged yet"),
-        ("epoch 1\n", "line 1, was not written by fp8rs.monitor"),
-        ('{"loss": 3}\n', "line 1, was not written by fp8rs.monitor"),
-        ('{"step": 0, "fp8/a/input/amax": 1.0}\n', "no line has the statistic 'sqnr_db'"),
+        (None, OSError, "No such file"),
+        ("", ValueError, "is empty: no step has been logged yet"),
+        ("epoch 1\n", ValueError, r"line 1, was not written by fp8rs\.monitor"),
+        ('{"loss": 3}\n', ValueError, r"line 1, was not written by fp8rs\.monitor"),
+        ('{"step": 0, "fp8/a/input/amax": 1.0}\n', ValueError, "has the statistic 'sqnr_db'"),
     ],
 )
-def test_other_files_are_refused(tmp_path, capsys, text, message):
+def test_other_files_are_refused(tmp_path, text, error, message):
     path = tmp_path / "run.jsonl"
     if text is not None:
         path.write_text(text)
-    assert main(["monitor", str(path), "--plot", str(tmp_path / "run.png")]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("fp8rs monitor: ")
-    assert message in err
+    with pytest.raises(error, match=message):
+        plot(path, tmp_path / "run.png")
 
 
-def test_without_matplotlib_there_is_a_message(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "run.jsonl"
-    train(path, 1)
+def test_an_unknown_statistic_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"statistic must be 'sqnr_db' or .*, not 'scale_min'"):
+        plot(tmp_path / "run.jsonl", tmp_path / "run.png", "scale_min")
+
+
+def test_without_matplotlib_there_is_a_message(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["monitor", str(path), "--plot", str(tmp_path / "run.png")]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
-    assert main(["monitor", str(path)]) == 0
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        plot(tmp_path / "run.jsonl", tmp_path / "run.png")

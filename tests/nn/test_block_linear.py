@@ -17,6 +17,7 @@ from oracle.blocks import quantize
 from oracle.compare import relative
 from oracle.elements import E4M3, E5M2
 from oracle.linear import Blocks, blocks_of, linear, tensor_core_error, tensor_core_sums
+from tensor_formats import quantizer_of
 
 CHOSEN = {
     "rowwise": RECIPES["rowwise"](),
@@ -183,13 +184,13 @@ def test_siblings_share_their_input(device, name):
 @pytest.mark.parametrize(
     ("rounding", "least"), [("ceil", 28.4), ("floor", 27.5)], ids=["ceil", "floor"]
 )
-@pytest.mark.parametrize("block", [(1, 32), (32, 32)])
-def test_quality_of_mxfp8_products(device, rounding, least, block):
+@pytest.mark.parametrize("format", ["1x32", "32x32"])
+def test_quality_of_mxfp8_products(device, rounding, least, format):
     """The SQNR against float64 on Gaussian data is at least the limit."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(512, 512, generator=generator).to(device) for _ in range(2))
-    left = fp8rs.MXFP8Quantizer(E4M3, columnwise=False, scale_rounding=rounding)
-    right = fp8rs.MXFP8Quantizer(E4M3, columnwise=False, block=block, scale_rounding=rounding)
+    left = quantizer_of("1x32", E4M3, columnwise=False, scale_rounding=rounding)
+    right = quantizer_of(format, E4M3, columnwise=False, scale_rounding=rounding)
     out = scaled_mm(left(a).rowwise, right(b).rowwise, out_dtype=torch.float32).double()
     exact = a.double() @ b.double().t()
     quality = 20 * torch.log10(exact.norm() / (out - exact).norm())

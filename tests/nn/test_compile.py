@@ -1,7 +1,7 @@
 """torch.compile: one graph, the bytes of eager, no needless recompilation.
 
 The backend is aot_eager, whose graphs run the same kernels as eager: results are equal to the bit.
-tools/compile_table.py generates the tables of docs/compile-tables.md from these tests.
+tools/tested.py lists these tests in docs/tested.md.
 """
 
 from __future__ import annotations

@@ -26,12 +26,13 @@ from fp8rs.quantize.recipes import (
     resolve_recipe,
 )
 from fp8rs.tensor.quantized import Plane
-from fp8rs.tensor.quantizer import Float8CurrentScalingQuantizer, Quantizer
+from fp8rs.tensor.quantizer import Quantizer
 from internals import state_of
 from oracle.compare import relative
 from oracle.elements import E4M3
 from oracle.linear import linear, tensor_core_error
 from saving import reloaded
+from tensor_formats import quantizer_of
 
 
 def layer(device, in_features=16, out_features=32, dtype=torch.float32, seed=0, **kwargs):
@@ -456,7 +457,7 @@ def test_quantized_weight_is_not_quantized_again(device):
     expected = gradients(plain, x, dy)
     for columnwise in (False, True):
         module = layer(device)
-        weight = Float8CurrentScalingQuantizer(E4M3, columnwise=columnwise)(plain.weight)
+        weight = quantizer_of("tensor", E4M3, columnwise=columnwise)(plain.weight)
         module.weight = nn.Parameter(weight)
         for a, b in zip(gradients(module, x, dy), expected, strict=True):
             assert torch.equal(a, b)
@@ -464,7 +465,7 @@ def test_quantized_weight_is_not_quantized_again(device):
 
 def test_missing_plane_of_a_weight_is_named(device):
     module = layer(device)
-    weight = Float8CurrentScalingQuantizer(E4M3, rowwise=False)(module.weight)
+    weight = quantizer_of("tensor", E4M3, rowwise=False)(module.weight)
     module.weight = nn.Parameter(weight)
     with pytest.raises(ValueError, match="rowwise"):
         module(data(device, 8, 16))
@@ -483,10 +484,10 @@ def test_quantized_input_in_the_recipes_format_is_not_quantized_again(device, re
 @pytest.mark.parametrize(
     "recipe, given, why",
     [
-        ("current", Float8CurrentScalingQuantizer(torch.float8_e5m2), "float8_e5m2"),
+        ("current", quantizer_of("tensor", torch.float8_e5m2), "float8_e5m2"),
         ("current", Quantizer(quant_spec(resolve_recipe("rowwise"), "input")), "'row'"),
-        ("rowwise", Float8CurrentScalingQuantizer(E4M3), "'tensor'"),
-        ("delayed", Float8CurrentScalingQuantizer(E4M3), "history"),
+        ("rowwise", quantizer_of("tensor", E4M3), "'tensor'"),
+        ("delayed", quantizer_of("tensor", E4M3), "history"),
         (
             Float8BlockScaling(wgrad_input_block=(128, 128)),
             Quantizer(quant_spec(Float8BlockScaling(), "input")),
@@ -636,15 +637,15 @@ def test_gpus_without_fp8_gemms_get_an_error_with_alternatives(
 
 
 def test_scaled_mm_names_mismatched_sizes(device):
-    a = Float8CurrentScalingQuantizer(E4M3)(data(device, 4, 16)).rowwise
-    b = Float8CurrentScalingQuantizer(E4M3)(data(device, 4, 17)).rowwise
+    a = quantizer_of("tensor", E4M3)(data(device, 4, 16)).rowwise
+    b = quantizer_of("tensor", E4M3)(data(device, 4, 17)).rowwise
     with pytest.raises(ValueError, match=r"\(4, 16\).*\(4, 17\)"):
         scaled_mm(a, b, out_dtype=torch.float32)
 
 
 @pytest.mark.gpu
 def test_missing_gemm_error_names_the_formats():
-    plane = Float8CurrentScalingQuantizer(E4M3)(data("cuda", 16, 16)).rowwise
+    plane = quantizer_of("tensor", E4M3)(data("cuda", 16, 16)).rowwise
     other = Plane(plane.data, plane.scale.view(1, 1), BlockFormat("odd", (7, -1), torch.float32))
     with pytest.raises(UnsupportedError, match=r"'tensor' and 'odd'.*emulate=True"):
         scaled_mm(plane, other, out_dtype=torch.float32)

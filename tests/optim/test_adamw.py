@@ -6,11 +6,7 @@ import itertools
 import pytest
 import torch
 
-from fp8rs import (
-    Float8Quantizer,
-    QuantizedTensor,
-    convert_to_float8_training,
-)
+from fp8rs import QuantizedTensor, convert_to_float8_training
 from fp8rs.optim import AdamW, MasterWeights, param
 from internals import storage_of
 from optim.weights import (
@@ -29,6 +25,7 @@ from optim.weights import (
     parameter,
     train,
 )
+from tensor_formats import quantizer_of
 
 ops = torch.ops.fp8rs
 EPS32 = 2.0**-23
@@ -448,7 +445,9 @@ def test_small_steps_need_masters_or_stochastic_rounding(name):
     for masters, stochastic in ((True, None), (False, None), (False, False)):
         quantizer = QUANTIZERS[name](E4M3, "cpu")
         if name == "delayed":
-            quantizer = Float8Quantizer(torch.ones(()), torch.zeros(()), E4M3, columnwise=False)
+            quantizer = quantizer_of(
+                "tensor", E4M3, delayed=(torch.ones(()), torch.zeros(())), columnwise=False
+            )
         weight = parameter(quantizer(torch.ones(64, 128)))
         optimizer = AdamW(
             [weight],
@@ -481,7 +480,9 @@ def test_small_steps_need_masters_or_stochastic_rounding(name):
 def test_stochastic_rounding_is_unbiased(fp8_dtype, way):
     """If n elements are ``way`` of a spacing below 1, n * way +- 5 deviations round down."""
     spacing = {E4M3: 2.0**-4, E5M2: 2.0**-3}[fp8_dtype]
-    quantizer = Float8Quantizer(torch.ones(()), torch.zeros(()), fp8_dtype, columnwise=False)
+    quantizer = quantizer_of(
+        "tensor", fp8_dtype, delayed=(torch.ones(()), torch.zeros(())), columnwise=False
+    )
     weight = parameter(quantizer(torch.ones(256, 256)))
     # The length of the first step is the learning rate, for any gradient.
     optimizer = AdamW([weight], lr=way * spacing, eps=0.0, weight_decay=0, master_weights=False)

@@ -3,36 +3,32 @@
 import pytest
 import torch
 
-from fp8rs import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    MXFP8Quantizer,
-    QuantizedTensor,
-)
+from fp8rs import QuantizedTensor
 from internals import storage_of
+from tensor_formats import quantizer_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: A quantizer for every way to compute codes. Each makes only the plane that an optimizer keeps.
 QUANTIZERS = {
-    "current": lambda f, d: Float8CurrentScalingQuantizer(f, columnwise=False),
-    "current, powers of two": lambda f, d: Float8CurrentScalingQuantizer(
-        f, columnwise=False, power_2_scale=True, amax_epsilon=0.5
+    "current": lambda f, d: quantizer_of("tensor", f, columnwise=False),
+    "current, powers of two": lambda f, d: quantizer_of(
+        "tensor", f, columnwise=False, power_2_scale=True, amax_epsilon=0.5
     ),
-    "delayed": lambda f, d: Float8Quantizer(
-        torch.tensor(0.01, device=d), torch.zeros((), device=d), f, columnwise=False
+    "delayed": lambda f, d: quantizer_of(
+        "tensor",
+        f,
+        delayed=(torch.tensor(0.01, device=d), torch.zeros((), device=d)),
+        columnwise=False,
     ),
-    "rows": lambda f, d: Float8BlockQuantizer(f, columnwise=False, block=(1, -1)),
-    "128x128": lambda f, d: Float8BlockQuantizer(f, columnwise=False, block=(128, 128)),
-    "128x128, powers of two": lambda f, d: Float8BlockQuantizer(
-        f, columnwise=False, block=(128, 128), power_2_scale=True, amax_epsilon=0.5
+    "rows": lambda f, d: quantizer_of("row", f, columnwise=False),
+    "128x128": lambda f, d: quantizer_of("128x128", f, columnwise=False),
+    "128x128, powers of two": lambda f, d: quantizer_of(
+        "128x128", f, columnwise=False, power_2_scale=True, amax_epsilon=0.5
     ),
-    "32x32": lambda f, d: MXFP8Quantizer(f, columnwise=False, block=(32, 32)),
-    "32x32, floor": lambda f, d: MXFP8Quantizer(
-        f, columnwise=False, block=(32, 32), scale_rounding="floor"
-    ),
-    "1x32": lambda f, d: MXFP8Quantizer(f, block=(1, 32)),
-    "1x128": lambda f, d: Float8BlockQuantizer(f, columnwise=False, block=(1, 128)),
+    "32x32": lambda f, d: quantizer_of("32x32", f, columnwise=False),
+    "32x32, floor": lambda f, d: quantizer_of("32x32", f, columnwise=False, scale_rounding="floor"),
+    "1x32": lambda f, d: quantizer_of("1x32", f),
+    "1x128": lambda f, d: quantizer_of("1x128", f, columnwise=False),
 }
 #: Shapes larger than a block and not a multiple of it, a row, a scalar, and empty shapes.
 SHAPES = [(300, 132), (70, 33), (1, 5), (), (0, 8), (8, 0), (3, 40, 36)]

@@ -4,22 +4,21 @@ import pytest
 import torch
 
 import fp8rs
+from fp8rs.quantize.formats import format_of
 from oracle import blocks as reference
-from tensor_formats import bits
+from tensor_formats import bits, quantizer_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-F8 = fp8rs.Float8BlockQuantizer
-MX = fp8rs.MXFP8Quantizer
 
-#: (quantizer, its options, the options of the oracle)
+#: (format, options of its spec, the options of the oracle)
 KINDS = {
-    "row": (F8, {"block": (1, -1)}, {}),
-    "1x128": (F8, {"block": (1, 128)}, {}),
-    "128x128": (F8, {"block": (128, 128)}, {}),
-    "1x128 of 2": (F8, {"block": (1, 128), "power_2_scale": True}, {"power_2_scale": True}),
-    "1x32": (MX, {"block": (1, 32)}, {"rounding": "ceil"}),
-    "32x32": (MX, {"block": (32, 32)}, {"rounding": "ceil"}),
-    "1x32 floor": (MX, {"scale_rounding": "floor"}, {"rounding": "floor"}),
+    "row": ("row", {}, {}),
+    "1x128": ("1x128", {}, {}),
+    "128x128": ("128x128", {}, {}),
+    "1x128 of 2": ("1x128", {"power_2_scale": True}, {"power_2_scale": True}),
+    "1x32": ("1x32", {}, {"rounding": "ceil"}),
+    "32x32": ("32x32", {}, {"rounding": "ceil"}),
+    "1x32 floor": ("1x32", {"scale_rounding": "floor"}, {"rounding": "floor"}),
 }
 every_kind = pytest.mark.parametrize("kind", list(KINDS))
 every_type = pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
@@ -35,8 +34,8 @@ def data(device, *shape, dtype=torch.float32, seed=0):
 
 
 def make(kind, fp8_dtype=E4M3, **usage):
-    cls, options, _ = KINDS[kind]
-    return cls(fp8_dtype, **options, **usage)
+    format, options, _ = KINDS[kind]
+    return quantizer_of(format, fp8_dtype, **options, **usage)
 
 
 @every_kind
@@ -145,13 +144,17 @@ def test_results_move_and_copy(device, kind):
 @pytest.mark.parametrize(
     ("call", "error", "names"),
     [
-        (lambda: F8(E4M3, block=(2, 128)), ValueError, r"block.*\(1, 128\)"),
-        (lambda: F8(E4M3, block=(1, 32)), ValueError, r"block.*\(128, 128\)"),
-        (lambda: F8(E4M3, block=128), ValueError, "block"),
-        (lambda: MX(E4M3, block=(1, 128)), ValueError, r"block.*\(32, 32\)"),
-        (lambda: MX(E4M3, scale_rounding="up"), ValueError, "scale_rounding"),
-        (lambda: MX(torch.uint8), TypeError, "fp8_dtype"),
-        (lambda: MX(E4M3, rowwise=False, columnwise=False), ValueError, "one plane"),
+        (lambda: format_of((2, 128), torch.float32), ValueError, r"block.*\(1, 128\)"),
+        (lambda: format_of((1, 32), torch.float32), ValueError, r"block.*\(128, 128\)"),
+        (lambda: format_of(128, torch.float32), ValueError, "block"),
+        (lambda: format_of((1, 128), torch.float8_e8m0fnu), ValueError, r"block.*\(32, 32\)"),
+        (lambda: fp8rs.MXFP8BlockScaling(scale_rounding="up"), ValueError, "scale_rounding"),
+        (lambda: quantizer_of("1x32", torch.uint8), TypeError, "fp8_dtype"),
+        (
+            lambda: fp8rs.Quantizer("mxfp8", rowwise=False, columnwise=False),
+            ValueError,
+            "one plane",
+        ),
     ],
 )
 def test_errors_name_the_argument(call, error, names):

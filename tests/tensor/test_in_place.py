@@ -24,6 +24,7 @@ from tensor_formats import (
     every_format,
     every_plane,
     make,
+    quantizer_of,
     same_bytes,
     scales,
     values,
@@ -31,24 +32,6 @@ from tensor_formats import (
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAN, INF = math.nan, math.inf
-
-
-#: The quantizer of each format, for an element type and options of its scales.
-QUANTIZERS = {
-    "tensor": lambda dtype, **options: fp8rs.Float8CurrentScalingQuantizer(dtype, **options),
-    **{
-        name: lambda dtype, block=block, **options: fp8rs.Float8BlockQuantizer(
-            dtype, block=block, **options
-        )
-        for name, block in (("row", (1, -1)), ("1x128", (1, 128)), ("128x128", (128, 128)))
-    },
-    **{
-        name: lambda dtype, block=block, **options: fp8rs.MXFP8Quantizer(
-            dtype, block=block, **options
-        )
-        for name, block in (("1x32", (1, 32)), ("32x32", (32, 32)))
-    },
-}
 
 #: Views that can be written.
 VIEWS = {
@@ -127,7 +110,7 @@ class Case:
     dtype: torch.dtype
 
     def on(self, device):
-        quantizer = QUANTIZERS[self.format](self.fp8_dtype, **self.options, **PLANES[self.planes])
+        quantizer = FORMATS[self.format](self.fp8_dtype, **self.options, **PLANES[self.planes])
         # The codes come from float32, so some dequantized values are not representable in the
         # dtype.
         return quantizer(self.x.to(device)).to(self.dtype)
@@ -136,7 +119,7 @@ class Case:
 @st.composite
 def cases(draw):
     """Draw formats, options, shapes, dtypes and magnitudes, some near float16's limits."""
-    format = draw(st.sampled_from(sorted(QUANTIZERS)))
+    format = draw(st.sampled_from(sorted(FORMATS)))
     if format in ("1x32", "32x32"):
         options = {"scale_rounding": draw(st.sampled_from(["ceil", "floor"]))}
     else:
@@ -316,7 +299,7 @@ def test_a_tensor_can_be_zeroed_and_written_again(device, format, planes):
 
 def test_partial_writes_keep_the_delayed_scale_and_update_the_amax(device):
     scale, amax = torch.tensor(0.5, device=device), torch.tensor(0.0, device=device)
-    quantizer = fp8rs.Float8Quantizer(scale, amax, E4M3)
+    quantizer = quantizer_of("tensor", E4M3, delayed=(scale, amax))
     t = quantizer(torch.linspace(-200, 200, 64 * 3, device=device).view(64, 3))
     before = t.dequantize()
     scale.fill_(0.6)

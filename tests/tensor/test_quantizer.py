@@ -10,14 +10,12 @@ import torch
 import fp8rs
 from distributed import ranks
 from fp8rs.quantize.formats import FORMATS
+from fp8rs.quantize.recipes import RECIPES, quant_spec, resolve_recipe
 from fp8rs.tensor.quantized import Float8Tensor
-from fp8rs.tensor.quantizer import (
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Quantizer,
-)
+from fp8rs.tensor.quantizer import Quantizer
 from oracle.elements import MAX
 from oracle.tensorwise import quantize, scale_from_amax
+from tensor_formats import quantizer_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -38,7 +36,7 @@ def bits(t):
 @pytest.mark.parametrize("shape", [(16, 32), (3, 5, 7), (9,), (0, 4), (4, 0), (1, 1)])
 def test_current_scaling_bytes_equal_the_oracle(device, fp8_dtype, dtype, shape):
     x = data(device, *shape, dtype=dtype)
-    t = Float8CurrentScalingQuantizer(fp8_dtype)(x)
+    t = quantizer_of("tensor", fp8_dtype)(x)
     amax = x.float().abs().max() if x.numel() else torch.zeros((), device=device)
     scale = scale_from_amax(amax, fp8_dtype)
     assert torch.equal(t.rowwise.scale, scale)
@@ -54,7 +52,7 @@ def test_current_scaling_bytes_equal_the_oracle(device, fp8_dtype, dtype, shape)
 def test_delayed_bytes_and_amax_equal_the_oracle(device, fp8_dtype):
     scale = torch.full((), 0.01, device=device)
     amax = torch.full((), 1.0, device=device)
-    quantizer = Float8Quantizer(scale, amax, fp8_dtype)
+    quantizer = quantizer_of("tensor", fp8_dtype, delayed=(scale, amax))
     x = data(device, 16, 32) * 3
     t = quantizer(x)
     assert torch.equal(bits(t.rowwise.data), bits(quantize(x, scale, fp8_dtype)))
@@ -68,7 +66,9 @@ def test_delayed_bytes_and_amax_equal_the_oracle(device, fp8_dtype):
 
 def test_delayed_scaling_saturates(device):
     scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
-    t = Float8Quantizer(scale, amax, E4M3)(torch.tensor([1000.0, -1000.0], device=device))
+    t = quantizer_of("tensor", E4M3, delayed=(scale, amax))(
+        torch.tensor([1000.0, -1000.0], device=device)
+    )
     assert t.dequantize().tolist() == [448.0, -448.0]
     assert amax.item() == 1000.0
 
@@ -76,13 +76,13 @@ def test_delayed_scaling_saturates(device):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_data_stays_visible(device, bad):
     x = torch.tensor([1.0, bad, 2.0, 3.0], device=device)
-    t = Float8CurrentScalingQuantizer(E4M3)(x)
+    t = quantizer_of("tensor", E4M3)(x)
     assert t.rowwise.scale.isnan()
     assert (bits(t.rowwise.data) == 0x7F).all()
     assert t.dequantize().isnan().all()
 
     scale, amax = torch.ones((), device=device), torch.full((), 0.5, device=device)
-    t = Float8Quantizer(scale, amax, E4M3)(x)
+    t = quantizer_of("tensor", E4M3, delayed=(scale, amax))(x)
     assert t.rowwise.scale.isnan(), "this one tensor's scale"
     assert t.dequantize().isnan().all()
     assert amax.item() == 0.5, "never in the history"
@@ -91,28 +91,28 @@ def test_non_finite_data_stays_visible(device, bad):
 
 def test_power_of_2_scales(device):
     x = data(device, 16, 32)
-    plain = Float8CurrentScalingQuantizer(E4M3)(x).rowwise.scale
-    scale = Float8CurrentScalingQuantizer(E4M3, power_2_scale=True)(x).rowwise.scale
+    plain = quantizer_of("tensor", E4M3)(x).rowwise.scale
+    scale = quantizer_of("tensor", E4M3, power_2_scale=True)(x).rowwise.scale
     assert torch.frexp(scale).mantissa.item() == 0.5
     assert plain <= scale < 2 * plain
 
 
 def test_amax_epsilon_bounds_the_scale(device):
     x = torch.full((4, 4), 1e-6, device=device)
-    scale = Float8CurrentScalingQuantizer(E4M3, amax_epsilon=1.0)(x).rowwise.scale
+    scale = quantizer_of("tensor", E4M3, amax_epsilon=1.0)(x).rowwise.scale
     assert torch.equal(scale, scale_from_amax(torch.ones((), device=device), E4M3))
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0])
 def test_zeros_have_scale_1(device, value):
-    t = Float8CurrentScalingQuantizer(E4M3)(torch.full((4, 4), value, device=device))
+    t = quantizer_of("tensor", E4M3)(torch.full((4, 4), value, device=device))
     assert t.rowwise.scale.item() == 1.0
     assert not t.dequantize().any()
 
 
 def test_strided_inputs_give_the_bytes_of_contiguous_ones(device):
     x = data(device, 8, 6, 10)
-    quantizer = Float8CurrentScalingQuantizer(E4M3)
+    quantizer = quantizer_of("tensor", E4M3)
     for view in (x.transpose(1, 2), x[:, ::2], x[..., 1::3], x.transpose(0, 1)[1]):
         t, expected = quantizer(view), quantizer(view.contiguous())
         assert torch.equal(bits(t.rowwise.data), bits(expected.rowwise.data))
@@ -123,11 +123,11 @@ def test_strided_inputs_give_the_bytes_of_contiguous_ones(device):
 def test_usages(device, rowwise, columnwise):
     x = data(device, 4, 6)
     for quantizer in (
-        Float8CurrentScalingQuantizer(E4M3, rowwise=rowwise, columnwise=columnwise),
-        Float8Quantizer(
-            torch.ones((), device=device),
-            torch.zeros((), device=device),
+        quantizer_of("tensor", E4M3, rowwise=rowwise, columnwise=columnwise),
+        quantizer_of(
+            "tensor",
             E4M3,
+            delayed=(torch.ones((), device=device), torch.zeros((), device=device)),
             rowwise=rowwise,
             columnwise=columnwise,
         ),
@@ -142,7 +142,7 @@ def test_usages(device, rowwise, columnwise):
 
 
 def test_set_usage(device):
-    quantizer = Float8CurrentScalingQuantizer(E4M3)
+    quantizer = quantizer_of("tensor", E4M3)
     quantizer.set_usage(columnwise=False)
     assert quantizer(data(device, 4, 6)).columnwise is None
     quantizer.set_usage(rowwise=False, columnwise=True)
@@ -154,7 +154,7 @@ def test_set_usage(device):
 
 def test_copies_change_only_their_usage_and_share_amaxes(device):
     scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
-    quantizer = Float8Quantizer(scale, amax, E4M3)
+    quantizer = quantizer_of("tensor", E4M3, delayed=(scale, amax))
     other = quantizer.copy()
     other.set_usage(rowwise=False)
     assert quantizer.rowwise
@@ -164,8 +164,8 @@ def test_copies_change_only_their_usage_and_share_amaxes(device):
 
 @pytest.mark.parametrize(("rowwise", "columnwise"), [(True, True), (True, False), (False, True)])
 def test_update_quantized_writes_the_existing_planes(device, rowwise, columnwise):
-    quantizer = Float8CurrentScalingQuantizer(E4M3)
-    dst = Float8CurrentScalingQuantizer(E4M3, rowwise=rowwise, columnwise=columnwise).make_empty(
+    quantizer = quantizer_of("tensor", E4M3)
+    dst = quantizer_of("tensor", E4M3, rowwise=rowwise, columnwise=columnwise).make_empty(
         (4, 6), device=device
     )
     datas = [p.data for p in (dst.rowwise, dst.columnwise) if p is not None]
@@ -178,27 +178,29 @@ def test_update_quantized_writes_the_existing_planes(device, rowwise, columnwise
 
 def test_results_are_outside_autograd(device):
     x = data(device, 4, 6).requires_grad_()
-    assert not Float8CurrentScalingQuantizer(E4M3)(x).requires_grad
+    assert not quantizer_of("tensor", E4M3)(x).requires_grad
 
 
 def test_make_empty_with_gradients(device):
-    t = Float8CurrentScalingQuantizer(E4M3).make_empty((2, 2), device=device, requires_grad=True)
+    t = quantizer_of("tensor", E4M3).make_empty((2, 2), device=device, requires_grad=True)
     assert t.requires_grad
     assert t.rowwise.scale.item() == 1.0
 
 
 def test_quantizing_a_quantized_tensor_dequantizes_it_first(device):
-    x = Float8CurrentScalingQuantizer(E5M2)(data(device, 4, 6))
-    t = Float8CurrentScalingQuantizer(E4M3)(x)
-    expected = Float8CurrentScalingQuantizer(E4M3)(x.dequantize())
+    x = quantizer_of("tensor", E5M2)(data(device, 4, 6))
+    t = quantizer_of("tensor", E4M3)(x)
+    expected = quantizer_of("tensor", E4M3)(x.dequantize())
     assert torch.equal(bits(t.rowwise.data), bits(expected.rowwise.data))
 
 
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda q, x: Float8CurrentScalingQuantizer(torch.float16), TypeError, "fp8_dtype"),
-        (lambda q, x: Float8CurrentScalingQuantizer("e4m3"), TypeError, "fp8_dtype"),
+        (lambda q, x: quantizer_of("tensor", torch.float16), TypeError, "fp8_dtype"),
+        (lambda q, x: quantizer_of("tensor", "e4m3"), TypeError, "fp8_dtype"),
+        (lambda q, x: Quantizer("current", "output"), ValueError, "role must be 'input' or"),
+        (lambda q, x: Quantizer("fp4"), ValueError, "recipe 'fp4' is not known"),
         (lambda q, x: q([1.0]), TypeError, "x"),
         (lambda q, x: q(x.double()), TypeError, "x"),
         (lambda q, x: q(x.int()), TypeError, "x"),
@@ -206,23 +208,22 @@ def test_quantizing_a_quantized_tensor_dequantizes_it_first(device):
         (lambda q, x: q.update_quantized(x[:2], q(x)), ValueError, "src"),
         (lambda q, x: q.update_quantized(x.double(), q(x)), TypeError, "src"),
         (
-            lambda q, x: Float8CurrentScalingQuantizer(E5M2).update_quantized(x, q(x)),
+            lambda q, x: quantizer_of("tensor", E5M2).update_quantized(x, q(x)),
             ValueError,
             "dst",
         ),
         (lambda q, x: q.update_quantized(x, q(x).to("meta")), ValueError, "dst"),
-        (lambda q, x: Float8Quantizer(1.0, x.sum(), E4M3), TypeError, "scale"),
-        (lambda q, x: Float8Quantizer(x.sum(), x, E4M3), ValueError, "amax"),
-        (lambda q, x: Float8Quantizer(x.sum().double(), x.sum(), E4M3), TypeError, "scale"),
+        (lambda q, x: quantizer_of("tensor", E4M3, delayed=(1.0, x.sum())), TypeError, "scale"),
+        (lambda q, x: quantizer_of("tensor", E4M3, delayed=(x.sum(), x)), ValueError, "amax"),
         (
-            lambda q, x: Float8CurrentScalingQuantizer(E4M3, rowwise=False, columnwise=False),
-            ValueError,
-            "rowwise",
+            lambda q, x: quantizer_of("tensor", E4M3, delayed=(x.sum().double(), x.sum())),
+            TypeError,
+            "scale",
         ),
         (
-            lambda q, x: Float8CurrentScalingQuantizer(E4M3, amax_reduction_group="x"),
-            TypeError,
-            "amax_reduction_group must be a .*ProcessGroup, not str",
+            lambda q, x: quantizer_of("tensor", E4M3, rowwise=False, columnwise=False),
+            ValueError,
+            "rowwise",
         ),
         (lambda q, x: q(x).quantize_("x"), TypeError, "src must be a tensor, not str"),
         (lambda q, x: q(x).quantize_(None), TypeError, "src must be a tensor, not NoneType"),
@@ -234,10 +235,10 @@ def test_quantizing_a_quantized_tensor_dequantizes_it_first(device):
 )
 def test_errors_name_the_argument(device, call, error, match):
     with pytest.raises(error, match=match):
-        call(Float8CurrentScalingQuantizer(E4M3), torch.ones(4, 4, device=device))
+        call(quantizer_of("tensor", E4M3), torch.ones(4, 4, device=device))
 
 
-@pytest.mark.parametrize("kind", [Float8CurrentScalingQuantizer, fp8rs.Float8BlockQuantizer])
+@pytest.mark.parametrize("kind", [fp8rs.Float8CurrentScaling, fp8rs.Float8BlockScaling])
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -254,26 +255,22 @@ def test_errors_name_the_argument(device, call, error, match):
 )
 def test_options_of_scales_are_checked_on_construction(kind, options, error):
     with pytest.raises(error, match=next(iter(options))):
-        kind(E4M3, **options)
-    with pytest.raises(error, match=next(iter(options))):
-        fp8rs.Float8CurrentScaling(**options)
+        fp8rs.Quantizer(kind(**options))
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize(
-    "make",
+    "format, options",
     [
-        Float8CurrentScalingQuantizer,
-        fp8rs.Float8BlockQuantizer,
-        fp8rs.MXFP8Quantizer,
-        lambda fp8_dtype: Float8CurrentScalingQuantizer(fp8_dtype, amax_epsilon=16.5),
-        lambda fp8_dtype: fp8rs.Float8BlockQuantizer(
-            fp8_dtype, amax_epsilon=2.5, power_2_scale=True
-        ),
+        ("tensor", {}),
+        ("1x128", {}),
+        ("1x32", {}),
+        ("tensor", {"amax_epsilon": 16.5}),
+        ("1x128", {"amax_epsilon": 2.5, "power_2_scale": True}),
     ],
 )
-def test_update_quantized_compiles(make, fullgraph):
-    quantizer = make(E4M3)
+def test_update_quantized_compiles(format, options, fullgraph):
+    quantizer = quantizer_of(format, **options)
     src, t = data("cpu", 64, 64, seed=1), quantizer(data("cpu", 64, 64))
     planes = t.planes
 
@@ -305,9 +302,9 @@ def test_formats_are_singletons(format):
 def test_one_specification_serves_quantizers_and_tensors(device):
     x = data(device, 8, 64)
     for quantizer in (
-        Float8CurrentScalingQuantizer(E4M3, power_2_scale=True, amax_epsilon=0.5),
-        fp8rs.Float8BlockQuantizer(E5M2, power_2_scale=True),
-        fp8rs.MXFP8Quantizer(E4M3, scale_rounding="floor"),
+        quantizer_of("tensor", E4M3, power_2_scale=True, amax_epsilon=0.5),
+        quantizer_of("1x128", E5M2, power_2_scale=True),
+        quantizer_of("1x32", E4M3, scale_rounding="floor"),
     ):
         spec = quantizer.spec
         assert spec == copy.deepcopy(spec) == pickle.loads(pickle.dumps(spec))
@@ -323,11 +320,19 @@ def test_one_specification_serves_quantizers_and_tensors(device):
             assert other.spec == spec
 
 
+@pytest.mark.parametrize("role", ["input", "weight", "grad"])
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_a_quantizer_of_a_recipe_has_the_spec_of_the_operand(recipe, role):
+    quantizer = Quantizer(recipe, role)
+    assert quantizer.spec == quant_spec(resolve_recipe(recipe), role)
+    assert Quantizer(resolve_recipe(recipe), role).spec == quantizer.spec
+
+
 @ranks(2)
 def test_ranks_of_a_group_share_the_scale(rig):
     import torch.distributed as dist
 
-    quantizer = Float8CurrentScalingQuantizer(E4M3, amax_reduction_group=dist.group.WORLD)
+    quantizer = quantizer_of("tensor", E4M3, group=dist.group.WORLD.group_name)
     x = torch.full((4, 4), 1.0 + rig.rank, device=rig.device)
     scale = quantizer(x).rowwise.scale
     assert torch.equal(scale.cpu(), torch.tensor(2.0 / MAX[E4M3]))
@@ -343,7 +348,7 @@ def test_collectives_into_quantized_tensors(rig):
 
     def fresh(value=None):
         x = torch.full((4, 4), 1.0 + rig.rank if value is None else value, device=rig.device)
-        return Float8CurrentScalingQuantizer(E4M3)(x)
+        return quantizer_of("tensor", E4M3)(x)
 
     def holds(t, value):
         for plane in t.planes:
@@ -375,7 +380,7 @@ def test_collectives_into_quantized_tensors(rig):
         run(dist.all_gather, outs, fresh())
         for rank, out in enumerate(outs):
             holds(out, 1.0 + rank)
-        out = Float8CurrentScalingQuantizer(E4M3)(torch.zeros(8, 4, device=rig.device))
+        out = quantizer_of("tensor", E4M3)(torch.zeros(8, 4, device=rig.device))
         run(dist.all_gather_into_tensor, out, fresh())
         holds(out[:4], 1.0)
         holds(out[4:], 2.0)
@@ -461,16 +466,16 @@ def test_collectives_between_quantized_and_plain_tensors(rig):
 # --- torch.compile --------------------------------------------------------------------------------
 
 IN_GRAPHS = {
-    "delayed": lambda device: Float8Quantizer(
-        torch.full((), 0.25, device=device), torch.zeros((), device=device), E4M3
+    "delayed": lambda device: quantizer_of(
+        "tensor",
+        E4M3,
+        delayed=(torch.full((), 0.25, device=device), torch.zeros((), device=device)),
     ),
-    "current": lambda device: Float8CurrentScalingQuantizer(
-        E4M3, power_2_scale=True, amax_epsilon=0.5
-    ),
-    "rowwise plane": lambda device: Float8CurrentScalingQuantizer(E4M3, columnwise=False),
-    "row": lambda device: fp8rs.Float8BlockQuantizer(E4M3, block=(1, -1)),
-    "1x128": lambda device: fp8rs.Float8BlockQuantizer(E4M3, power_2_scale=True),
-    "32x32": lambda device: fp8rs.MXFP8Quantizer(E4M3, block=(32, 32), scale_rounding="floor"),
+    "current": lambda device: quantizer_of("tensor", E4M3, power_2_scale=True, amax_epsilon=0.5),
+    "rowwise plane": lambda device: quantizer_of("tensor", E4M3, columnwise=False),
+    "row": lambda device: quantizer_of("row", E4M3),
+    "1x128": lambda device: quantizer_of("1x128", E4M3, power_2_scale=True),
+    "32x32": lambda device: quantizer_of("32x32", E4M3, scale_rounding="floor"),
 }
 
 

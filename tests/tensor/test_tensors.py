@@ -8,9 +8,9 @@ import torch
 from fp8rs.quantize.formats import ROW, TENSOR
 from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.quantized import Float8Tensor, Plane, QuantizedTensor
-from fp8rs.tensor.quantizer import Float8CurrentScalingQuantizer, Float8Quantizer
 from internals import storage_of
 from saving import reloaded
+from tensor_formats import quantizer_of
 
 PLANES = {
     "both": {"rowwise": True, "columnwise": True},
@@ -28,7 +28,7 @@ def make(device):
     def make(planes, *shape, dtype=torch.float32, fp8_dtype=torch.float8_e4m3fn, seed=0):
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(*shape, generator=generator).to(device, dtype)
-        return Float8CurrentScalingQuantizer(fp8_dtype, **PLANES[planes])(x)
+        return quantizer_of("tensor", fp8_dtype, **PLANES[planes])(x)
 
     return make
 
@@ -147,7 +147,7 @@ def test_a_write_through_a_flat_view_lands(make):
     t.view(-1).copy_(torch.ones(48))
     same(
         t.dequantize().cpu(),
-        Float8CurrentScalingQuantizer(t.fp8_dtype)(torch.ones(6, 8)).dequantize(),
+        quantizer_of("tensor", t.fp8_dtype)(torch.ones(6, 8)).dequantize(),
     )
 
 
@@ -301,7 +301,7 @@ def test_copy_from_plain_quantizes(make, planes):
     dst = make(planes, 6, 8)
     x = torch.linspace(-9, 9, 48, device=dst.device).view(6, 8)
     dst.copy_(x)
-    same(dst.dequantize(), Float8CurrentScalingQuantizer(dst.fp8_dtype)(x).dequantize())
+    same(dst.dequantize(), quantizer_of("tensor", dst.fp8_dtype)(x).dequantize())
     # This broadcasts, as copy_ does.
     dst.copy_(torch.zeros(8, device=dst.device))
     assert not dst.dequantize().any()
@@ -321,7 +321,7 @@ def test_copy_across_element_types_quantizes_again(make):
     assert dst.fp8_dtype == torch.float8_e4m3fn
     same(
         dst.dequantize(),
-        Float8CurrentScalingQuantizer(dst.fp8_dtype)(src.dequantize()).dequantize(),
+        quantizer_of("tensor", dst.fp8_dtype)(src.dequantize()).dequantize(),
     )
 
 
@@ -332,14 +332,16 @@ def test_quantize_in_place(make, planes):
     x = torch.linspace(-9, 9, 48, device=t.device).view(6, 8)
     assert t.quantize_(x) is t
     assert t.any_plane().data is data
-    same(t.dequantize(), Float8CurrentScalingQuantizer(t.fp8_dtype)(x).dequantize())
+    same(t.dequantize(), quantizer_of("tensor", t.fp8_dtype)(x).dequantize())
     with pytest.raises(ValueError, match="src"):
         t.quantize_(x[:2])
 
 
 def test_quantize_in_place_uses_the_tensors_quantizer(device):
     scale, amax = torch.full((), 0.5, device=device), torch.zeros((), device=device)
-    t = Float8Quantizer(scale, amax, torch.float8_e4m3fn)(torch.ones(2, 2, device=device))
+    t = quantizer_of("tensor", torch.float8_e4m3fn, delayed=(scale, amax))(
+        torch.ones(2, 2, device=device)
+    )
     t.quantize_(torch.full((2, 2), 3.0, device=device))
     assert amax.item() == 3.0
     assert t.rowwise.scale.item() == 0.5
@@ -602,7 +604,7 @@ def test_swap_tensors_and_module_conversions(make, planes):
 def test_out_arguments_and_other_dtypes(make, planes):
     t = make(planes, 6, 8)
     x = torch.linspace(-9, 9, 48, device=t.device).view(6, 8)
-    want = Float8CurrentScalingQuantizer(t.fp8_dtype)(x + 1).dequantize()
+    want = quantizer_of("tensor", t.fp8_dtype)(x + 1).dequantize()
     assert torch.add(x, 1, out=t) is t
     same(t.dequantize(), want)
     for dtype in (torch.float64, torch.bfloat16):
@@ -663,7 +665,7 @@ def test_operations_in_inference_mode(make, planes):
         module.load_state_dict({"weight": torch.ones(6, 8)})
         assert (state["weight"].dequantize() == 1).all()
         module.load_state_dict(state)
-        made = Float8CurrentScalingQuantizer(t.fp8_dtype)(torch.ones(6, 8, device=t.device))
+        made = quantizer_of("tensor", t.fp8_dtype)(torch.ones(6, 8, device=t.device))
         assert (made[2:].view(-1).dequantize() == 1).all()
         made.mul_(2)
     assert (made[1:].detach().dequantize() == 2).all()
@@ -767,7 +769,7 @@ def test_reading_memory_without_operators_is_an_error(make, planes, read):
 @every_plane
 def test_flattening_metadata_compares_by_value(make, device, planes):
     scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
-    delayed = Float8Quantizer(scale, amax, torch.float8_e4m3fn, **PLANES[planes])
+    delayed = quantizer_of("tensor", torch.float8_e4m3fn, delayed=(scale, amax), **PLANES[planes])
     for a, b in (
         (make(planes, 6, 8), make(planes, 6, 8, seed=1)),
         (make(planes, 6, 8)[2:], make(planes, 6, 8, seed=1)[2:]),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+import torch.distributed as dist
 from torch import nn
 
 from fp8rs._torch import own_part
@@ -14,7 +15,6 @@ from fp8rs.gemm.grouped import reads_format
 from fp8rs.nn.fp8_params import Float8Params
 from fp8rs.quantize.recipes import Recipe, check_bool, describe, resolve_recipe
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.quantizer import group_name
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 ExpertsMode = Literal["auto", "fp8", "gather", "off"]
@@ -51,7 +51,12 @@ class Options:
             raise TypeError(f"filter_fqns must have names, not {wrong[0]!r}")
         if not (self.module_filter_fn is None or callable(self.module_filter_fn)):
             raise TypeError(f"module_filter_fn must be callable, not {self.module_filter_fn!r}")
-        group_name(self.amax_reduction_group)  # raises if it is not a group
+        group = self.amax_reduction_group
+        if not (group is None or isinstance(group, dist.ProcessGroup)):
+            raise TypeError(
+                "amax_reduction_group must be a torch.distributed.ProcessGroup, "
+                f"not {type(group).__name__}"
+            )
         gather = self.enable_fsdp_float8_all_gather
         if self.config is None:
             recipe = resolve_recipe("current" if self.recipe is None else self.recipe)

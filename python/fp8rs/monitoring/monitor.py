@@ -215,7 +215,7 @@ def monitor(
         model: a converted model, or a part of one.
         every: the number of steps from one logged step to the next.
         file: a path to which the first rank appends a line of JSON per logged step.
-            ``python -m fp8rs monitor`` plots such files.
+            `fp8rs.monitoring.plot` plots such files.
         first_step: the number of the first step, for resumed training.
         group: the ranks that train the same layers, by default all ranks. With pipeline
             parallelism, pass the ranks of one stage.

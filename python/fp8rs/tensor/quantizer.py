@@ -1,25 +1,29 @@
-"""Quantizers: callables that quantize high-precision tensors in one format.
+"""`Quantizer`, which quantizes high-precision tensors in one format.
 
-There is one class. The functions of this module return it for one kind of scaling each. Linear
-layers need planes without a tensor around them, and call
+Linear layers need planes without a tensor around them. They call
 `fp8rs.quantize.cast.quantize_planes`, as a quantizer does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fp8rs._torch import constant_when_traced
-from fp8rs.quantize import formats
 from fp8rs.quantize.cast import quantize_planes
 from fp8rs.quantize.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, split_batch
 from fp8rs.quantize.planes import Plane
-from fp8rs.quantize.recipes import check_amax_epsilon, check_bool, check_choice
+from fp8rs.quantize.recipes import (
+    Recipe,
+    RecipeName,
+    Role,
+    check_choice,
+    quant_spec,
+    resolve_recipe,
+)
 from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.plane_storage import Delayed, PlaneStorage
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
@@ -54,7 +58,10 @@ def quantize(
         key: the key of the spec.
     """
     spec = _SPECS[key]
-    scale, amax = (None, None) if delayed is None else delayed
+    scale = None
+    amax = None
+    if delayed is not None:
+        scale, amax = delayed
     row, col = quantize_planes(
         spec, x, rowwise, columnwise, scale=scale, amax=amax, declare_mutation=True
     )
@@ -71,28 +78,51 @@ def _allow_in_graph() -> None:
 
 
 class Quantizer:
-    """Quantizes tensors by one `QuantSpec`.
+    """Quantizes tensors as an operand of a recipe's GEMMs.
+
+        fp8rs.Quantizer("block")(weight)
+        fp8rs.Quantizer("block", role="input", columnwise=False)(x)
 
     Args:
-        spec: format, element type and options of the scales.
+        recipe: a recipe or its short name. A `QuantSpec`, such as `QuantizedTensor.spec`, also
+            describes formats that are no operand of a recipe.
+        role: the operand, "input", "weight" or "grad". It is not used with a `QuantSpec`.
         rowwise: whether results have a rowwise plane.
         columnwise: whether results have a columnwise plane.
-        delayed: the scale () to use and the amax () to update, both fp32, with delayed scaling. By
-            default, scales are computed from the data.
+        delayed: the scale and the amax of delayed scaling, both fp32 tensors of one element. The
+            scale is read at every call and never written. Each call writes the maximum of the
+            amax and the data's amax. If the data has NaN or Inf, the amax is not written and the
+            result's scale is NaN. By default, scales are computed from the data.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
     """
 
     def __init__(
         self,
-        spec: QuantSpec,
+        recipe: Recipe | RecipeName | QuantSpec,
+        role: Role = "weight",
         *,
         rowwise: bool = True,
         columnwise: bool = True,
         delayed: tuple[Tensor, Tensor] | None = None,
     ) -> None:
+        if isinstance(recipe, QuantSpec):
+            spec = recipe
+        else:
+            check_choice("role", role, get_args(Role))
+            spec = quant_spec(resolve_recipe(recipe), role)
+        check_fp8_dtype(spec.fp8_dtype)
+
+        if delayed is not None:
+            scale, amax = delayed
+            delayed = _scalar(scale, "scale"), _scalar(amax, "amax")
+
         self.spec = spec
         self.delayed = delayed
         self._key = _key_of(spec)
-        self.rowwise = self.columnwise = True
+        self.rowwise = True
+        self.columnwise = True
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
     @property
@@ -121,11 +151,14 @@ class Quantizer:
         Raises:
             ValueError: both would be False.
         """
-        row = self.rowwise if rowwise is None else bool(rowwise)
-        col = self.columnwise if columnwise is None else bool(columnwise)
-        if not row and not col:
+        if rowwise is None:
+            rowwise = self.rowwise
+        if columnwise is None:
+            columnwise = self.columnwise
+        if not rowwise and not columnwise:
             raise ValueError("rowwise and columnwise are both False, but one plane is required")
-        self.rowwise, self.columnwise = row, col
+        self.rowwise = bool(rowwise)
+        self.columnwise = bool(columnwise)
 
     def __call__(self, x: Tensor) -> QuantizedTensor:
         """Quantize a tensor.
@@ -140,10 +173,12 @@ class Quantizer:
         Raises:
             TypeError: ``x`` is not a tensor of these dtypes.
         """
-        if type(x) is not Tensor:
-            if not isinstance(x, Tensor):
-                raise TypeError(f"x must be a tensor, not {type(x).__name__}")
-            x = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, not {type(x).__name__}")
+        if isinstance(x, QuantizedTensor):
+            x = x.dequantize()
+        elif type(x) is not Tensor:
+            x = x.detach()
         if x.dtype not in INPUT_DTYPES:
             raise TypeError(f"x must be float32, bfloat16 or float16, not {x.dtype}")
         if x.requires_grad:
@@ -184,7 +219,7 @@ class Quantizer:
         shape: Iterable[int],
         *,
         dtype: torch.dtype = torch.float32,
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensor:
         """Return a tensor with this quantizer's planes, uninitialized codes, and scales of 1."""
@@ -196,8 +231,13 @@ class Quantizer:
             scale = torch.ones(self.format.scale_shape(rows, cols, batch), device=device)
             return Plane(data, scale.to(self.format.scale_dtype), self.format)
 
-        row = plane(shape, rows, cols) if self.rowwise else None
-        col = plane((*batch, cols, rows), cols, rows) if self.columnwise else None
+        row = None
+        if self.rowwise:
+            row = plane(shape, rows, cols)
+        col = None
+        if self.columnwise:
+            # A columnwise plane stores the transposed matrices.
+            col = plane((*batch, cols, rows), cols, rows)
         return wrap(PlaneStorage(row, col, self.spec, self.delayed), shape, dtype, requires_grad)
 
     def copy(self) -> Quantizer:
@@ -214,143 +254,20 @@ class Quantizer:
         self.__dict__.update(state, _key=_key_of(state["spec"]))
 
     def __repr__(self) -> str:
-        planes = [n for n in ("rowwise", "columnwise") if getattr(self, n)]
+        planes = [name for name in ("rowwise", "columnwise") if getattr(self, name)]
         block = "" if self.format.per_tensor else f", block={self.format.block}"
         return f"Quantizer({self.fp8_dtype}, planes={planes}{block})"
 
 
-def Float8Quantizer(
-    scale: Tensor,
-    amax: Tensor,
-    fp8_dtype: torch.dtype,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = True,
-) -> Quantizer:
-    """Return a quantizer with one scale per tensor, which is given (delayed scaling).
-
-    Args:
-        scale: fp32 tensor of one element. It is read at every call and never written.
-        amax: fp32 tensor of one element. Each call writes the maximum of its value and the amax of
-            the data. If the data has NaN or Inf, it is not written and the result's scale is NaN.
-        fp8_dtype: the element type of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: whether results have a rowwise plane.
-        columnwise: whether results have a columnwise plane.
-    """
-    spec = QuantSpec(formats.TENSOR, check_fp8_dtype(fp8_dtype))
-    delayed = _scalar(scale, "scale"), _scalar(amax, "amax")
-    return Quantizer(spec, rowwise=rowwise, columnwise=columnwise, delayed=delayed)
-
-
-def _scalar(t: Tensor, name: str) -> Tensor:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a tensor, not {type(t).__name__}")
-    if t.dtype != torch.float32:
-        raise TypeError(f"{name} must be float32, not {t.dtype}")
-    if t.numel() != 1:
-        raise ValueError(f"{name} must have one element, not shape {tuple(t.shape)}")
-    return t.view(())
-
-
-def group_name(group: Any) -> str | None:
-    """Return the name of an ``amax_reduction_group``.
-
-    Raises:
-        TypeError: it is not a process group.
-    """
-    if group is None:
-        return None
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            "amax_reduction_group must be a torch.distributed.ProcessGroup, "
-            f"not {type(group).__name__}"
-        )
-    return group.group_name
-
-
-def Float8CurrentScalingQuantizer(
-    fp8_dtype: torch.dtype,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    amax_reduction_group: Any = None,
-    power_2_scale: bool = False,
-    amax_epsilon: float = 0.0,
-) -> Quantizer:
-    """Return a quantizer with one scale per tensor, computed from the tensor's amax.
-
-    Args:
-        fp8_dtype: the element type of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: whether results have a rowwise plane.
-        columnwise: whether results have a columnwise plane.
-        amax_reduction_group: process group over which the amax is reduced. All its ranks must then
-            call the quantizer at the same point. By default the amax is not reduced.
-        power_2_scale: round the scale up to a power of two.
-        amax_epsilon: lower bound of the amax.
-    """
-    spec = QuantSpec(
-        formats.TENSOR,
-        check_fp8_dtype(fp8_dtype),
-        power_2_scale=check_bool("power_2_scale", power_2_scale),
-        amax_epsilon=check_amax_epsilon(amax_epsilon),
-        group=group_name(amax_reduction_group),
-    )
-    return Quantizer(spec, rowwise=rowwise, columnwise=columnwise)
-
-
-def Float8BlockQuantizer(
-    fp8_dtype: torch.dtype,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    block: tuple[int, int] = (1, 128),
-    power_2_scale: bool = False,
-    amax_epsilon: float = 0.0,
-) -> Quantizer:
-    """Return a quantizer with one fp32 scale per block, computed from the block's amax.
-
-    Args:
-        fp8_dtype: the element type of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: whether results have a rowwise plane.
-        columnwise: whether results have a columnwise plane.
-        block: (1, 128), (128, 128), or (1, -1) for whole rows. A columnwise plane has the blocks of
-            that shape in the transposed matrix that it holds.
-        power_2_scale: round scales up to powers of two.
-        amax_epsilon: lower bound of the amaxes.
-    """
-    spec = QuantSpec(
-        formats.format_of(block, torch.float32),
-        check_fp8_dtype(fp8_dtype),
-        power_2_scale=check_bool("power_2_scale", power_2_scale),
-        amax_epsilon=check_amax_epsilon(amax_epsilon),
-    )
-    return Quantizer(spec, rowwise=rowwise, columnwise=columnwise)
-
-
-def MXFP8Quantizer(
-    fp8_dtype: torch.dtype,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    block: tuple[int, int] = (1, 32),
-    scale_rounding: str = "ceil",
-) -> Quantizer:
-    """Return an MXFP8 quantizer, with one power-of-two E8M0 scale per block.
-
-    Args:
-        fp8_dtype: the element type of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: whether results have a rowwise plane.
-        columnwise: whether results have a columnwise plane.
-        block: (1, 32) or (32, 32).
-        scale_rounding: "ceil", with which no element saturates, or "floor", the OCP rule.
-    """
-    check_choice("scale_rounding", scale_rounding, ("ceil", "floor"))
-    spec = QuantSpec(
-        formats.format_of(block, torch.float8_e8m0fnu),
-        check_fp8_dtype(fp8_dtype),
-        scale_rounding=scale_rounding,
-    )
-    return Quantizer(spec, rowwise=rowwise, columnwise=columnwise)
+def _scalar(value: Tensor, name: str) -> Tensor:
+    """Return a tensor of one fp32 element in shape (), or raise an error with its name."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
+    if value.dtype != torch.float32:
+        raise TypeError(f"{name} must be float32, not {value.dtype}")
+    if value.numel() != 1:
+        raise ValueError(f"{name} must have one element, not shape {tuple(value.shape)}")
+    return value.view(())
 
 
 # torch.load(weights_only=True) loads only classes that are registered.
