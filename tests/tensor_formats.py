@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fp8rs
-from fp8rs.tensor import formats
+from fp8rs.quantize import formats
 from fp8rs.tensor.quantized import QuantizedTensor
 
 E4M3 = torch.float8_e4m3fn

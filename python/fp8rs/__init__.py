@@ -25,13 +25,7 @@ from fp8rs.quantize.recipes import (
 )
 from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.quantized import Float8Tensor, MXFP8Tensor, Plane, QuantizedTensor
-from fp8rs.tensor.quantizer import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    MXFP8Quantizer,
-    Quantizer,
-)
+from fp8rs.tensor.quantizer import Quantizer
 
 from . import nn
 from ._core import CudaError, UnsupportedError, __version__

@@ -96,7 +96,7 @@ def plot(file: str | Path, output: str | Path, statistic: str = "sqnr_db") -> No
         if label.get_text() in lossy_layers:
             label.set(color="red", weight="bold")
     figure.colorbar(image, ax=panels, label=LABELS[statistic])
-    with replace_atomically(output) as temporary:
+    with replace_atomically(Path(output)) as temporary:
         figure.savefig(temporary, dpi=120)
 
 
