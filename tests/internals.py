@@ -1,12 +1,21 @@
 """The private names of fp8rs that tests use. Other test modules import them from here."""
 
 import importlib
+from contextlib import AbstractContextManager
+from unittest import mock
 
 from torch import Tensor, nn
 
 from fp8rs import _core as core
 from fp8rs import doctor
-from fp8rs._torch import dtensor_like, fsdp_param_groups, own_store, reshard
+from fp8rs._torch import (
+    dtensor_like,
+    fsdp_param_groups,
+    outside_selective_checkpoints,
+    own_store,
+    reshard,
+)
+from fp8rs.comm import fsdp_comm
 from fp8rs.fsdp.gather_unit import GatherUnit
 from fp8rs.model.handle import ParamHandle
 from fp8rs.model.input_cache import QuantizedInputCache
@@ -34,6 +43,8 @@ __all__ = [
     "keeps_codes",
     "local_of",
     "notify_freed",
+    "on_host",
+    "outside_selective_checkpoints",
     "own_store",
     "quantize_operand",
     "refuse",
@@ -142,6 +153,11 @@ def gathered_bytes(module: nn.Module, name: str = "weight") -> tuple[Tensor, ...
 def notify_freed(cache: QuantizedInputCache, tensor: object) -> None:
     """Call the callback that runs when a cached input is freed."""
     cache._freed(tensor)
+
+
+def on_host(name: str) -> AbstractContextManager[object]:
+    """Replace the name of this rank's host."""
+    return mock.patch.object(fsdp_comm, "_host", return_value=name)
 
 
 def replace_quantize_operand(monkeypatch, quantize) -> None:

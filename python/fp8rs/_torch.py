@@ -257,9 +257,12 @@ def keep_from_ddp(module: Any, names: list[str]) -> None:
 
 def give_to_ddp(module: Any, names: list[str]) -> None:
     """Undo `keep_from_ddp`."""
-    ignored = [n for n in module._ddp_params_and_buffers_to_ignore if n not in names]
-    if ignored:
-        module._ddp_params_and_buffers_to_ignore = ignored
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", None)
+    if ignored is None:
+        return  # the module has no buffers of this state any more
+    others = [name for name in ignored if name not in names]
+    if others:
+        module._ddp_params_and_buffers_to_ignore = others
     else:
         del module._ddp_params_and_buffers_to_ignore
 

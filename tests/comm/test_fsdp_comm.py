@@ -3,7 +3,6 @@
 import math
 import sys
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from comm.gradients import backward, check_same_gradients
 from distributed import ranks
 from distributed.models import EVEN, batch, make, same_bytes, shard
-from fp8rs.comm import fsdp_comm, set_fsdp_comm
+from fp8rs.comm import set_fsdp_comm
 from fp8rs.demo.data import load_corpus
 from fp8rs.demo.model import LlamaConfig
 from fp8rs.demo.train import Settings, build_model, convert, learning_rate, make_optimizer
 from fp8rs.demo.train import shard as shard_demo
-from internals import own_store
+from internals import on_host, own_store
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -52,7 +51,7 @@ def test_wrong_arguments_are_refused_and_change_nothing(rig):
 @pytest.mark.parametrize("hosts", ["aaa", "abc", "aab"])
 def test_an_all_to_all_between_hosts_with_several_ranks_each_is_not_used(rig, hosts):
     model = shard(make(EVEN, device=rig.device), rig, mp_policy=BF16)
-    host = mock.patch.object(fsdp_comm, "_host", return_value=hosts[rig.rank])
+    host = on_host(hosts[rig.rank])
     if rig.world_size == 3 and hosts == "aab":
         with host, pytest.warns(UserWarning, match=r"its 3 ranks are on 2 hosts, .* \(HSDP\)"):
             comm = set_fsdp_comm(model)

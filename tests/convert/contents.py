@@ -4,6 +4,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import fp8rs
+from internals import local_of
 
 
 class Foreign(torch.Tensor):
@@ -25,7 +26,7 @@ class Foreign(torch.Tensor):
 
 
 def values_of(parameter):
-    local = getattr(parameter.detach(), "_local_tensor", parameter.detach())
+    local = local_of(parameter.detach())
     local = getattr(local, "values", local) if isinstance(local, Foreign) else local
     local = local.dequantize() if isinstance(local, fp8rs.QuantizedTensor) else local
     return local.clone().numpy().tobytes()

@@ -27,7 +27,7 @@ from distributed.batched import SHARDINGS
 from distributed.batched import build as build_experts
 from distributed.batched import shard as shard_experts
 from distributed.models import RECIPES, WIDTH, batch, same_bytes
-from fp8rs._torch import outside_selective_checkpoints
+from internals import outside_selective_checkpoints
 
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
 both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])

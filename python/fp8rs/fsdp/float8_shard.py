@@ -73,7 +73,7 @@ class Float8ParamHandle(ParamHandle):
         self.pending: Tensor | None = None
         self._init_value: Tensor | None = None
         #: The optimizer that keeps the weight's master, and its parameter.
-        self._optimizer: tuple[weakref.ref[Any], weakref.ref[Tensor]] | None = None
+        self._optimizer: tuple[weakref.ref[Any], Tensor] | None = None
 
     def _copy_for(self, module: nn.Module) -> Float8ParamHandle:
         new = Float8ParamHandle(module, self.name)
@@ -211,15 +211,17 @@ class Float8ParamHandle(ParamHandle):
         """Return the optimizer that keeps the master, if there is one, and its parameter."""
         if self._optimizer is None:
             return None, None
-        optimizer, parameter = (reference() for reference in self._optimizer)
-        if optimizer is None or parameter is None:
+        reference, parameter = self._optimizer
+        optimizer = reference()
+        if optimizer is None:
             return None, None
         return cast(MasterSource, optimizer), parameter
 
     def use_master(self, optimizer: MasterSource, parameter: Tensor) -> None:
         """Take exact values from an optimizer's master, and free those from before conversion."""
         self.forget_init()
-        self._optimizer = weakref.ref(optimizer), weakref.ref(parameter)
+        # Torch does not swap the tensor of a parameter that has weak references.
+        self._optimizer = weakref.ref(optimizer), parameter
 
     @property
     def init_value(self) -> Tensor | None:

@@ -111,6 +111,16 @@ class GatherUnit:
             shards.append(self._shard(index))
         return shards
 
+    def stale_shards(self, forward_id: int) -> list[LocalShard]:
+        """Return the shards whose scales are stale: all, or those that were written."""
+        if self._scales_forward_id < forward_id:
+            return self.shards()
+        shards = []
+        for index, handle in enumerate(self.handles):
+            if handle.written:
+                shards.append(self._shard(index))
+        return shards
+
     def _shard(self, index: int) -> LocalShard:
         handle = self.handles[index]
         local = (
@@ -219,21 +229,18 @@ class GatherUnit:
         return self._scales_forward_id < forward_id or self.written
 
     def set_fresh(self, forward_id: int, ready: StreamDependency) -> None:
-        """Mark the scales as computed from the current values of the shards, for a forward."""
-        for handle in self.handles:
-            handle.set_fresh()
+        """Mark stale scales as computed from the current values of the shards, for a forward."""
+        for index, handle in enumerate(self.handles):
+            if self._scales_forward_id < forward_id or handle.written:
+                handle.set_fresh()
+                self._prepared[index] = None
+                self._kept[index] = None
         self.written = False
         self._scales_forward_id = forward_id
         self._scales_ready = ready
-        self._discard_codes()
         # `ready` includes the wait for these writes.
         self._writing_streams.clear()
         self._write_events.clear()
-
-    def _discard_codes(self) -> None:
-        nothing: list[AllGatherMetadata | None] = [None] * len(self.handles)
-        self._prepared = nothing
-        self._kept = nothing.copy()
 
     # --- writes ----------------------------------------------------------------------------------
 
@@ -277,12 +284,6 @@ class GatherUnit:
         for stream_id in self._writing_streams:
             if stream_id != current.cuda_stream:
                 current.wait_stream(stream_of(stream_id))
-
-
-def all_shards(units: Iterable[GatherUnit]) -> Iterator[LocalShard]:
-    """Yield the shards of several units."""
-    for unit in units:
-        yield from unit.shards()
 
 
 def scale_tensors(handles: Iterable[ParamHandle]) -> Iterator[Tensor]:

@@ -41,7 +41,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .checks import check_settings, compare_conversions
 from .float8_shard import Float8ParamHandle, Float8Shard, handle_for
-from .gather_unit import GatherUnit, all_shards, scale_tensors
+from .gather_unit import GatherUnit, scale_tensors
 from .local_shard import LocalShard
 from .master_weight import MasterWeight
 from .scale_sync import sync_shards
@@ -272,7 +272,9 @@ class ShardedModel:
 
     def _update_scales(self, units: Sequence[GatherUnit], forward_id: int) -> None:
         """Compute the scales of units from their shards: one amax launch, one all-reduce."""
-        shards = list(all_shards(units))
+        shards = []
+        for unit in units:
+            shards += unit.stale_shards(forward_id)
         fp8_shards = [shard for shard in shards if shard.is_fp8]
         masters = [shard for shard in shards if not shard.is_fp8]
         with torch.inference_mode(False), torch.no_grad():

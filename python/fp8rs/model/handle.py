@@ -52,8 +52,6 @@ class ParamHandle:
 
     Attributes:
         name: the parameter's name in its module.
-        unit: the parameters that FSDP2 gathers together with this one. None before the first
-            all-gather.
         writes: number of times that operators wrote to the shard.
         scale: for formats with one scale per tensor, the scale () of the whole parameter, or for a
             batched parameter (E, N, K) the scales (E,) of the shard's matrices. If a batched
@@ -65,7 +63,7 @@ class ParamHandle:
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = weakref.ref(module)
         self.name = name
-        self.unit: WriteListener | None = None
+        self._unit: weakref.ref[WriteListener] | None = None
         self.writes = 0
         self.scale: Tensor | None = None
         self.amaxes: Tensor | None = None
@@ -163,6 +161,19 @@ class ParamHandle:
     def was_sharded(self) -> bool:
         """Whether `shard_spec` has been read, so that it is known while the weight is gathered."""
         return self._sharding is not None
+
+    @property
+    def unit(self) -> WriteListener | None:
+        """The parameters that FSDP2 gathers together with this one.
+
+        None before the first all-gather. The sharded model owns the unit, because copies of a
+        weight refer to the handle and must not keep the model alive.
+        """
+        return None if self._unit is None else self._unit()
+
+    @unit.setter
+    def unit(self, unit: WriteListener | None) -> None:
+        self._unit = None if unit is None else weakref.ref(unit)
 
     @property
     def gather_unit(self) -> Any:

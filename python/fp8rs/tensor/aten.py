@@ -221,7 +221,9 @@ def _empty_like(
 
     def empty_scale(scale: Tensor) -> Tensor:
         # A part that is scattered into the tensor keeps the scale of the whole (`collectives`).
-        return zeros(scale, scale.shape, device) if scale.is_meta else scale.to(device, copy=True)
+        if t._is_storage_view and not scale.is_meta:
+            return scale.to(device, copy=True)
+        return zeros(scale, scale.shape, device)
 
     # A write of some rows reads the others, and an uninitialized code may be NaN.
     return t.map(lambda codes: zeros(codes, codes.shape, device), empty_scale)
