@@ -56,6 +56,7 @@ __all__ = [
     "run_in_high_precision",
     "state_of",
     "storage_of",
+    "units_of",
 ]
 
 quantize_operand = function._quantize
@@ -129,6 +130,11 @@ def gather_unit_of(handle: ParamHandle) -> GatherUnit:
     """Return a gather unit of one parameter, which can record writes but not gather."""
     handle.unit = GatherUnit([handle], [], None, StepTracker(), lambda unit: None, None)
     return handle.unit
+
+
+def units_of(model: nn.Module) -> list[GatherUnit]:
+    """Return the gather units of a sharded model."""
+    return state_of(model.head).sharded_model.units
 
 
 def keeps_codes(module: nn.Module, name: str = "weight") -> bool:

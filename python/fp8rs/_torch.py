@@ -603,10 +603,14 @@ def fsdp_groups(root: Any) -> Iterator[tuple[str, Any]]:
         return
     from torch.distributed.fsdp import FSDPModule
 
+    # Modules that are sharded together, as in ``fully_shard([a, b])``, share their groups.
+    ids = set()
     for name, module in root.named_modules():
         if isinstance(module, FSDPModule):
             for group in fsdp_param_groups(module):
-                yield name, group
+                if id(group) not in ids:
+                    ids.add(id(group))
+                    yield name, group
 
 
 def fsdp_is_initialized(root: Any) -> bool:
@@ -616,8 +620,15 @@ def fsdp_is_initialized(root: Any) -> bool:
     """
     from torch.distributed.fsdp import FSDPModule
 
-    units = [] if root is None else [m for m in root.modules() if isinstance(m, FSDPModule)]
-    return bool(units) and all(unit._get_fsdp_state()._is_root is not None for unit in units)
+    if root is None:
+        return False
+    has_units = False
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            has_units = True
+            if module._get_fsdp_state()._is_root is None:
+                return False
+    return has_units
 
 
 def reshards_parameters(group: Any) -> bool:

@@ -794,6 +794,11 @@ def test_fp8_weights_do_not_depend_on_whether_expert_parallelism_came_first(rig)
 
         for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
             assert b.shape == (3, *a.shape[1:]) and b.placements == a.placements
+            assert same_bytes(local_tensor(a).dequantize(), local_tensor(b).dequantize())
+            if recipe == "mxfp8":
+                # The largest value of a block may have been rounded to the end of its binade. Parts
+                # are distributed as values, so the block's exponent may then be one smaller.
+                continue
             for one, other in zip(planes_of(a), planes_of(b), strict=True):
                 assert same_bytes(one.data, other.data), (recipe, name)
                 assert same_bytes(one.scale, other.scale), (recipe, name)

@@ -2,6 +2,7 @@
 
 import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
-from internals import gathered_bytes, has_prepared_codes, keeps_codes, local_of
+from internals import gathered_bytes, has_prepared_codes, keeps_codes, local_of, units_of
 
 
 @ranks(2)
@@ -396,3 +397,30 @@ def test_backward_gathers_the_same_bytes_again(rig, hidden, recipe):
     model(batch(rig)).sum().backward()
     assert len(again) == 1
     assert same_bytes(again[0], seen["blocks.0.down"])
+
+
+@ranks(2)
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_modules_that_are_sharded_together_are_one_unit(rig, fp8_weights):
+    """FSDP2 gives them one group. Each shard is cast, and its scale synchronized, once."""
+    whole, model = (make(UNEVEN, device=rig.device, fp8_weights=fp8_weights) for _ in range(2))
+    shard(whole, rig)
+    fully_shard([model.blocks[0], model.blocks[1]], mesh=rig.mesh())
+    fully_shard(model, mesh=rig.mesh())
+    for step in range(2):
+        for one in (whole, model):
+            if rig.rank == 0:
+                with torch.no_grad():
+                    one.blocks[0].up.weight.to_local()[:1].mul_(3)
+        assert torch.equal(whole(batch(rig, step)), model(batch(rig, step)))
+    assert len(units_of(model)) == len({id(unit) for unit in units_of(model)}) == 2
+
+
+@ranks(1)
+def test_a_moved_model_keeps_no_shard_in_its_old_memory(rig):
+    model = shard(make(EVEN, device=rig.device), rig)
+    model(batch(rig)).sum().backward()
+    old = weakref.ref(local_of(model.blocks[0].up.weight).high_precision)
+    model._apply(torch.clone)
+    gc.collect()
+    assert old() is None

@@ -87,7 +87,7 @@ class GatherUnit:
         #: The CUDA streams that wrote to the shards since the last forward began, and events after
         #: the writes before it.
         self._writing_streams: set[int] = set()
-        self._write_events: list[torch.cuda.Event] = []
+        self._write_events: dict[int, torch.cuda.Event] = {}
 
     @property
     def shard_groups(self) -> tuple[Any, ...]:
@@ -194,7 +194,7 @@ class GatherUnit:
             scales = [s.handle.scale for s in shards if s.handle.scale is not None]
             ready = StreamDependency(device, chain(scales, *inputs))
         # With delayed scaling, the cast has replaced the scales. Do not keep its codes alive.
-        self._scales_ready = ready.for_tensors(scales)
+        self._scales_ready = ready.for_tensors(scale_tensors(self.handles))
 
         metadata = []
         for shard, tensors in zip(shards, inputs, strict=True):
@@ -246,8 +246,9 @@ class GatherUnit:
 
     def shard_written(self, handle: ParamHandle) -> None:
         """Notify that an operator wrote to the shard of a parameter."""
+        index = self._index[handle]
         self.written = True
-        self._kept[self._index[handle]] = None
+        self._kept[index] = None
         self.note_stream()
 
     def note_stream(self) -> None:
@@ -258,9 +259,11 @@ class GatherUnit:
 
     def scale_invalidated(self, handle: ParamHandle, *, keep_codes: bool) -> None:
         """Notify that the shard of a parameter may have changed without an operator."""
+        index = self._index[handle]
         self.written = True
+        self._shards[index] = None  # the shard may be in other memory now
         if not keep_codes:
-            self._kept[self._index[handle]] = None
+            self._kept[index] = None
 
     def record_write_events(self, events: dict[int, torch.cuda.Event]) -> None:
         """Record events after the writes so far, so that later waits do not include later work.
@@ -271,7 +274,7 @@ class GatherUnit:
         for stream_id in self._writing_streams:
             if stream_id not in events:
                 events[stream_id] = stream_of(stream_id).record_event()
-            self._write_events.append(events[stream_id])
+            self._write_events[stream_id] = events[stream_id]
         self._writing_streams.clear()
 
     def wait_for_writes(self) -> None:
@@ -279,7 +282,7 @@ class GatherUnit:
         if not self._writing_streams and not self._write_events:
             return
         current = torch.cuda.current_stream()
-        for event in self._write_events:
+        for event in self._write_events.values():
             current.wait_event(event)
         for stream_id in self._writing_streams:
             if stream_id != current.cuda_stream:

@@ -47,7 +47,7 @@ class PreAllGather:
     def __init__(self, local: Any) -> None:
         self._local = local
         handle: ParamHandle = local._handle
-        if handle.unit is None:
+        if not handle.fsdp_initialized:
             assert handle.state.sharded_model is not None
             handle.state.sharded_model.fsdp_looks_for_hooks()
 

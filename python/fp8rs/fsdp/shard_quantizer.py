@@ -327,6 +327,9 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
         for handle, (amax, ready) in list(self._unrecorded.items()):
             if handle.is_sharded:
                 continue  # its next cast records the amax
+            if handle.state_if_any is None:
+                del self._unrecorded[handle]  # the layer was removed or converted back
+                continue
             ready.wait()
             recorded, slot = self._histories.pack(amax.device).weight_amaxes([handle.index])
             recorded[slot] = recorded[slot].maximum(amax)

@@ -142,6 +142,7 @@ class ShardedModel:
 
         handle = handle_for(module, name, parameter)
         handles[name] = handle
+        handle.fsdp_initialized = False
         handle.invalidate_scale()
         if isinstance(handle, Float8ParamHandle):
             init_value = handle.init_value
@@ -159,7 +160,7 @@ class ShardedModel:
         if make_plain not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(make_plain)
         others = [other for other in handles if other != name]
-        if all(local_of(module._parameters[other]) is not None for other in others):
+        if all(local_of(module._parameters.get(other)) is not None for other in others):
             set_plainly(module)  # FSDP2 has put all shards on the module
         self._forget_units()
 
@@ -364,8 +365,8 @@ class ShardedModel:
         root = self.state.root
         if not fsdp_is_initialized(root):
             return
-        self._forget_units()
-        self._gather_units = list(self._build_units())
+        for handle in self._all_handles():
+            handle.fsdp_initialized = True
         self.state.move_hooks_first()
         self._compare([p.device_mesh for p in sharded_parameters(root)])
 

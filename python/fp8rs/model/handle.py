@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -13,9 +13,6 @@ from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor
 
 from .shard_spec import ShardSpec
 from .state import ModelState, state_of
-
-if TYPE_CHECKING:
-    pass
 
 #: The name of a parameter that was replaced by a DTensor, as an attribute of the old parameter.
 _REPLACED = "_fp8_replaced"
@@ -52,6 +49,7 @@ class ParamHandle:
 
     Attributes:
         name: the parameter's name in its module.
+        fsdp_initialized: whether FSDP2 has initialized with this parameter's shard.
         writes: number of times that operators wrote to the shard.
         scale: for formats with one scale per tensor, the scale () of the whole parameter, or for a
             batched parameter (E, N, K) the scales (E,) of the shard's matrices. If a batched
@@ -64,6 +62,7 @@ class ParamHandle:
         self._module = weakref.ref(module)
         self.name = name
         self._unit: weakref.ref[WriteListener] | None = None
+        self.fsdp_initialized = False
         self.writes = 0
         self.scale: Tensor | None = None
         self.amaxes: Tensor | None = None

@@ -221,6 +221,7 @@ def remove_fp8_params(module: Float8Params) -> None:
     for name in [name for name in module.__dict__ if name.startswith("_fp8_")]:
         del module.__dict__[name]
     del module.__dict__["fp8_ready"]
+    module.__dict__.pop("__setattr__", None)  # see `fp8rs._torch.set_plainly`
 
 
 # --- FP8 weights ----------------------------------------------------------------------------------
