@@ -418,7 +418,7 @@ def test_modules_that_are_sharded_together_are_one_unit(rig, fp8_weights):
 
 @ranks(1)
 def test_a_moved_model_keeps_no_shard_in_its_old_memory(rig):
-    model = shard(make(EVEN, device=rig.device), rig)
+    model = shard(make(UNEVEN, device=rig.device), rig)
     model(batch(rig)).sum().backward()
     old = weakref.ref(local_of(model.blocks[0].up.weight).high_precision)
     model._apply(torch.clone)
