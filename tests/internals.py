@@ -128,8 +128,9 @@ def handle_of_tensor(t: Tensor) -> ParamHandle:
 
 def gather_unit_of(handle: ParamHandle) -> GatherUnit:
     """Return a gather unit of one parameter, which can record writes but not gather."""
-    handle.unit = GatherUnit([handle], [], None, StepTracker(), lambda unit: None, None)
-    return handle.unit
+    unit = GatherUnit([handle], [], None, StepTracker(), lambda unit: None, None)
+    handle.unit = unit  # a weak reference
+    return unit
 
 
 def units_of(model: nn.Module) -> list[GatherUnit]:

@@ -29,7 +29,7 @@ def values_of(parameter):
     local = local_of(parameter.detach())
     local = getattr(local, "values", local) if isinstance(local, Foreign) else local
     local = local.dequantize() if isinstance(local, fp8rs.QuantizedTensor) else local
-    return local.clone().numpy().tobytes()
+    return local.cpu().clone().numpy().tobytes()
 
 
 def contents(model):

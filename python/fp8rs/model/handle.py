@@ -290,4 +290,4 @@ def mark_replaced(parameter: nn.Parameter, fqn: str) -> None:
 
 def replaced_name(parameter: Tensor) -> str | None:
     """Return the name of a parameter that was replaced by a DTensor. None for other parameters."""
-    return parameter.__dict__.get(_REPLACED)
+    return getattr(parameter, _REPLACED, None)

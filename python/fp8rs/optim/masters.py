@@ -74,7 +74,7 @@ class MasterWeightOptimizer(Optimizer):
                 ``parallelize_module`` after the optimizer was created.
         """
         check_graph_capture(self)
-        if not self._checked:
+        if not self._checked and not torch.compiler.is_compiling():
             check_not_replaced(self)
             self._checked = True
         loss = None

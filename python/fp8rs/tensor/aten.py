@@ -221,7 +221,9 @@ def _empty_like(
 
     def empty_scale(scale: Tensor) -> Tensor:
         # A part that is scattered into the tensor keeps the scale of the whole (`collectives`).
-        if t._is_storage_view and not scale.is_meta:
+        # A weight itself that `to_empty` replaces does not.
+        is_part = t._is_storage_view or t._storage.active_observer is None
+        if is_part and not scale.is_meta:
             return scale.to(device, copy=True)
         return zeros(scale, scale.shape, device)
 
