@@ -141,13 +141,19 @@ def units_of(model: nn.Module) -> list[GatherUnit]:
 def keeps_codes(module: nn.Module, name: str = "weight") -> bool:
     """Return whether the codes of a forward are kept for the backward of a sharded parameter."""
     handle = handle_of(module, name)
-    return handle.unit is not None and handle.unit._kept[handle.unit._index[handle]] is not None
+    return (
+        handle.unit is not None
+        and handle.unit._codes_for_backward[handle.unit._index[handle]] is not None
+    )
 
 
 def has_prepared_codes(module: nn.Module, name: str = "weight") -> bool:
     """Return whether a cast has prepared codes that no hook of the parameter has returned."""
     handle = handle_of(module, name)
-    return handle.unit is not None and handle.unit._prepared[handle.unit._index[handle]] is not None
+    return (
+        handle.unit is not None
+        and handle.unit._codes_for_hooks[handle.unit._index[handle]] is not None
+    )
 
 
 def gathered_bytes(module: nn.Module, name: str = "weight") -> tuple[Tensor, ...]:

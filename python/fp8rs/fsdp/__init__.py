@@ -27,8 +27,9 @@ which is gathered as it is stored.
 *Handle.* What this library knows about one parameter, whichever tensor holds it now: its identity,
 how often it was written, and its scale.
 
-*Unit.* A module that ``fully_shard`` was called on. FSDP2 all-gathers the parameters of a unit
-together, in one buffer. A `GatherUnit` represents the FP8 parameters among them.
+*Unit.* A module, or a list of modules, that ``fully_shard`` was called on. FSDP2 all-gathers the
+parameters of a unit together, in one buffer. A `GatherUnit` represents the FP8 parameters among
+them.
 
 *Gathered weight.* The whole parameter after an all-gather, a `QuantizedTensor` over FSDP2's buffer.
 A reshard frees the buffer.

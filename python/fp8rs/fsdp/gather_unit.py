@@ -33,7 +33,7 @@ class GatherUnit:
     A scale depends on values only, so it is valid until they change. A unit's scales are stale if
     they were computed for an earlier forward of the root module, or if an operator wrote to one of
     its shards since. A hook that finds stale scales computes all stale scales of parameters that
-    are sharded over the same ranks.
+    are sharded over the same ranks and that are not gathered now.
 
     An all-gather outside of a backward casts the shards with these scales. If FSDP2 frees the
     weights after a forward with gradients, the codes are kept until the backward gathers them,
@@ -81,9 +81,9 @@ class GatherUnit:
         self._scales_forward_id = -1
         self._scales_ready: StreamDependency | None = None
         #: The codes of shards whose hooks have not been called since the cast.
-        self._prepared: list[AllGatherMetadata | None] = [None] * len(handles)
+        self._codes_for_hooks: list[AllGatherMetadata | None] = [None] * len(handles)
         #: The codes of a forward with gradients, until its backward gathers them.
-        self._kept: list[AllGatherMetadata | None] = [None] * len(handles)
+        self._codes_for_backward: list[AllGatherMetadata | None] = [None] * len(handles)
         #: The CUDA streams that wrote to the shards since the last forward began, and events after
         #: the writes before it.
         self._writing_streams: set[int] = set()
@@ -146,17 +146,17 @@ class GatherUnit:
         """
         index = self._index[local._handle]
         in_backward = self._tracker.in_backward
-        metadata = self._prepared[index]
+        metadata = self._codes_for_hooks[index]
         if in_backward:
             if metadata is None:
-                metadata = self._kept[index]
-            self._kept[index] = None
+                metadata = self._codes_for_backward[index]
+            self._codes_for_backward[index] = None
 
         if metadata is None or self.is_stale(self._tracker.forward_id, in_backward):
             metadata = self._prepare(index, local, in_backward)
 
         metadata.ready.wait()
-        self._prepared[index] = None
+        self._codes_for_hooks[index] = None
         return metadata
 
     def _prepare(self, index: int, local: Any, in_backward: bool) -> AllGatherMetadata:
@@ -177,10 +177,12 @@ class GatherUnit:
             keep = False
 
         metadata = self._cast(shards)
-        for offset, (cast_shard, prepared) in enumerate(zip(shards, metadata, strict=True)):
-            self._prepared[index + offset] = prepared
+        for position, shard in enumerate(shards, index):
+            codes = metadata[position - index]
+            self._codes_for_hooks[position] = codes
             # An FP8 shard is its codes, so there is nothing to keep.
-            self._kept[index + offset] = prepared if keep and not cast_shard.is_fp8 else None
+            keep_codes = keep and not shard.is_fp8
+            self._codes_for_backward[position] = codes if keep_codes else None
         return metadata[0]
 
     def _cast(self, shards: Sequence[LocalShard]) -> list[AllGatherMetadata]:
@@ -233,8 +235,8 @@ class GatherUnit:
         for index, handle in enumerate(self.handles):
             if self._scales_forward_id < forward_id or handle.written:
                 handle.set_fresh()
-                self._prepared[index] = None
-                self._kept[index] = None
+                self._codes_for_hooks[index] = None
+                self._codes_for_backward[index] = None
         self.written = False
         self._scales_forward_id = forward_id
         self._scales_ready = ready
@@ -248,7 +250,7 @@ class GatherUnit:
         """Notify that an operator wrote to the shard of a parameter."""
         index = self._index[handle]
         self.written = True
-        self._kept[index] = None
+        self._codes_for_backward[index] = None
         self.note_stream()
 
     def note_stream(self) -> None:
@@ -263,7 +265,7 @@ class GatherUnit:
         self.written = True
         self._shards[index] = None  # the shard may be in other memory now
         if not keep_codes:
-            self._kept[index] = None
+            self._codes_for_backward[index] = None
 
     def record_write_events(self, events: dict[int, torch.cuda.Event]) -> None:
         """Record events after the writes so far, so that later waits do not include later work.
