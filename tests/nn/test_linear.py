@@ -7,7 +7,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from calls import Calls
 from cases import pad_tokens, skip_without_block_gemms
@@ -821,3 +825,28 @@ def test_an_encoder_without_nested_tensors_evaluates_padded_batches(device):
                 assert (
                     0 < relative(model(x, src_key_padding_mask=mask)[~mask], expected[~mask]) < 0.05
                 )
+
+
+def selective_contexts():
+    """Return the contexts of a selective checkpoint that saves what torch allocates as zeros."""
+
+    def policy(context, operator, *args, **kwargs):
+        if operator is torch.ops.aten.new_zeros.default:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.MUST_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def test_a_checkpoint_may_save_the_zeros_that_tokens_are_padded_with(device, monkeypatch):
+    pad_tokens(monkeypatch, "cuda")
+    linear_layer = layer(device)
+    x = data(device, 5, 16).requires_grad_()
+    linear_layer(x).sum().backward()
+    expected = [x.grad.clone(), linear_layer.weight.grad.clone()]
+
+    x.grad = linear_layer.weight.grad = None
+    output = checkpoint(linear_layer, x, use_reentrant=False, context_fn=selective_contexts)
+    output.sum().backward()
+    assert torch.equal(x.grad, expected[0])
+    assert torch.equal(linear_layer.weight.grad, expected[1])

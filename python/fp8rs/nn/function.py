@@ -159,12 +159,13 @@ def _whole_blocks(x: Tensor, spec: QuantSpec) -> Tensor:
     tokens = math.prod(x.shape[:-1])  # Size.numel would specialize a symbolic size
     if multiple == 1 or (isinstance(tokens, int) and tokens % multiple == 0):
         return x
-    missing = -tokens % multiple
-    # Zeros everywhere, because a graph would depend on whether the part behind is empty.
-    whole = x.new_zeros((tokens + missing, x.shape[-1]))
-    # Slices would get symbolic sizes of their own if the number of tokens depends on data.
-    whole.narrow(0, 0, tokens).copy_(x.reshape(tokens, x.shape[-1]))
-    return whole
+    # Append as many zeros as any number of tokens needs, and cut off what this one does not need. A
+    # graph would depend on whether the exact number is 0. Selective checkpointing may cache the
+    # zeros, so nothing is written to them.
+    zeros = x.new_zeros((multiple - 1, x.shape[-1]))
+    padded = torch.cat([x.reshape(tokens, x.shape[-1]), zeros])
+    # A slice would get a symbolic size of its own if the number of tokens depends on data.
+    return padded.narrow(0, 0, tokens + -tokens % multiple)
 
 
 def _as_long(a: Plane, b: Plane) -> tuple[Plane, Plane]:
