@@ -49,7 +49,7 @@ class Collectives(TorchDispatchMode):
         if func.namespace == "_c10d_functional" and any(
             issubclass(kind, QuantizedTensor) for kind in types
         ):
-            # The quantized tensor issues collectives on its planes, which are recorded instead.
+            # The quantized tensor issues collectives on its values, which are recorded instead.
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1].rstrip("_")

@@ -1,4 +1,4 @@
-"""FP8 weights as DTensors: they are sharded and gathered as codes, not as values."""
+"""FP8 weights as DTensors: parts are FP8, and collectives send values."""
 
 import warnings
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fp8rs
 from distributed import ranks
@@ -15,14 +15,7 @@ from distributed.collectives import Collectives
 from distributed.models import EMPTY, RECIPES, UNEVEN, batch, make, shard
 
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
-SCALE_BYTES = {  # of one rank's (rows, 96) part
-    "current": lambda rows: 4,
-    "delayed": lambda rows: 4,
-    "rowwise": lambda rows: 4 * rows,
-    "block": lambda rows: 4 * rows,
-    "mxfp8": lambda rows: 3 * rows,
-    "mxfp8 of 1x32": lambda rows: 3 * rows,
-}
+_c10d = torch.ops._c10d_functional
 
 
 def weight(recipe, *shape):
@@ -37,37 +30,99 @@ def ready():
     return dist.group.WORLD
 
 
+#: Functional collectives of a tensor on two ranks, which return plain tensors.
+FUNCTIONAL = {
+    "all_gather": lambda x, group: funcol.all_gather_tensor(x, 0, group),
+    "all_gather coalesced": lambda x, group: funcol.all_gather_into_tensor_coalesced([x], group)[0],
+    "all_reduce": lambda x, group: funcol.all_reduce(x, "sum", group),
+    "all_reduce coalesced": lambda x, group: funcol.all_reduce_coalesced([x], "sum", group)[0],
+    "reduce_scatter": lambda x, group: funcol.reduce_scatter_tensor(x, "sum", 0, group),
+    "all_to_all": lambda x, group: funcol.all_to_all_single(x, None, None, group),
+    "broadcast": lambda x, group: funcol.broadcast(x, 0, group),
+}
+#: Functional collectives that write their argument.
+FUNCTIONAL_IN_PLACE = {
+    "all_reduce_": lambda x, group: _c10d.all_reduce_(x, "sum", group),
+    "all_reduce_coalesced_": lambda x, group: _c10d.all_reduce_coalesced_([x], "sum", group)[0],
+    "broadcast_": lambda x, group: _c10d.broadcast_(x, 0, group),
+}
+#: The ranks whose tensor is quantized. Others have the same values in a plain tensor.
+QUANTIZED = {"rank 0": (0,), "rank 1": (1,), "both": (0, 1)}
+quantized_on = pytest.mark.parametrize("quantized", list(QUANTIZED))
+
+
 @ranks(2, cuda=False)
 @every_recipe
-def test_a_functional_gather_sends_codes_and_scales(rig, recipe):
+@quantized_on
+@pytest.mark.parametrize("collective", list(FUNCTIONAL))
+def test_functional_collectives_send_values_whichever_ranks_have_fp8_weights(
+    rig, recipe, quantized, collective
+):
     group = ready()
-    whole = weight(recipe, 160, 96)
-    start = 128 * rig.rank  # the start of a block
-    own = whole.narrow(0, start, 32)
-    values = torch.cat([whole.narrow(0, 128 * r, 32).dequantize() for r in range(2)])
-    with Collectives() as seen:
-        got = funcol.all_gather_tensor(own, 0, group)
-    assert torch.equal(got, values)
-    assert [c.nbytes for c in seen.seen] == [2 * 32 * 96, 2 * SCALE_BYTES[recipe](32)]
-    assert {c.dtype for c in seen.seen} == {torch.uint8}
-    if whole.format.block[0] > 1:
-        with pytest.raises(ValueError, match=r"not made of whole blocks.*dequantize\(\)"):
-            funcol.all_gather_tensor(whole.narrow(0, 8, 32), 0, group)
+    own = weight(recipe, 256, 96)[8:][:128]  # a view that splits blocks
+    values = own.dequantize() * 1.0
+    with Collectives() as expected:
+        expected_result = FUNCTIONAL[collective](values, group).clone()
+    with Collectives() as sent:
+        sender = own if rig.rank in QUANTIZED[quantized] else values
+        result = FUNCTIONAL[collective](sender, group).clone()
+    assert torch.equal(result, expected_result)
+    assert sent.seen == expected.seen
 
 
 @ranks(2, cuda=False)
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_other_functional_collectives_raise(rig, recipe):
-    group, own = ready(), weight(recipe, 64, 96)
-    calls = {
-        "all_reduce": lambda: funcol.all_reduce(own, "sum", group),
-        "reduce_scatter_tensor": lambda: funcol.reduce_scatter_tensor(own, "sum", 0, group),
-        "all_to_all_single": lambda: funcol.all_to_all_single(own, None, None, group),
-        "broadcast": lambda: funcol.broadcast(own, 0, group),
-    }
-    for name, call in calls.items():
-        with pytest.raises(NotImplementedError, match=rf"{name} .*high precision.*dequantize"):
-            call()
+@every_recipe
+@quantized_on
+@pytest.mark.parametrize("collective", list(FUNCTIONAL_IN_PLACE))
+def test_functional_collectives_write_quantized_tensors(rig, recipe, quantized, collective):
+    name = ready().group_name
+    tensor = weight(recipe, 64, 96).clone()
+    tensor.mul_(2.0**rig.rank)
+    values = tensor.dequantize()
+    expected = FUNCTIONAL_IN_PLACE[collective](values.clone(), name)
+    expected = _c10d.wait_tensor(expected).clone()
+
+    sender = tensor if rig.rank in QUANTIZED[quantized] else values
+    result = _c10d.wait_tensor(FUNCTIONAL_IN_PLACE[collective](sender, name))
+    assert result is sender
+    if isinstance(sender, fp8rs.QuantizedTensor):
+        tolerance = expected.abs() / 8 + expected.abs().max() / 2**8
+        assert ((sender.dequantize() - expected).abs() <= tolerance).all()
+    else:
+        assert torch.equal(sender, expected)
+
+
+@ranks(2, cuda=False)
+def test_a_functional_receive_into_a_quantized_tensor_raises(rig):
+    tensor = weight("current", 64, 96)
+    name = ready().group_name
+    with pytest.raises(NotImplementedError, match=r"irecv into a quantized tensor.*copy_\(\)"):
+        _c10d.irecv(tensor, 1 - rig.rank, 0, name)
+
+
+@ranks(2, 4, cuda=False)
+@every_recipe
+@pytest.mark.parametrize("shape", [(64, 128), (50, 27), (3, 64)], ids=["even", "uneven", "empty"])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+def test_a_dtensor_that_is_quantized_on_rank_0_alone_is_redistributed(
+    rig, recipe, shape, placement
+):
+    """As a DTensor is between `distribute_tensor` of rank 0's values and the load of a weight."""
+    values = weight(recipe, *shape)
+    source = values if rig.rank == 0 else torch.empty(shape)
+    parameter = distribute_tensor(source, rig.mesh(), [placement])
+    assert isinstance(parameter.to_local(), fp8rs.QuantizedTensor) == (rig.rank == 0)
+    local = parameter.to_local()
+    plain = local.dequantize() if rig.rank == 0 else local
+    layout = {"shape": parameter.shape, "stride": parameter.stride()}
+    expected = DTensor.from_local(plain, rig.mesh(), [placement], run_check=False, **layout)
+
+    assert torch.equal(parameter.full_tensor(), expected.full_tensor())
+    other = [Shard(1 - placement.dim)]
+    part, expected_part = (
+        x.redistribute(placements=other).to_local() for x in (parameter, expected)
+    )
+    assert torch.equal(part, expected_part)
 
 
 @ranks(2, 4)
@@ -141,12 +196,10 @@ def test_ranks_on_the_meta_device_load_from_rank_0(rig, recipe, fp8_weights):
 @ranks(2, 4, cuda=False)
 @every_recipe
 @pytest.mark.parametrize("hidden", [UNEVEN, EMPTY], ids=["uneven", "empty"])
-def test_a_full_state_dict_of_shards_is_gathered_as_codes(rig, recipe, hidden):
+def test_a_full_state_dict_of_shards_has_their_values(rig, recipe, hidden):
     model = make(hidden, recipe=RECIPES[recipe], fp8_weights=True)
     values = {n: p.dequantize() for n, p in model.named_parameters() if p.dim() == 2}
     shard(model, rig)
-    with Collectives() as seen:
-        got = {n: p.detach().full_tensor() for n, p in model.named_parameters() if n in values}
+    got = {n: p.detach().full_tensor() for n, p in model.named_parameters() if n in values}
     for name, value in values.items():
         assert torch.equal(got[name], value), name
-    assert {c.dtype for c in seen.seen} == {torch.uint8}

@@ -22,7 +22,7 @@ from fp8rs.tensor import collectives
 from fp8rs.tensor.copies import copy_codes, new_shard
 from fp8rs.tensor.fallback import dequantized_call, each_member, quantized_in
 from fp8rs.tensor.plane_storage import WriteKind
-from fp8rs.tensor.quantized import QuantizedTensor, wrap
+from fp8rs.tensor.quantized import QuantizedTensor
 
 aten = torch.ops.aten
 
@@ -133,22 +133,6 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
         src = src.expand(dst.shape)
     dst.write(src, dst.spec, dst._storage.delayed, WriteKind.COPY)
     return dst
-
-
-@implements(aten.constant_pad_nd.default)
-def _pad(func: Any, t: QuantizedTensor, pad: list[int], value: Any = 0) -> Any:
-    """Pad a matrix or a batch with zeros at the end, as torch pads shards before a gather."""
-    plane = t.planes[0] or t.planes[1]
-    behind = [*pad[1::2], *[0] * t.dim()][: t.dim()]  # from the last dimension
-    inside = any(behind[:-1]) if plane and plane.batched else t.dim() != 2
-    if value or any(pad[::2]) or min(pad) < 0 or plane is None or inside:
-        return dequantized_call(func, t, pad, value)
-    own = t._storage.over(*t.planes)
-    shape = [n + more for n, more in zip(t.shape, behind[::-1], strict=True)]
-    storage = new_shard(own, shape, t.device)
-    storage.copy_planes_(storage.part(tuple(slice(0, n) for n in own.matrix)), t.planes)
-    storage.observer, storage.padded = None, False
-    return wrap(storage, shape, t.dtype)
 
 
 @implements(aten.detach_.default)

@@ -1,15 +1,13 @@
 """Collectives of torch.distributed on quantized tensors.
 
-Collectives of c10d write their arguments, although their schemas do not declare it. They run on
-dequantized values, and the results are quantized when they have arrived. A collective into a
-quantized tensor has therefore finished when it returns. On other ranks the same collective may have
-plain tensors: a load from rank 0 distributes FP8 weights to ranks that have empty tensors. The
-number, the shapes and the dtypes of collectives therefore do not depend on which tensors are
-quantized.
+On other ranks the same collective may have plain tensors: a load from rank 0 distributes FP8
+weights to ranks that have empty tensors. The number, the shapes and the dtypes of collectives must
+not depend on which tensors are quantized, because no rank can find out what others have. All
+collectives therefore run on dequantized values. This includes the functional collectives by which
+DTensor redistributes tensors, and which return plain tensors.
 
-DTensor redistributes by functional collectives, which return plain tensors. An all-gather sends
-codes and scales, so the tensors of all ranks must be quantized. Other functional collectives would
-send values in high precision, so they raise an error.
+Tensors that a collective writes are quantized when the results have arrived. Such a collective has
+finished when it returns.
 """
 
 from __future__ import annotations
@@ -20,19 +18,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fp8rs.quantize import formats
-from fp8rs.quantize.planes import Plane, as_bytes
-from fp8rs.tensor.fallback import quantized_in, run_dequantized, wait
+from fp8rs.tensor.fallback import quantized_in, run_dequantized, wait, written_by
 from fp8rs.tensor.plane_storage import WriteKind
 from fp8rs.tensor.quantized import QuantizedTensor
 
-_gather_all = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
-_wait_for = torch.ops._c10d_functional.wait_tensor.default
-
-#: Operators of the namespace c10d that only read tensors, and that receive from one other rank. All
-#: others write their first argument.
+#: Operators of the namespace c10d that only read tensors. All others write their first argument,
+#: although their schemas do not declare it.
 READING = ("send", "barrier", "monitored_barrier_", "check_for_nan")
-RECEIVING = ("recv_", "recv_any_source_")
+#: Operators that receive from one other rank.
+RECEIVING = ("recv_", "recv_any_source_", "irecv", "batch_p2p_ops")
 
 
 def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,13 +36,7 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
         NotImplementedError: the collective receives from one other rank.
     """
     name = func._schema.name.partition("::")[2]
-    if name in RECEIVING:
-        # Values that have not arrived cannot be quantized, and waiting here could make two ranks
-        # wait for each other.
-        raise NotImplementedError(
-            f"c10d.{name} into a quantized tensor is not possible. Use a plain tensor "
-            "(torch.empty_like gives one) and copy_() it"
-        )
+    _refuse_to_receive(name)
     quantized_outputs = name == "scatter_" and all(
         isinstance(output, QuantizedTensor) and output.planes != (None, None) for output in args[0]
     )
@@ -97,48 +85,25 @@ def _write_received(output: QuantizedTensor, values: Tensor) -> None:
         output.write(values, spec, delayed)
 
 
-# --- functional collectives ----------------------------------------------------------------------
-
-
 def functional(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a functional collective, as DTensor does to redistribute a tensor.
+    """Run a functional collective on dequantized values, and quantize what it wrote.
 
     Raises:
-        NotImplementedError: the collective is not an all-gather.
+        NotImplementedError: the collective receives from one other rank.
     """
     name = func._schema.name.partition("::")[2]
-    if name == "all_gather_into_tensor":
-        return _gathered(*args, **kwargs)
-    if name == "wait_tensor":  # other collectives have completed when they return
+    if name in ("wait_tensor", "wait_tensors"):
+        # Collectives that write quantized tensors have finished.
         return args[0]
-    raise NotImplementedError(
-        f"{name} of a quantized tensor would send it in high precision. all_gather_into_tensor "
-        "sends codes. For others, dequantize() it first, and copy_() the result"
-    )
+    _refuse_to_receive(name)
+    return run_dequantized(func, args, kwargs, written_by(func, args, kwargs), WriteKind.COPY)
 
 
-def _gathered(t: QuantizedTensor, group_size: int, group_name: str) -> Tensor:
-    """Gather codes and scales, and return the dequantized values of all ranks.
-
-    Raises:
-        ValueError: ``t`` is a view that splits blocks. Or it has no rowwise plane, and the blocks
-            are not square.
-    """
-    plane = t.make_plane("rowwise", "a gather") if t.rowwise is None else t.rowwise
-    height, width = plane.format.block
-    format, rows, scale = plane.format, plane.matrix.shape[-2], as_bytes(plane.scale)
-    if format.per_tensor:
-        scale, format = scale.view(-1, 1), formats.ROW
-        if plane.batched:
-            scale = scale.repeat_interleave(rows, 0)
-    elif height > 1:
-        # Repeat scales for each row, because all ranks must send the same number of scales.
-        scale = scale.repeat_interleave(height, -2).narrow(-2, plane.block_offset[0], rows)
-        format = formats.format_of((1, width), format.scale_dtype)
-    # A batch is sent as the rows of its matrices, in order.
-    sent = [x.contiguous().view(torch.uint8) for x in (plane.data, scale.flatten(0, -2))]
-    codes, scale = map(_wait_for, _gather_all(sent, group_size, group_name))
-    if plane.format.per_tensor and not plane.batched:
-        scale = scale.repeat_interleave(rows, 0)
-    whole = Plane(codes.view(plane.data.dtype), scale.view(plane.scale.dtype), format)
-    return whole.dequantize(torch.float32 if t.dtype == torch.float64 else t.dtype).to(t.dtype)
+def _refuse_to_receive(name: str) -> None:
+    if name in RECEIVING:
+        # Values that have not arrived cannot be quantized, and waiting here could make two ranks
+        # wait for each other.
+        raise NotImplementedError(
+            f"{name} into a quantized tensor is not possible. Use a plain tensor "
+            "(torch.empty_like gives one) and copy_() it"
+        )
