@@ -121,6 +121,22 @@ def test_elements_that_a_write_changes_replace_the_initial_ones(recipe):
     assert torch.equal(weight.get_high_precision_init_val(), expected)
 
 
+@recipes
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_move_to_the_meta_device_loses_the_initial_values(recipe, assign):
+    """Zeros that are loaded afterwards are not taken for elements that did not change."""
+    model = layer_of(recipe)
+    model.to("meta")
+    assert model[0].weight.get_high_precision_init_val() is None
+    if not assign:
+        model.to_empty(device="cpu")
+
+    values = torch.randn(64, 64)
+    values[:, ::2] = 0
+    model.load_state_dict({"0.weight": values}, assign=assign)
+    assert torch.equal(model[0].weight.get_high_precision_init_val(), values)
+
+
 @ranks(2)
 def test_ddps_first_broadcast_leaves_the_initial_values(rig):
     for recipe, dtype in itertools.product(RECIPES, (torch.float32, torch.bfloat16)):

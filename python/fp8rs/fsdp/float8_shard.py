@@ -269,6 +269,13 @@ class Float8ParamHandle(ParamHandle):
         else:
             part.copy_(values)
 
+    def values_lost(self) -> None:
+        """Forget the values that the codes were rounded from: the weight is on the meta device now.
+
+        The next values are written to a weight of zeros, some of which they may equal.
+        """
+        self.init_value = self.pending = None
+
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""
         self.init_value, self.keep_init = None, False

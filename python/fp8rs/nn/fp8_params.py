@@ -86,7 +86,7 @@ class Float8Params(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         delayed = self._fp8_state.delayed
         buffers = {} if delayed is None else {name: self._buffers[name] for name in BUFFERS}
-        fp8_weights = {}
+        fp8_weights: dict[str, Any] = {}
         for name in self._fp8_params:
             weight = self._parameters.get(name)
             if is_fp8(weight):
@@ -99,8 +99,10 @@ class Float8Params(nn.Module):
             out = super()._apply(fn, recurse)
         finally:
             self._parameters.update(fp8_weights)
-        for weight in fp8_weights.values():
+        for name, weight in fp8_weights.items():
             apply_to_fp8_weight(weight, fn)
+            if weight.is_meta:
+                self._fp8_params[name].values_lost()
 
         if delayed is not None:
             delayed.moved()
