@@ -78,6 +78,23 @@ def test_cpu_ram_efficient_loading_changes_nothing():
     assert run.gathered == plain.gathered
 
 
+@pytest.fixture(scope="module")
+def loads_of_rank_0():
+    return run_file(HERE / "accelerate_loads_rank_0.py").by_rank
+
+
+@pytest.mark.parametrize("weights", ["masters", "FP8 weights"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
+def test_cpu_ram_efficient_loading_loads_the_values_of_rank_0(loads_of_rank_0, recipe, weights):
+    """The other rank has parameters that are not initialized."""
+    first, second = (rank[f"{recipe}, {weights}"] for rank in loads_of_rank_0)
+    assert first["differing"] == []
+    for rank in (first, second):
+        assert len(rank["quantized"]) == (7 if weights == "FP8 weights" else 0)
+    assert first["losses"] == second["losses"]  # of the same rows
+    assert first["losses"][1] < first["losses"][0]
+
+
 def test_sharded_state_dicts_equal_those_of_the_unconverted_model(tmp_path):
     """An unconverted run resumes from the checkpoint of a converted one, with the same weights."""
     run = run_example(EXAMPLE, "--steps", "3", "--save", str(tmp_path))
