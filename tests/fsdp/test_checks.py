@@ -116,6 +116,39 @@ def test_a_different_conversion_of_the_roots_own_layers_is_named_on_all_ranks(ri
             model(batch(rig))
 
 
+@ranks(2)
+@pytest.mark.parametrize("without_head", [0, 1])
+@pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "FP8 weights"])
+def test_so_is_a_rank_that_gathers_in_high_precision_and_excludes_the_roots_layers(
+    rig, without_head, fp8_weights
+):
+    """Local tensors of that rank are plain, so FSDP2 finds no hook of ours on it."""
+    options = {"fp8_weights": fp8_weights}
+    if rig.rank == without_head:
+        options = {"filter_fqns": ["head"], "enable_fsdp_float8_all_gather": False}
+    model = shard(make(UNEVEN, device=rig.device, **options), rig)
+    kinds = ["FP8" if fp8_weights else "quantized before it is gathered"] * 2
+    kinds[without_head] = "gathered in high precision"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message("weight of blocks.0.up", *kinds, 1)):
+            model(batch(rig))
+
+
+@ranks(2)
+@pytest.mark.parametrize("without_head", [0, 1])
+def test_so_are_excluded_layers_of_the_root_if_all_ranks_gather_in_high_precision(
+    rig, without_head
+):
+    excluded = ["head"] if rig.rank == without_head else []
+    options = {"filter_fqns": excluded, "enable_fsdp_float8_all_gather": False}
+    model = shard(make(UNEVEN, device=rig.device, **options), rig)
+    kinds = ["gathered in high precision"] * 2
+    kinds[without_head] = "not converted"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message("weight of head", *kinds, 1)):
+            model(batch(rig))
+
+
 @ranks(4)
 @ways
 def test_so_is_a_replica_that_differs(rig, way):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import outside_selective_checkpoints, own_part
-from fp8rs.model.handle import ParamHandle
 from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import wrap
 
@@ -29,10 +28,6 @@ class PreAllGather:
 
     With this signature, the tensors to gather may have different sizes.
 
-    FSDP2 looks for the hook in ``fully_shard``, and again when it initializes, before the first
-    all-gather of any of its units. All ranks that shard a converted layer reach the latter point,
-    whichever layers they converted, and compare their conversions.
-
     FSDP2 may call the hook inside of a checkpointed function, in its forward only. Selective
     checkpointing must not count its operators.
     """
@@ -46,10 +41,6 @@ class PreAllGather:
 
     def __init__(self, local: Any) -> None:
         self._local = local
-        handle: ParamHandle = local._handle
-        if not handle.fsdp_initialized:
-            assert handle.state.sharded_model is not None
-            handle.state.sharded_model.fsdp_looks_for_hooks()
 
     @outside_selective_checkpoints
     def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], AllGatherMetadata]:

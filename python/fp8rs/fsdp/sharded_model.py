@@ -2,7 +2,7 @@
 
 ```text
 fully_shard                    setattr -> wrap: a MasterWeight over the shard
-FSDP2 initializes              fsdp_looks_for_hooks: the ranks compare their conversions
+FSDP2 initializes              fsdp_may_initialize: the ranks compare their conversions
 root's forward begins          forward_begins: all scales become stale
 FSDP2 unshards a module        pre-all-gather hook -> GatherUnit.all_gather_inputs
                                  a stale scale: amaxes of all stale shards, one all-reduce
@@ -142,7 +142,6 @@ class ShardedModel:
 
         handle = handle_for(module, name, parameter)
         handles[name] = handle
-        handle.fsdp_initialized = False
         handle.invalidate_scale()
         if isinstance(handle, Float8ParamHandle):
             init_value = handle.init_value
@@ -354,8 +353,8 @@ class ShardedModel:
 
     # --- events ----------------------------------------------------------------------------------
 
-    def fsdp_looks_for_hooks(self) -> None:
-        """Notify that FSDP2 looks for all-gather hooks, maybe because it initializes.
+    def fsdp_may_initialize(self) -> None:
+        """Notify that a hook was registered on a converted module, as FSDP2 does to initialize.
 
         It initializes before its first all-gather. Then the ranks of each mesh that shards the root
         compare their conversions. The root's forward may be too late for that. If this rank
@@ -365,8 +364,6 @@ class ShardedModel:
         root = self.state.root
         if not fsdp_is_initialized(root):
             return
-        for handle in self._all_handles():
-            handle.fsdp_initialized = True
         self.state.move_hooks_first()
         self._compare([p.device_mesh for p in sharded_parameters(root)])
 

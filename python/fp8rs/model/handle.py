@@ -49,7 +49,6 @@ class ParamHandle:
 
     Attributes:
         name: the parameter's name in its module.
-        fsdp_initialized: whether FSDP2 has initialized with this parameter's shard.
         writes: number of times that operators wrote to the shard.
         scale: for formats with one scale per tensor, the scale () of the whole parameter, or for a
             batched parameter (E, N, K) the scales (E,) of the shard's matrices. If a batched
@@ -62,7 +61,6 @@ class ParamHandle:
         self._module = weakref.ref(module)
         self.name = name
         self._unit: weakref.ref[WriteListener] | None = None
-        self.fsdp_initialized = False
         self.writes = 0
         self.scale: Tensor | None = None
         self.amaxes: Tensor | None = None

@@ -42,8 +42,8 @@ _log = logging.getLogger("fp8rs")
 class FSDPObserver(Protocol):
     """What a model's state notifies: the `fp8rs.fsdp.sharded_model.ShardedModel`."""
 
-    def fsdp_looks_for_hooks(self) -> None:
-        """Notify that FSDP2 looks for all-gather hooks."""
+    def fsdp_may_initialize(self) -> None:
+        """Notify that FSDP2, or other code, registers a hook on a module with FP8 parameters."""
 
     def forward_begins(self, root: nn.Module) -> None:
         """Notify that a forward of the root module begins."""

@@ -77,6 +77,18 @@ class Float8Params(nn.Module):
                 return
         super().__setattr__(name, value)
 
+    def register_state_dict_pre_hook(self, hook: Any) -> Any:
+        """Register a hook as `nn.Module` does, and notify the model that FSDP2 may initialize.
+
+        FSDP2 registers a hook on each module with sharded parameters when it initializes, before
+        the first all-gather of any of its units. All ranks that shard a converted layer reach this
+        point, whichever layers they converted, and also if they gather them in high precision.
+        """
+        handle = super().register_state_dict_pre_hook(hook)
+        if self._fp8_state.sharded_model is not None:
+            self._fp8_state.sharded_model.fsdp_may_initialize()
+        return handle
+
     def _wrap_shard(self, name: str, parameter: Any) -> None:
         if not self._fp8_state.standalone:
             from fp8rs.fsdp.sharded_model import sharded_model
