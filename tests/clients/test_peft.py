@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from harness import assert_gathers_are_fp8, need, reference_run, run_example
+from harness import HERE, assert_gathers_are_fp8, need, reference_run, run_example, run_file
 
 need("peft", "0.21")
 need("accelerate", "1.15")
@@ -83,3 +83,62 @@ def merged(kind, order):
 def test_merged_adapters_are_in_the_converted_weights(kind, order):
     """`merge_and_unload` returns converted layers that equal layers converted after the merge."""
     assert merged(kind, order).equal(merged(kind, "last"))
+
+
+RECIPES = pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
+WEIGHTS = pytest.mark.parametrize("weights", ["masters", "FP8 weights"])
+ORDERS = pytest.mark.parametrize("order", ["before", "after"])
+HEAD = "base_model.model.head.modules_to_save.default"
+
+
+def assert_head_and_adapters_train(result, reference):
+    (losses, moved), (expected, expected_moved) = result, reference
+    assert losses[-1] < 0.8 * losses[0]
+    assert losses == pytest.approx(expected, rel=0.03)
+    assert moved == expected_moved
+    assert {f"{HEAD}.weight", f"{HEAD}.bias"} <= set(moved)
+
+
+@pytest.fixture(scope="module")
+def modules_to_save_under_fsdp2():
+    return run_file(HERE / "peft_modules_to_save.py").returned
+
+
+@RECIPES
+@WEIGHTS
+@ORDERS
+def test_modules_to_save_train_under_fsdp2(modules_to_save_under_fsdp2, recipe, weights, order):
+    result = modules_to_save_under_fsdp2[f"{recipe}, {weights}, {order}"]
+    assert_head_and_adapters_train(result, modules_to_save_under_fsdp2["reference"])
+
+
+@RECIPES
+@WEIGHTS
+@ORDERS
+def test_modules_to_save_are_converted_layers(recipe, weights, order, tmp_path):
+    import torch
+    from peft import PeftModel
+    from peft_modules_to_save import Model, adapted, train
+
+    import fp8rs
+
+    model = adapted(recipe, weights == "FP8 weights", order)
+    assert_head_and_adapters_train(train(model), train(adapted()))
+    assert isinstance(model.get_submodule(HEAD), fp8rs.nn.Linear)
+    # PEFT also keeps the untrained head.
+    assert fp8rs.report(model).summary == "4 linear layers"
+    fp8rs.monitor(model, every=1).close()
+
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = model.eval()(x)
+        if weights == "masters":
+            model.save_pretrained(tmp_path)
+            torch.manual_seed(0)
+            loaded = PeftModel.from_pretrained(Model(), tmp_path)(x)
+            assert (loaded - expected).norm() < 0.1 * expected.norm()
+        merged = model.merge_and_unload()
+        assert isinstance(merged.head, fp8rs.nn.Linear)
+        # Delayed scales of an evaluation are older than the merged values.
+        fp8rs.convert_to_high_precision(merged)
+        assert (merged(x) - expected).norm() < 0.1 * expected.norm()

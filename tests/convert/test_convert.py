@@ -23,6 +23,7 @@ from convert.torchao_configs import (
     ScalingType,
 )
 from distributed import ranks
+from distributed.models import Stack, batch, shard
 from fp8rs import nn as fp8nn
 from fp8rs.convert import fp8_weights
 from fp8rs.convert.convert import convert_to_float8_training
@@ -379,13 +380,108 @@ def test_a_model_without_linears_is_returned_unchanged_with_a_warning():
         convert(Model(), filter_fqns=["blocks", "head"])
 
 
-@pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "FP8 weights"])
-def test_a_wrapper_that_passes_attributes_on_is_not_taken_for_a_layer(device, fp8_weights):
-    model = nn.Sequential(nn.Linear(64, 128), checkpoint_wrapper(nn.Linear(128, 64))).to(device)
-    convert_to_float8_training(model, recipe="current", fp8_weights=fp8_weights)
-    model(torch.randn(8, 64, device=device)).sum().backward()
-    report = fp8rs.report(model)
-    assert report.summary == "2 linear layers"
+class Delegating(nn.Module):
+    """Passes unknown attributes on to a layer, as PEFT's ModulesToSaveWrapper does."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.copies = nn.ModuleDict({"default": layer})
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("copies")["default"], name)
+
+    def forward(self, x):
+        return self.copies["default"](x)
+
+
+WRAPPERS = {
+    "delegating": Delegating,
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "torch.compile": lambda layer: torch.compile(layer, backend="eager"),
+}
+wrappers = pytest.mark.parametrize("wrapper", list(WRAPPERS))
+wrapped = pytest.mark.parametrize("wrapped", ["before the conversion", "after the conversion"])
+both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "FP8 weights"])
+
+
+def outputs_of_steps(model, batches):
+    """Train for a step per batch. Return the outputs and the gradients of the last step."""
+    optimizer = fp8rs.optim.AdamW(model.parameters(), lr=1e-2)
+    outputs = []
+    for x in batches:
+        optimizer.zero_grad()
+        y = model(x)
+        y.square().mean().backward()
+        outputs.append(y.detach())
+        optimizer.step()
+    return outputs, [p.grad for p in model.parameters()]
+
+
+# Dynamo reads the gradient of the layer's input, which is not a leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@wrappers
+@wrapped
+@both_weights
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
+def test_a_wrapper_that_passes_attributes_on_is_not_taken_for_a_layer(
+    device, wrapper, wrapped, fp8_weights, recipe
+):
+    reference, model = (
+        nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(device)
+        for _ in range(2)
+    )
+    model.load_state_dict(reference.state_dict())
+    options = {"recipe": recipe, "fp8_weights": fp8_weights}
+    convert_to_float8_training(reference, **options)
+    layer = model[2]
+    if wrapped == "before the conversion":
+        model[2] = WRAPPERS[wrapper](layer)
+    convert_to_float8_training(model, **options)
+    if wrapped == "after the conversion":
+        model[2] = WRAPPERS[wrapper](layer)
+    assert isinstance(layer, fp8nn.Linear)
+
+    batches = [torch.randn(32, 64, device=device) for _ in range(3)]
+    for steps in zip(*(outputs_of_steps(m, batches) for m in (model, reference)), strict=True):
+        for result, expected in zip(*steps, strict=True):
+            assert torch.equal(result, expected)
+
+    assert fp8rs.report(model).summary == "2 linear layers"
+    monitor = fp8rs.monitor(model, every=1)
+    model(batches[0]).sum().backward()
+    assert len({name.rpartition("/")[0] for name in monitor.step()}) >= 2
+    monitor.close()
+    assert len(fp8rs.high_precision(model, "*")) == 2
+    model(batches[0])
+    fp8rs.convert_to_high_precision(model)
+    assert type(layer) is nn.Linear
+    assert not isinstance(layer.weight, fp8rs.QuantizedTensor)
+
+
+@ranks(2)
+@wrappers
+@wrapped
+@both_weights
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+def test_wrapped_layers_are_sharded_as_layers_are(rig, wrapper, wrapped, fp8_weights, recipe):
+    outputs = []
+    for wrap in (WRAPPERS[wrapper], lambda layer: layer):
+        torch.manual_seed(0)
+        model = Stack().to(rig.device)
+        if wrapped == "before the conversion":
+            for block in model.blocks:
+                block.up = wrap(block.up)
+        convert_to_float8_training(model, recipe=recipe, fp8_weights=fp8_weights)
+        if wrapped == "after the conversion":
+            for block in model.blocks:
+                block.up = wrap(block.up)
+        shard(model, rig)
+        outputs.append(outputs_of_steps(model, [batch(rig, n) for n in range(4)])[0])
+    for result, expected in zip(*outputs, strict=True):
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("experts", ["fp8", "gather"])
