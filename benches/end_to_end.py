@@ -49,21 +49,18 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.distributed as dist
-from meter import Meter
+from launch import RankFailed, launch
+from meter import Meter, converted_weights, peak_memory
 from torch.autograd import DeviceType
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from traffic import converted_share, counted
 
+from fp8rs import convert_to_float8_training
 from fp8rs.comm import set_fsdp_comm
-from fp8rs.demo.launch import RankFailed, launch
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
-from fp8rs.demo.train import (
-    convert,
-    converted_weights,
-    peak_memory,
-    shard,
-)
+from fp8rs.demo.train import HIGH_PRECISION
 from fp8rs.optim import AdamW
 from fp8rs.quantize.recipes import RECIPES, resolve_recipe
 
@@ -216,7 +213,7 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     if arguments.get("squares"):
         options["wgrad_input_block"] = (128, 128)
     after_step = _prepare(model, variant, arguments, device.type, options)
-    shard(model, device.type, ranks, DTYPES[arguments["reduce_dtype"]])
+    _shard(model, device.type, DTYPES[arguments["reduce_dtype"]])
     if arguments.get("comm"):
         set_fsdp_comm(model)
     if arguments.get("torch_symm_mem"):
@@ -305,7 +302,13 @@ def _prepare(
         recipe = dataclasses.replace(resolve_recipe(variant.recipe), **options)
         fp8 = variant.fp8_weights
         masters = fp8 and arguments["masters"]
-        convert(model, recipe, fp8_weights=fp8, preserve_high_precision_init_val=masters)
+        convert_to_float8_training(
+            model,
+            recipe=recipe,
+            filter_fqns=HIGH_PRECISION,
+            fp8_weights=fp8,
+            preserve_high_precision_init_val=masters,
+        )
     elif variant.library == "torchao":
         from torchao import float8 as peer
 
@@ -323,6 +326,15 @@ def _prepare(
         for block in model.blocks:
             block.compile()
     return after_step
+
+
+def _shard(model: Llama, device: str, reduce_dtype: torch.dtype) -> None:
+    """Shard each block, then the rest."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def _timed(step: Any, steps: int, device: torch.device) -> list[float]:

@@ -61,6 +61,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from end_to_end import profiled
+from launch import RankFailed, launch
+from meter import peak_memory
 from routing import ROUTINGS, rows_per_expert, top_k_index
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -70,8 +72,6 @@ from traffic import counted
 
 from fp8rs import convert_to_float8_training
 from fp8rs.comm import set_fsdp_comm
-from fp8rs.demo.launch import RankFailed, launch
-from fp8rs.demo.train import peak_memory
 
 
 @dataclass(frozen=True)

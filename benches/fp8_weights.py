@@ -18,9 +18,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fp8rs.demo.launch import launch
-from fp8rs.demo.report import Progress
-from fp8rs.demo.train import Settings, train_under_fsdp
+import torch
+import torch.distributed as dist
+from launch import Report, launch
+from meter import Meter, converted_weights
+
+from fp8rs import convert_to_float8_training
+from fp8rs.demo.data import Corpus, load_corpus
+from fp8rs.demo.model import Llama
+from fp8rs.demo.train import (
+    HIGH_PRECISION,
+    Settings,
+    build_model,
+    held_out_loss,
+    make_optimizer,
+    shard,
+    train_step,
+)
+from fp8rs.optim import AdamW
 from fp8rs.quantize.recipes import RECIPES
 
 #: Options of fp8rs.optim.AdamW. Without them, torch's AdamW trains master weights.
@@ -47,20 +62,83 @@ def main() -> int:
         for kind in options.kinds:
             if kind in found.setdefault(recipe, {}):
                 continue
-            progress = Progress(f"{recipe} {kind}", settings.steps, sys.stdout)
             results = launch(
-                train_under_fsdp,
+                train,
                 settings,
                 recipe,
-                KINDS[kind],
+                kind,
                 ranks=options.ranks,
                 device=options.device,
-                on_event=progress,
+                on_event=lambda event: print(event["line"], flush=True),
             )
-            found[recipe][kind] = asdict(results[0])
+            found[recipe][kind] = results[0]
             options.out.write_text(json.dumps(found, indent=2) + "\n")
     print(table(found))
     return 0
+
+
+def train(settings: Settings, recipe: Any, kind: str, report: Report) -> dict[str, Any]:
+    """Train on this rank. Return the held-out losses and the bytes per parameter at rest.
+
+    Args:
+        settings: the same on all ranks.
+        recipe: short name of a recipe.
+        kind: a key of `KINDS`.
+        report: called with lines of progress.
+    """
+    corpus = load_corpus()
+    meter = Meter()
+    model = build_model(settings)
+    weight_names = converted_weights(model)
+
+    adamw_options = KINDS[kind]
+    fp8_weights = adamw_options is not None
+    # Masters start with the values before quantization.
+    masters = adamw_options is not None and adamw_options.get("master_weights", True)
+    convert_to_float8_training(
+        model,
+        recipe=recipe,
+        filter_fqns=HIGH_PRECISION,
+        fp8_weights=fp8_weights,
+        preserve_high_precision_init_val=masters,
+    )
+    shard(model, settings.device, dist.get_world_size())
+    if adamw_options is None:
+        optimizer = make_optimizer(model, settings)
+    else:
+        optimizer = AdamW(
+            model.parameters(),
+            lr=settings.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            **adamw_options,
+        )
+
+    held_out = [(0, held_out_loss(model, corpus, settings))]
+    interval = max(1, settings.steps // 10)
+    for step in range(1, settings.steps + 1):
+        _train_step(model, optimizer, corpus, settings, step - 1)
+        if step % interval == 0 or step == settings.steps:
+            held_out.append((step, held_out_loss(model, corpus, settings)))
+            progress = f"step {step}/{settings.steps}, held-out loss {held_out[-1][1]:.4f}"
+            report({"line": f"{recipe} {kind}: {progress}"})
+
+    model.reshard()  # type: ignore[operator]
+    at_rest = meter.at_rest(model, optimizer, weight_names)
+    return {"held_out": held_out, "at_rest": asdict(at_rest)}
+
+
+def _train_step(
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    corpus: Corpus,
+    settings: Settings,
+    step: int,
+) -> None:
+    """Run a step. Its batch is freed when it ends, so that the meter does not count it."""
+    batch = corpus.batch(settings.seed, step, settings.rows, settings.length)
+    tokens = batch.chunk(dist.get_world_size())[dist.get_rank()].to(settings.device)
+    train_step(model, optimizer, settings, step, tokens)
 
 
 def table(found: dict[str, Any]) -> str:

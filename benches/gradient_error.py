@@ -28,15 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from meter import converted_weights
 from torch import nn
 
+from fp8rs import convert_to_float8_training
 from fp8rs.demo.data import Corpus, load_corpus
 from fp8rs.demo.model import Llama
 from fp8rs.demo.train import (
+    HIGH_PRECISION,
     Settings,
     build_model,
-    convert,
-    converted_weights,
     make_optimizer,
     train_step,
 )
@@ -92,7 +93,10 @@ def gradient_error(
     exact_model = copy.deepcopy(trained).to(dtype).float()
     exact_loss, exact = _gradients(exact_model, batch)
     compute = copy.deepcopy(trained).to(dtype)
-    fp8_loss, fp8 = _gradients(convert(copy.deepcopy(compute), chosen), batch)
+    converted = convert_to_float8_training(
+        copy.deepcopy(compute), recipe=chosen, filter_fqns=HIGH_PRECISION
+    )
+    fp8_loss, fp8 = _gradients(converted, batch)
     simulated_loss, simulated = _gradients(simulate(compute, chosen), batch)
     return GradientError(
         name,

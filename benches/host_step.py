@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fp8rs import convert_to_float8_training
 from fp8rs.demo.model import Llama, LlamaConfig
-from fp8rs.demo.train import convert, shard
+from fp8rs.demo.train import HIGH_PRECISION, shard
 from fp8rs.optim import AdamW
 
 VARIANTS = "bf16,current,delayed,mxfp8,current-fp8,bf16-compiled,current-compiled"
@@ -39,7 +40,13 @@ def training(variant: str, device: str, layers: int) -> tuple[Llama, torch.optim
         model = Llama(config)
     fp8_weights = "fp8" in settings
     if recipe != "bf16":
-        convert(model, recipe, fp8_weights=fp8_weights, preserve_high_precision_init_val=False)
+        convert_to_float8_training(
+            model,
+            recipe=recipe,
+            filter_fqns=HIGH_PRECISION,
+            fp8_weights=fp8_weights,
+            preserve_high_precision_init_val=False,
+        )
     if "compiled" in settings:
         for block in model.blocks:
             block.compile()

@@ -1,4 +1,4 @@
-"""Measure how many bytes per parameter a rank stores between steps.
+"""Measure memory: the peak, and how many bytes per parameter a rank stores between steps.
 
 Every storage of the process is counted once, so that a forgotten copy is noticed.
 """
@@ -6,6 +6,8 @@ Every storage of the process is counted once, so that a forgotten copy is notice
 from __future__ import annotations
 
 import gc
+import resource
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 from fp8rs._torch import is_distributed, own_part
+from fp8rs.demo.train import HIGH_PRECISION
 from fp8rs.tensor.quantized import QuantizedTensor
 
 
@@ -63,6 +66,23 @@ class Meter:
         kept = sum(own.values())
         moments = sum(size for key, size in own.items() if key in of_optimizer)
         return AtRest((kept - moments) / elements, moments / elements)
+
+
+def converted_weights(model: nn.Module) -> set[str]:
+    """Return the names of the weights that the demo and the benchmarks convert."""
+    names = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name not in HIGH_PRECISION:
+            names.add(f"{name}.weight")
+    return names
+
+
+def peak_memory(device: str) -> int:
+    """Return the peak memory: of the GPU's allocator, or of this process on a CPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def storages() -> dict[int, torch.UntypedStorage]:

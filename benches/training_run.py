@@ -42,22 +42,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launch import Report, launch
+from meter import peak_memory
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fp8rs import checkpoint
+from fp8rs import checkpoint, convert_to_float8_training
 from fp8rs.demo.data import Corpus
-from fp8rs.demo.launch import Report, launch
 from fp8rs.demo.model import LlamaConfig, parameter_count
 from fp8rs.demo.train import (
+    HIGH_PRECISION,
     Settings,
     build_model,
-    convert,
     held_out_loss,
     make_optimizer,
-    peak_memory,
     shard,
     train_step,
 )
+from fp8rs.optim import AdamW
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ SUFFIXES = {".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh", ".c", ".
 #: Shorter files are mostly empty, longer ones mostly tables of data.
 SHORTEST, LONGEST = 256, 1 << 20
 HELD_OUT_EVERY = 64
+HELD_OUT_BATCHES = 8
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -186,7 +188,6 @@ def train(options: argparse.Namespace) -> int:
         options.rows,
         options.length,
         options.learning_rate,
-        held_out_batches=8,
         seed=VARIANTS[options.variant].seed,
     )
     result = launch(
@@ -217,7 +218,7 @@ def train_variant(
     """
     begun, variant, ranks = time.monotonic(), VARIANTS[name], dist.get_world_size()
     tokens = torch.load(Path(out, "tokens.pt"), weights_only=True, mmap=True)
-    corpus = Corpus(tokens["train"], tokens["held_out"], tokens["files"])
+    corpus = Corpus(tokens["train"], tokens["held_out"])
     model = build_model(settings)
     params = parameter_count(model)
     after_step = _convert(model, variant, settings.device)
@@ -225,7 +226,7 @@ def train_variant(
         for block in model.blocks:
             block.compile()
     shard(model, settings.device, ranks)
-    optimizer = make_optimizer(model, settings, {} if variant.fp8_weights else None)
+    optimizer = _optimizer(model, settings, variant)
     file, folder = Path(out, f"{name}.json"), Path(out, name)
     state = {
         "model": checkpoint.Model(model),
@@ -251,7 +252,7 @@ def train_variant(
         checkpoint.load({**state}, folder / f"step-{found['step']}")
     found |= _plain(fixed)
     if found["step"] == 0:
-        found["held_out"] = [[0, held_out_loss(model, corpus, settings, ranks)]]
+        found["held_out"] = [[0, held_out_loss(model, corpus, settings, HELD_OUT_BATCHES)]]
 
     kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     stop = found["step"] == settings.steps
@@ -269,7 +270,7 @@ def train_variant(
         dist.all_reduce(losses)
         found["step"] = until
         found["train"].append([until, losses.item() / ranks / (until - first)])
-        found["held_out"].append([until, held_out_loss(model, corpus, settings, ranks)])
+        found["held_out"].append([until, held_out_loss(model, corpus, settings, HELD_OUT_BATCHES)])
         found["speeds"].append((until - first) * settings.rows * settings.length / seconds)
         found["peak_memory"] = max(found["peak_memory"], peak_memory(settings.device))
         stop = until == settings.steps or _expired(begun, options["seconds"], settings)
@@ -289,7 +290,13 @@ def _convert(model: torch.nn.Module, variant: Variant, device: str) -> Any:
     if variant.library == "fp8rs":
         fp8 = variant.fp8_weights
         recipe: Any = variant.recipe
-        convert(model, recipe, fp8_weights=fp8, preserve_high_precision_init_val=fp8)
+        convert_to_float8_training(
+            model,
+            recipe=recipe,
+            filter_fqns=HIGH_PRECISION,
+            fp8_weights=fp8,
+            preserve_high_precision_init_val=fp8,
+        )
     elif variant.library == "torchao":
         from torchao import float8
 
@@ -301,6 +308,14 @@ def _convert(model: torch.nn.Module, variant: Variant, device: str) -> Any:
         )
         return float8.precompute_float8_dynamic_scale_for_fsdp
     return lambda model: None
+
+
+def _optimizer(
+    model: torch.nn.Module, settings: Settings, variant: Variant
+) -> torch.optim.Optimizer:
+    if not variant.fp8_weights:
+        return make_optimizer(model, settings)
+    return AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def _plain(values: dict[str, Any]) -> Any:

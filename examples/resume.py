@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fp8rs import checkpoint
+from fp8rs import checkpoint, convert_to_float8_training
 from fp8rs.demo.data import load_corpus
-from fp8rs.demo.train import Settings, build_model, convert, make_optimizer, shard
+from fp8rs.demo.train import Settings, build_model, shard
+from fp8rs.optim import AdamW
 
 
 def main(argv=None):
@@ -32,9 +33,15 @@ def main(argv=None):
     saver = dist.new_group(backend="gloo")  # for the thread that saves
     settings = Settings.choose(device, ranks, options.steps)
     corpus, model = load_corpus(), build_model(settings)
-    convert(model, "delayed", fp8_weights=True, preserve_high_precision_init_val=True)
-    shard(model, device, ranks)
-    optimizer = make_optimizer(model, settings, fp8_adamw={})
+    convert_to_float8_training(
+        model,
+        recipe="delayed",
+        filter_fqns=["head"],
+        fp8_weights=True,
+        preserve_high_precision_init_val=True,
+    )
+    shard(model, device, ranks)  # calls fully_shard
+    optimizer = AdamW(model.parameters(), lr=settings.learning_rate)
     state = {"model": checkpoint.Model(model), "step": 0}
     state["optimizer"] = checkpoint.Optimizer(model, optimizer)
     saved = sorted(options.folder.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))

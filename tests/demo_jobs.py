@@ -1,4 +1,4 @@
-"""Functions that tests run with `fp8rs.demo.launch`."""
+"""Functions that tests run with `launch` of benches/."""
 
 from __future__ import annotations
 

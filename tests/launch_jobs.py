@@ -1,4 +1,4 @@
-"""Short functions that tests of `fp8rs.demo.launch` run.
+"""Short functions that tests of benches/launch.py run.
 
 Each rank imports this module, which therefore imports no more than the launcher does.
 """

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
-from fp8rs.demo.launch import launch
-from fp8rs.demo.report import Progress
-from fp8rs.demo.train import Settings, build_model, converted_weights, train_under_fsdp
+import fp8rs
+from fp8rs.demo.train import HIGH_PRECISION, Result, Settings, build_model, train
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benches"))
+from launch import Report, launch
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = (None, "current", "delayed", "mxfp8")
@@ -26,41 +28,35 @@ RECIPES = (None, "current", "delayed", "mxfp8")
 def main(arguments: list[str] | None = None) -> None:
     """Train the models and write both files."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, help="steps of each run; default: as in the demo")
+    parser.add_argument("--steps", type=int, help="steps of each run; default: 200")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
     options = parser.parse_args(arguments)
     settings = Settings.choose("cpu", options.ranks, options.steps)
     model = build_model(settings)
-    weight_names = converted_weights(model)
-    weight_numel = 0
-    for name, parameter in model.named_parameters():
-        if name in weight_names:
-            weight_numel += parameter.numel()
+    weight_numel = fp8rs.report(model, filter_fqns=HIGH_PRECISION).converted_parameters
 
     found: dict[str, Any] = {"steps": settings.steps, "ranks": options.ranks, "runs": {}}
     for recipe in RECIPES:
         name = recipe or "bf16"
-        progress = Progress(f"{name:>9}", settings.steps, sys.stdout)
-        result = launch(
-            train_under_fsdp,
-            settings,
-            recipe,
-            None,
-            ranks=options.ranks,
-            device="cpu",
-            on_event=progress,
-        )[0]
+        results = launch(train_on_rank, settings, recipe, ranks=options.ranks, device="cpu")
+        result = results[0]
+        print(f"{name}: held-out loss {result.held_out[-1][1]:.4f}", flush=True)
         if recipe is None:
             # A step gathers each converted weight twice. Other parameters are equal in all runs.
-            other_bytes = result.allgather_bytes - 2 * weight_numel * torch.bfloat16.itemsize
+            other_bytes = result.gathered_bytes - 2 * weight_numel * torch.bfloat16.itemsize
         found["runs"][name] = {
             "held_out": result.held_out,
-            "allgather_bytes": result.allgather_bytes,
-            "weight_bytes": result.allgather_bytes - other_bytes,
+            "allgather_bytes": result.gathered_bytes,
+            "weight_bytes": result.gathered_bytes - other_bytes,
         }
     (options.out / "gallery.json").write_text(json.dumps(found, indent=1) + "\n")
     draw(found, options.out / "gallery.svg")
+
+
+def train_on_rank(settings: Settings, recipe: Any, report: Report) -> Result:
+    """Train on this rank. The progress is not reported."""
+    return train(settings, recipe)
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

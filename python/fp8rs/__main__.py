@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 from fp8rs import __version__
 from fp8rs.quantize.recipes import RECIPES
+
+RECIPE_HELP = f"{', '.join(RECIPES)}; default: current"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,18 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         "and with an FP8 recipe. On a CPU that multiplies bf16 matrices slower than fp32 matrices, "
         "the first training is in fp32. This takes one to three minutes on two CPU cores.",
     )
-    demo.add_argument(
-        "--ranks", type=_positive, help="number of ranks (default: 2 on CPU, else all GPUs)"
-    )
-    demo.add_argument(
-        "--steps",
-        type=_positive,
-        help="steps of each training (default: 600 on GPUs, 200 on CPUs with fast bf16, else 40)",
-    )
-    demo.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
-    _add_conversion(demo, default="current")
-    demo.add_argument("--json", type=Path, metavar="FILE", help="write the results")
-    demo.add_argument("--plot", type=Path, metavar="FILE", help="plot the losses (PNG, SVG, PDF)")
+    _add_demo(demo)
     demo.set_defaults(run=_demo)
     doctor = commands.add_parser(
         "doctor",
@@ -66,15 +59,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_conversion(command: argparse.ArgumentParser, default: str | None) -> None:
-    """Add the arguments of the conversion."""
-    recipes = f"{', '.join(RECIPES)}; default: current"
-    command.add_argument("--recipe", default=default, help=recipes)
-    command.add_argument(
-        "--weights",
-        choices=("fp8", "master"),
-        default="master",
-        help="FP8 weights, or weights in high precision; default: master",
+def _add_demo(demo: argparse.ArgumentParser) -> None:
+    """Add the arguments of the demo command."""
+    demo.add_argument(
+        "--ranks", type=_positive, help="number of ranks (default: 2 on CPU, else all GPUs)"
+    )
+    demo.add_argument(
+        "--steps",
+        type=_positive,
+        help="steps of each training (default: 600 on GPUs, 200 on CPUs, or fewer on slow CPUs)",
+    )
+    demo.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
+    demo.add_argument("--recipe", choices=tuple(RECIPES), default="current", help=RECIPE_HELP)
+    demo.add_argument("--json", type=_output_file, metavar="FILE", help="write the results")
+    demo.add_argument(
+        "--plot", type=_plot_file, metavar="FILE", help="plot the losses (PNG, SVG, PDF)"
     )
 
 
@@ -87,7 +86,13 @@ def _add_report(report: argparse.ArgumentParser) -> None:
         help="FILE.py or FILE.py:NAME, where NAME (default: model) is a model or a function that "
         "returns one; or the name or folder of a transformers model",
     )
-    _add_conversion(report, default=None)
+    report.add_argument("--recipe", help=RECIPE_HELP)
+    report.add_argument(
+        "--weights",
+        choices=("fp8", "master"),
+        default="master",
+        help="FP8 weights, or weights in high precision; default: master",
+    )
     report.add_argument(
         "--leave-out",
         action="append",
@@ -105,7 +110,7 @@ def _add_report(report: argparse.ArgumentParser) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from .demo.run import DemoError, run
+    from .demo.run import run
 
     try:
         run(
@@ -115,11 +120,10 @@ def _demo(options: argparse.Namespace) -> int:
             options.device,
             options.json,
             options.plot,
-            options.weights == "fp8",
         )
-    except DemoError as error:
+    except ValueError as error:
         print(f"fp8rs demo: {error}", file=sys.stderr)
-        return error.code
+        return 2
     return 0
 
 
@@ -158,6 +162,28 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
+
+
+def _output_file(text: str) -> Path:
+    """Return the path of a file that can be written, before minutes of training."""
+    path = Path(text)
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"the folder {folder} does not exist")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder: name a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written")
+    return path
+
+
+def _plot_file(text: str) -> Path:
+    path = _output_file(text)
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{path} must end in .png, .svg or .pdf")
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("matplotlib is not installed (pip install matplotlib)")
+    return path
 
 
 if __name__ == "__main__":

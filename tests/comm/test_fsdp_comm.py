@@ -13,10 +13,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from comm.gradients import backward, check_same_gradients
 from distributed import ranks
 from distributed.models import EVEN, batch, make, same_bytes, shard
+from fp8rs import convert_to_float8_training
 from fp8rs.comm import set_fsdp_comm
 from fp8rs.demo.data import load_corpus
 from fp8rs.demo.model import LlamaConfig
-from fp8rs.demo.train import Settings, build_model, convert, learning_rate, make_optimizer
+from fp8rs.demo.train import (
+    HIGH_PRECISION,
+    Settings,
+    build_model,
+    learning_rate,
+    make_optimizer,
+)
 from fp8rs.demo.train import shard as shard_demo
 from internals import on_host, own_store
 
@@ -133,7 +140,7 @@ def losses(rig, settings, recipe, with_comm):
     corpus = load_corpus()
     model = build_model(settings)
     if recipe is not None:
-        convert(model, recipe)
+        convert_to_float8_training(model, recipe=recipe, filter_fqns=HIGH_PRECISION)
     shard_demo(model, rig.device_type, rig.world_size)
     comm = set_fsdp_comm(model) if with_comm else None
     optimizer = make_optimizer(model, settings)

@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp8rs.demo.launch import RankFailed
-
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.newest_torch
@@ -90,7 +88,7 @@ def test_variants_after_a_failed_one_run(
         if len(launched) == 1:
             for model, variant in arguments["jobs"][:2]:
                 on_event({"begins": (model, variant), "what": ""})
-            raise RankFailed(1, "no memory")
+            raise experts.RankFailed(1, "no memory")
 
     monkeypatch.setattr(experts, "launch", launch)
     out = tmp_path / "out.json"

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import demo_jobs
-from fp8rs.demo.launch import launch
+
+sys.path.append(str(Path(__file__).parents[2] / "benches"))
+from launch import launch
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2

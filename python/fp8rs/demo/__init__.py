@@ -2,8 +2,7 @@
 
 - ``data``: text that every machine has;
 - ``model``: a small Llama of plain torch modules;
-- ``train``: the training on one rank;
-- ``launch``: starts and ends the ranks;
-- ``run``: checks the options and runs both trainings;
-- ``report``: progress, the table, the plot and the JSON file.
+- ``train``: one training on one rank;
+- ``run``: starts the ranks, which run both trainings;
+- ``report``: the table, the plot and the JSON file.
 """

@@ -1,8 +1,7 @@
 """Text that every machine has: the sources of the Python standard library, as installed.
 
-The corpus is bytes, so the vocabulary is 256. Whole files are held out, in sorted order of their
-relative paths. Batches depend only on the installed files, a seed and the step. Each rank computes
-the global batch and takes its own rows.
+The corpus is bytes, so the vocabulary is 256. Batches depend only on the installed files, a seed
+and the step. Each rank computes the global batch and takes its own rows.
 """
 
 from __future__ import annotations
@@ -20,28 +19,18 @@ VOCABULARY = 256
 #: One file in this many is held out.
 HELD_OUT_EVERY = 16
 _SUFFIXES = {".py", ".pyi", ".txt", ".rst"}
-#: Other packages, caches, tests, which many installs lack, and tables of data.
-_SKIPPED_FOLDERS = {
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "test",
-    "tests",
-    "idle_test",
-    "lib-dynload",
-    "encodings",
-}
-#: Shorter files are mostly empty `__init__.py` files.
+#: Other packages, tests, which many installs lack, and tables of data.
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
+#: Bytes. Shorter files are mostly empty `__init__.py` files.
 _SHORTEST = 256
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training text and held-out text, as flat uint8 tensors."""
+    """Training text and held-out text, as flat tensors of token ids."""
 
     train: torch.Tensor
     held_out: torch.Tensor
-    files: int
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> torch.Tensor:
         """Return the global training batch of a step: int64 (rows, length + 1)."""
@@ -75,13 +64,12 @@ def load_corpus(root: Path | None = None) -> Corpus:
 
     train = b"\n".join(train_files)
     held_out = b"\n".join(held_out_files)
-    files = len(train_files) + len(held_out_files)
     if len(held_out) < 1 << 15 or len(train) < 1 << 18:
         raise ValueError(
-            f"too little text below {root}: {len(train)} training bytes in {files} files; "
-            "the demo needs an installed Python standard library with its sources"
+            f"too little text below {root}: {len(train)} training bytes. The demo needs an "
+            "installed Python standard library with its sources"
         )
-    return Corpus(_as_tensor(train), _as_tensor(held_out), files)
+    return Corpus(_as_tensor(train), _as_tensor(held_out))
 
 
 def _text_files(root: Path) -> list[str]:

@@ -1,101 +1,99 @@
-"""Check the options of the demo, and run both trainings."""
+"""Start the ranks of the demo, run both trainings on them, and show the comparison."""
 
 from __future__ import annotations
 
 import os
-import sys
+import socket
 import time
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+from torch.nn import functional as F
 
-from . import report
-from .launch import RankFailed, launch
-from .train import Result, Settings, faster_dtype, train_under_fsdp
+from fp8rs import UnsupportedError
+from fp8rs.gemm.devices import check_cuda
+from fp8rs.quantize.recipes import RecipeName, resolve_recipe
 
+from .report import Outcome, show
+from .train import DTYPES, Settings, steps_in, train
 
-class DemoError(Exception):
-    """The demo cannot run or has failed. ``code`` is the exit code."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.code = code
+#: How long the steps of both trainings take on a CPU, together and without the evaluations.
+CPU_SECONDS = 80
 
 
 def run(
     ranks: int | None,
-    recipe: str,
+    recipe: RecipeName,
     steps: int | None,
     device: str | None,
     json_path: Path | None,
     plot_path: Path | None,
-    fp8_weights: bool = False,
-) -> report.Outcome:
+) -> None:
     """Train both models, print the comparison and write the files.
 
     Raises:
-        DemoError: an option cannot work here (code 2), or a rank failed (code 1).
+        ValueError: the device cannot run the demo.
+        torch.multiprocessing.ProcessException: a rank failed.
     """
-    start = time.perf_counter()
-    device, ranks = _choose_device(device, ranks)
-    _check_recipe(recipe, device, ranks)
-    if json_path is not None:
-        _check_writable("--json", json_path)
-    if plot_path is not None:
-        _check_writable("--plot", plot_path)
-        _check_plot(plot_path)
+    device, ranks = _choose_device(device, ranks, recipe)
+    settings = Settings.choose(device, ranks, steps)
+    if device == "cpu":
+        settings = replace(settings, dtype=faster_dtype())
 
-    dtype = faster_dtype() if device == "cpu" else "bf16"
-    settings = Settings.choose(device, ranks, steps, dtype)
-    print(f"training {settings.steps} steps in {dtype}, then the same steps with {recipe}")
-    if dtype == "fp32":
+    print(
+        f"training in {settings.dtype}, then with {recipe}, on {ranks} {device} ranks", flush=True
+    )
+    if settings.dtype == "fp32":
         print(
             "This CPU multiplies bf16 matrices slower than fp32 matrices. What is not in FP8 is "
-            "therefore fp32,\nand the demo takes fewer steps than on other CPUs (--steps)."
+            "therefore fp32.",
+            flush=True,
         )
 
-    adamw: dict[str, Any] | None = {} if fp8_weights else None
-    try:
-        reference = _train(settings, ranks, None, None)
-        fp8 = _train(settings, ranks, recipe, adamw)
-    except RankFailed as error:
-        raise DemoError(str(error), code=1) from error
+    cores = len(os.sched_getaffinity(0))
+    for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ.setdefault(name, str(max(1, cores // ranks)))
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        # Otherwise gloo resolves the name of the host, which fails in many containers.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-    outcome = report.Outcome(
-        ranks=ranks,
-        device=device,
-        dtype=dtype,
-        recipe=recipe,
-        weights="fp8" if fp8_weights else "master",
-        steps=settings.steps,
-        reference=reference,
-        fp8=fp8,
-        seconds=round(time.perf_counter() - start, 2),
+    # This process holds the store, on a port that the system chooses.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
-    report.show(outcome, json_path, plot_path)
-    return outcome
-
-
-def _train(
-    settings: Settings, ranks: int, recipe: str | None, adamw: dict[str, Any] | None
-) -> Result:
-    """Train on all ranks and return the result of rank 0."""
-    title = recipe or settings.dtype
-    results: list[Result] = launch(
-        train_under_fsdp,
-        settings,
-        recipe,
-        adamw,
-        ranks=ranks,
-        device=settings.device,
-        on_event=report.Progress(f"{title:>9}", settings.steps, sys.stdout),
+    spawn(
+        _run_rank,
+        (ranks, store.port, settings, recipe, steps is None, json_path, plot_path),
+        nprocs=ranks,
+        daemon=True,  # Ctrl-C ends the ranks too.
     )
-    return results[0]
 
 
-def _choose_device(device: str | None, ranks: int | None) -> tuple[str, int]:
+def faster_dtype() -> str:
+    """Return "bf16" or "fp32", whichever this CPU multiplies faster.
+
+    A CPU without AMX or AVX-512 runs torch's bf16 GEMMs 10 to 20 times slower than fp32 GEMMs.
+    """
+    # The shape of the demo's largest GEMM on each of two ranks.
+    tokens, inputs, outputs = 1024, 512, 192
+    seconds = {}
+    for name, dtype in DTYPES.items():
+        x = torch.ones(tokens, inputs, dtype=dtype)
+        weight = torch.ones(outputs, inputs, dtype=dtype)
+        durations = []
+        # Other processes can delay a GEMM, so compare the shortest of several.
+        for _ in range(5):
+            start = time.perf_counter()
+            F.linear(x, weight)
+            durations.append(time.perf_counter() - start)
+        seconds[name] = min(durations)
+    return min(seconds, key=seconds.__getitem__)
+
+
+def _choose_device(device: str | None, ranks: int | None, recipe: RecipeName) -> tuple[str, int]:
     """Return the device and the number of ranks, by default one rank for each GPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
@@ -104,43 +102,53 @@ def _choose_device(device: str | None, ranks: int | None) -> tuple[str, int]:
         return device, ranks or 2
 
     if not gpus:
-        raise DemoError("--device cuda: torch finds no GPU; --device cpu works", code=2)
-    if ranks is not None and ranks > gpus:
-        raise DemoError(
+        raise ValueError("--device cuda: torch finds no GPU; --device cpu works")
+    ranks = ranks or gpus
+    if ranks > gpus:
+        raise ValueError(
             f"--ranks {ranks}: each rank needs a GPU, and this machine has {gpus}; give fewer "
-            "ranks, or --device cpu",
-            code=2,
+            "ranks, or --device cpu"
         )
-    return device, ranks or gpus
-
-
-def _check_recipe(recipe: str, device: str, ranks: int) -> None:
-    from fp8rs import UnsupportedError
-    from fp8rs.gemm.devices import check_cuda
-    from fp8rs.quantize.recipes import resolve_recipe
-
     try:
-        name = resolve_recipe(recipe).name
-        if device == "cuda":
-            for index in range(ranks):
-                check_cuda(index, name)
-    except (TypeError, ValueError, UnsupportedError) as error:
-        raise DemoError(f"--recipe {recipe}: {error}", code=2) from error
+        for index in range(ranks):
+            check_cuda(index, resolve_recipe(recipe).name)
+    except UnsupportedError as error:
+        raise ValueError(f"--recipe {recipe}: {error}") from error
+    return device, ranks
 
 
-def _check_writable(option: str, path: Path) -> None:
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        raise DemoError(f"{option} {path}: the folder {folder} does not exist", code=2)
-    if path.is_dir():
-        raise DemoError(f"{option} {path}: this is a folder: name a file", code=2)
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise DemoError(f"{option} {path}: it cannot be written", code=2)
+def _run_rank(
+    rank: int,
+    ranks: int,
+    port: int,
+    settings: Settings,
+    recipe: RecipeName,
+    fit_steps: bool,
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
+    """Run both trainings on one rank. Rank 0 shows the comparison."""
+    on_gpu = settings.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=dist.TCPStore("127.0.0.1", port),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=ranks,
+        device_id=torch.device("cuda", rank) if on_gpu else None,
+    )
 
+    if fit_steps and not on_gpu:
+        settings = replace(settings, steps=steps_in(CPU_SECONDS, settings, recipe))
 
-def _check_plot(path: Path) -> None:
-    if find_spec("matplotlib") is None:
-        message = "matplotlib is not installed (pip install matplotlib)"
-        raise DemoError(f"--plot {path}: {message}", code=2)
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise DemoError(f"--plot {path}: its name must end in .png, .svg or .pdf", code=2)
+    reference = train(settings, None)
+    fp8 = train(settings, recipe)
+    if rank == 0:
+        outcome = Outcome(
+            ranks, settings.device, settings.dtype, recipe, settings.steps, reference, fp8
+        )
+        show(outcome, json_path, plot_path)
+
+    time.sleep(0.1)  # Threads of gloo could abort the exit otherwise.
+    dist.destroy_process_group()
