@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fp8rs
 from fp8rs.convert.fp8_weights import quantize_weight
 from fp8rs.nn.fp8_params import add_fp8_params
+from fp8rs.quantize.planes import Plane
 from fp8rs.quantize.recipes import resolve_recipe
 from internals import local_of, state_of
 
@@ -208,6 +209,29 @@ def check_gathered(model: Model, whole: dict[str, torch.Tensor], recipe: str) ->
     """Assert that each gathered matrix has the bytes of a matrix that is quantized alone."""
     for name, values in whole.items():
         check_planes(getattr(model.experts, name), values, recipe)
+
+
+def check_values(gathered: Any, values: torch.Tensor, recipe: str) -> None:
+    """Assert that each matrix of a gathered weight has the values of the quantized values.
+
+    A columnwise plane is compared with that of rounded values.
+    """
+    for i, matrix in enumerate(values):
+        codes, scale, *_ = whole_planes(matrix.flatten(0, -2), recipe)
+        rowwise = Plane(codes, scale, gathered.format)
+        assert same_values(gathered.rowwise[i], rowwise)
+
+        rounded = rowwise.dequantize(torch.float32)
+        _, _, col, col_scale = whole_planes(rounded, recipe)
+        if col is not None:
+            columnwise = Plane(col, col_scale, gathered.format)
+            assert same_values(gathered.columnwise[i], columnwise)
+
+
+def same_values(plane: Plane, expected: Plane) -> bool:
+    """Return whether two planes of a matrix have equal values, maybe with other exponents."""
+    values = plane.dequantize(torch.float32).flatten(0, -2)
+    return torch.equal(values, expected.dequantize(torch.float32))
 
 
 def check_planes(gathered: Any, values: torch.Tensor, recipe: str) -> None:

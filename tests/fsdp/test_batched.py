@@ -17,6 +17,7 @@ from distributed.batched import (
     build,
     check_gathered,
     check_planes,
+    check_values,
     wholes,
 )
 from distributed.batched import shard as sharded
@@ -138,7 +139,13 @@ def test_expert_parallel_ranks_gather_their_own_matrices(rig, recipe, dim, fp8):
     part = mesh["ep"].get_local_rank()
     own = {name: values.chunk(2)[part] for name, values in whole.items()}
     for name in NAMES:
-        check_planes(getattr(model.experts, name).to_local(), own[name], recipe)
+        gathered = getattr(model.experts, name).to_local()
+        if fp8 and recipe.startswith("mxfp8"):
+            # `distribute_tensor` sends the rounded values of rowwise planes, whose blocks may have
+            # other exponents than the blocks of the values before.
+            check_values(gathered, own[name], recipe)
+        else:
+            check_planes(gathered, own[name], recipe)
 
 
 @ranks(2)

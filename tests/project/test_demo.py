@@ -189,7 +189,7 @@ def test_slow_machines_train_fewer_steps(
 def test_the_shown_bytes_are_those_of_the_collectives(rig: Any, recipe: Any) -> None:
     settings = Settings(TINY, rig.device_type, 1, rows=2, length=16, learning_rate=1e-2)
     result = train(settings, recipe)
-    model, optimizer = train_module._prepare(settings, recipe)
+    model, optimizer = train_module.prepare(settings, recipe)
     tokens = torch.zeros(1, 17, dtype=torch.int64)
     with counted(model, rig.world_size) as traffic:
         train_step(model, optimizer, settings, 0, tokens)

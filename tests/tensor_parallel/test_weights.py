@@ -92,6 +92,7 @@ def test_functional_collectives_write_quantized_tensors(rig, recipe, quantized, 
         assert torch.equal(sender, expected)
 
 
+@pytest.mark.skipif(not hasattr(_c10d, "irecv"), reason="torch 2.11 has no functional receives")
 @ranks(2, cuda=False)
 def test_a_functional_receive_into_a_quantized_tensor_raises(rig):
     tensor = weight("current", 64, 96)

@@ -158,7 +158,7 @@ def train(settings: Settings, recipe: RecipeName | None) -> Result:
         recipe: short name of a recipe, or None for the reference in high precision.
     """
     corpus = load_corpus()
-    model, optimizer = _prepare(settings, recipe)
+    model, optimizer = prepare(settings, recipe)
 
     # The report of an unconverted model has the bytes with and without FP8.
     sizes = fp8rs.report(model, param_dtype=DTYPES[settings.dtype])
@@ -195,7 +195,7 @@ def steps_in(seconds: float, settings: Settings, recipe: RecipeName) -> int:
     All ranks call it and return the same number. Steps in FP8 are measured, because a CPU is slower
     in FP8 than in the dtype of the reference.
     """
-    model, optimizer = _prepare(settings, recipe)
+    model, optimizer = prepare(settings, recipe)
     batch = load_corpus().batch(settings.seed, 0, settings.rows, settings.length)
     tokens = _rows_of_rank(batch, settings)
     durations = []
@@ -211,7 +211,7 @@ def steps_in(seconds: float, settings: Settings, recipe: RecipeName) -> int:
     return max(EVALUATIONS, min(evenly_evaluated_steps, settings.steps))
 
 
-def _prepare(settings: Settings, recipe: RecipeName | None) -> tuple[Llama, torch.optim.Optimizer]:
+def prepare(settings: Settings, recipe: RecipeName | None) -> tuple[Llama, torch.optim.Optimizer]:
     """Return the model, converted and sharded, and its optimizer."""
     model = build_model(settings)
     if recipe is not None:

@@ -155,7 +155,13 @@ class Float8ParamHandle(ParamHandle):
             partial = shares_scales or not tensor.is_whole
             amax = codes_amax(storage) if write.values is None else values_amax(write.values)
             scale = storage.any_plane.scale
-            self.fit_history(scale, amax, exact=replaces and not partial, partial=partial)
+            self.fit_history(
+                scale,
+                amax,
+                exact=replaces and not partial,
+                partial=partial,
+                unchanged=write.unchanged,
+            )
 
         if write.lost is not None:
             self.state.lost_writes.add(write.lost, self.fqn)

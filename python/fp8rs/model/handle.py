@@ -228,7 +228,13 @@ class ParamHandle:
         return scales[0], amaxes[0]
 
     def fit_history(
-        self, scale: Tensor, amax: Tensor, *, exact: bool = False, partial: bool = False
+        self,
+        scale: Tensor,
+        amax: Tensor,
+        *,
+        exact: bool = False,
+        partial: bool = False,
+        unchanged: Tensor | None = None,
     ) -> None:
         """With delayed scaling, fit the history to written values (`fp8rs.scaling.histories`).
 
@@ -237,11 +243,14 @@ class ParamHandle:
             amax: their amax, fp32, one element.
             exact: whether the amax is that of high-precision values.
             partial: whether other ranks have elements of the parameter.
+            unchanged: where the parameter already had the values, bool. None if not compared.
         """
         slots = self.slots
         if slots is not None:
             history = cast(Tensor, self.module._buffers["fp8_amax_history"])[:, 0]
-            fit_history(slots, history, scale, amax, exact=exact, partial=partial)
+            fit_history(
+                slots, history, scale, amax, exact=exact, partial=partial, unchanged=unchanged
+            )
 
     # --- copies ----------------------------------------------------------------------------------
 

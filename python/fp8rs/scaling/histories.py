@@ -251,6 +251,7 @@ def fit_history(
     *,
     exact: bool = False,
     partial: bool = False,
+    unchanged: Tensor | None = None,
 ) -> None:
     """Fit the history of a weight to values that were written to it.
 
@@ -267,11 +268,17 @@ def fit_history(
         exact: whether the amax is that of high-precision values. They replace the state of a weight
             without a history, which was not trained.
         partial: whether other ranks have elements of the weight. Nothing is limited then.
+        unchanged: where the weight already had the written values, bool. If that is everywhere, a
+            weight with a scale keeps its state: torch creates the state of a fresh optimizer by a
+            step of length 0. None if it was not compared.
     """
     next_scale, recorded = slots
     scale = scale.to(next_scale.device).view(())
     amax = amax.to(next_scale.device).view(())
     counts = scale.isfinite() & amax.isfinite() & (amax > 0)
+    if unchanged is not None:
+        changed_any = ~unchanged.all().to(next_scale.device)
+        counts = counts & (changed_any | (next_scale == 0))
     fitted_scale = next_scale.maximum(scale)
     fitted_amax = recorded.maximum(amax)
     if not partial:

@@ -50,8 +50,8 @@ class Write:
     Attributes:
         kind: what was written.
         values: the values that were written, in the shape of the tensor. None for codes.
-        unchanged: for copies, where a value equals the dequantized one from before, in the shape of
-            the tensor. For other kinds None.
+        unchanged: for copies and arithmetic, where a value equals the dequantized one from before,
+            in the shape of the tensor. For other kinds None.
         lost: for arithmetic on dequantized values, whether all its changes were lost to rounding. A
             bool () on the device. For other kinds None.
     """
@@ -339,6 +339,8 @@ class PlaneStorage:
             after = after.view(before.shape)
             changed = _differs(before, after)
             planes = self._requantized(rows, after, changed, spec, delayed)
+            if observed and kind is WriteKind.ARITHMETIC:
+                write.unchanged = ~changed.view(-1)[written].view(values.shape)
             detects = observer is not None and observer.detects_lost_writes
             if kind is WriteKind.ARITHMETIC and observed and detects:
                 write.lost = changed.any() & _have_same_values(parts, planes)
