@@ -134,26 +134,6 @@ pub fn pack_scales(
     on!(call.finish()?, stream, cpu: cpu::pack_scales(scale, rows, block_rows, out), cuda: cuda::pack_scales(scale, rows, block_rows, out, stream))
 }
 
-/// Unpacks scales from the 128x4 layout; the inverse of [`pack_scales`]. The scale of a block is read from
-/// its first row.
-pub fn unpack_scales(
-    packed: View,
-    rows: usize,
-    block_rows: usize,
-    out: ViewMut,
-    stream: Stream,
-) -> Result<(), Error> {
-    check_block_rows(block_rows)?;
-    let mut call = Call::default();
-    call.input("packed", &packed, Kind::Is(DType::E8m0))?;
-    call.output("out", &out, Kind::Is(DType::E8m0))?;
-    let expected = (rows.div_ceil(block_rows), out.cols());
-    shape("out", out.shape(), expected, "one row for each row of blocks")?;
-    packed_vector("packed", &packed.shape(), packed.is_contiguous(), rows, out.cols())?;
-    one_matrix("packed", packed.batch())?;
-    on!(call.finish()?, stream, cpu: cpu::unpack_scales(packed, block_rows, out), cuda: cuda::unpack_scales(packed, block_rows, out, stream))
-}
-
 /// Rewrites the codes of an MXFP8 plane (blocks of (1, 32) or (32, 32), E8M0 scales) so that each row of
 /// `out` has one fp32 scale, a power of two. For a line, e is the largest exponent of its blocks that are not
 /// NaN, at least -126, and code' = encode(code * 2^(`e_block` - e)). The blocks with the largest exponent
