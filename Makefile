@@ -93,7 +93,7 @@ lint-rust:
 	$(PYTHON) tools/check_arrows.py
 	cargo fmt --check
 	cargo clippy --all-targets --features python -- -D warnings
-	cargo clippy --all-targets --no-default-features -- -D warnings
+	cargo clippy --all-targets -- -D warnings
 	rustup target add $(AARCH64)
 	cargo clippy --target $(AARCH64) --features python -- -D warnings
 

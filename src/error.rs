@@ -155,7 +155,7 @@ pub enum Error {
         /// The device.
         device: Device,
     },
-    /// The device or this build does not support the operation (Python: `fp8rs.UnsupportedError`).
+    /// The device does not support the operation (Python: `fp8rs.UnsupportedError`).
     #[error("{what} is not supported: {reason}; {instead}")]
     Unsupported {
         /// The operation or recipe.

@@ -173,11 +173,6 @@ fn packed_scales_match_the_definition_with_partial_tiles() {
         let to = ViewMut::from_bytes(&mut out, DType::E8m0, 1, packed.len()).unwrap();
         ops::pack_scales(scales, lines, 1, to, Stream::default()).unwrap();
         assert_eq!(out, packed);
-        let mut back = vec![0xAA; compact.len()];
-        let to = ViewMut::from_bytes(&mut back, DType::E8m0, lines, blocks).unwrap();
-        let from = View::from_bytes(&packed, DType::E8m0, 1, packed.len()).unwrap();
-        ops::unpack_scales(from, lines, 1, to, Stream::default()).unwrap();
-        assert_eq!(back, compact);
 
         // 32x32 blocks: a scale is repeated for each row of its block.
         let (_, square) = quantize(&x, (rows, cols), mx(MX_SQUARE, Rounding::Ceil), DType::E4m3, columnwise);
@@ -186,11 +181,6 @@ fn packed_scales_match_the_definition_with_partial_tiles() {
         let spec = BlockSpec { packed: true, ..mx(MX_SQUARE, Rounding::Ceil) };
         let (_, packed) = quantize(&x, (rows, cols), spec, DType::E4m3, columnwise);
         assert_eq!(packed, swizzle(&repeated, lines, blocks));
-        let mut back = vec![0xAA; square.len()];
-        let to = ViewMut::from_bytes(&mut back, DType::E8m0, lines.div_ceil(32), blocks).unwrap();
-        let from = View::from_bytes(&packed, DType::E8m0, 1, packed.len()).unwrap();
-        ops::unpack_scales(from, lines, 32, to, Stream::default()).unwrap();
-        assert_eq!(back, square);
     }
 }
 

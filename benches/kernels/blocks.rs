@@ -93,7 +93,6 @@ pub(crate) fn rows(plan: &Plan) -> Vec<Row> {
     }
     rows.extend(plan.blocks.iter().map(|&case| dequantize(case)));
     rows.extend(plan.mx.iter().map(|&case| pack(case)));
-    rows.extend(plan.mx.iter().map(|&case| unpack(case)));
     rows
 }
 
@@ -190,14 +189,5 @@ fn pack(case: Case) -> Row {
     let (scales, out) = (o.input(E8M0, compact), o.output(E8M0, packed));
     o.row("pack_scales", name("mx_1x32", E8M0, compact), move |r| {
         ops::pack_scales(r.view(scales), compact.0, 1, r.out(out), r.stream())
-    })
-}
-
-fn unpack(case: Case) -> Row {
-    let (compact, packed) = scales(case);
-    let mut o = Operands::default();
-    let (packed, out) = (o.input(E8M0, packed), o.output(E8M0, compact));
-    o.row("unpack_scales", name("mx_1x32", E8M0, compact), move |r| {
-        ops::unpack_scales(r.view(packed), compact.0, 1, r.out(out), r.stream())
     })
 }

@@ -12,7 +12,6 @@
 
 mod blocks;
 mod cpu;
-#[cfg(feature = "cuda")]
 mod cuda;
 mod machine;
 mod row;
@@ -30,20 +29,10 @@ const SAMPLES: usize = 10;
 
 fn benches(c: &mut Criterion) {
     run(c, &cpu::Cpu);
-    match cuda() {
-        Ok(machine) => run(c, &*machine),
+    match cuda::Cuda::open() {
+        Ok(machine) => run(c, &machine),
         Err(reason) => eprintln!("The CUDA rows are skipped: {reason}."),
     }
-}
-
-#[cfg(feature = "cuda")]
-fn cuda() -> Result<Box<dyn Machine>, String> {
-    Ok(Box::new(cuda::Cuda::open()?))
-}
-
-#[cfg(not(feature = "cuda"))]
-fn cuda() -> Result<Box<dyn Machine>, String> {
-    Err("this build has no CUDA backend (feature \"cuda\")".into())
 }
 
 /// Runs the table on one machine.

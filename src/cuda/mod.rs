@@ -13,55 +13,30 @@
 //! - The other modules implement the operations. An operation selects a kernel for the layout of its views
 //!   and launches it, without synchronization.
 
-#[cfg(feature = "cuda")]
 mod adamw;
-#[cfg(feature = "cuda")]
 mod blocks;
-#[cfg(feature = "cuda")]
 mod codes;
-#[cfg(feature = "cuda")]
 mod combine;
-#[cfg(feature = "cuda")]
 mod driver;
-#[cfg(feature = "cuda")]
 mod groups;
-#[cfg(feature = "cuda")]
 mod image;
-#[cfg(feature = "cuda")]
 mod modules;
-#[cfg(feature = "cuda")]
 mod random;
-#[cfg(feature = "cuda")]
 mod sum_rows;
-#[cfg(feature = "cuda")]
 mod tensorwise;
-#[cfg(feature = "cuda")]
 mod views;
-#[cfg(feature = "cuda")]
 mod workspace;
 
-#[cfg(feature = "cuda")]
 pub(crate) use {
     adamw::*, blocks::*, codes::*, combine::*, driver::when_memory_lacks, groups::*, random::*, sum_rows::*,
     tensorwise::*,
 };
 
 /// The number of CUDA devices per process that fp8rs supports.
-#[cfg(feature = "cuda")]
 const MAX_DEVICES: usize = 64;
 
-/// Replaces every operation in a build without CUDA.
-#[cfg(not(feature = "cuda"))]
-pub(crate) fn absent(_: crate::spec::Stream) -> Result<(), crate::Error> {
-    Err(crate::Error::Unsupported {
-        what: "CUDA".into(),
-        reason: "this build has no CUDA backend".into(),
-        instead: "use a CPU tensor, or build with the feature \"cuda\"".into(),
-    })
-}
-
 /// Returns every kernel that is launched anywhere.
-#[cfg(all(test, feature = "cuda"))]
+#[cfg(test)]
 fn kernels() -> Vec<&'static modules::Kernel> {
     [
         adamw::kernels(),

@@ -35,7 +35,7 @@ pub fn adamw(shared: AdamW, tensors: Vec<AdamWTensor>, stream: Stream) -> Result
     let matrices = |tensor| (0..AdamWTensor::batch(tensor)).map(|i| tensor.at(i));
     let tensors = tensors.iter().flat_map(matrices).collect();
     let call = AdamWCall { shared, tensors };
-    on!(device, stream, cpu: cpu::adamw(call), cuda: cuda::adamw(call, stream))
+    on!(device, cpu: cpu::adamw(call), cuda: cuda::adamw(call, stream))
 }
 
 fn check_numbers(shared: &AdamW) -> Result<(), Error> {

@@ -37,7 +37,7 @@ pub fn block_amax(
     let grid = block.grid_from(row_offset, x.rows(), x.cols());
     shape("out", out.shape(), grid, "one element for each block that x touches")?;
     let (device, block_offset) = (call.finish()?, block.block_offset(row_offset));
-    let block_amax = |x, out| on!(device, stream, cpu: cpu::block_amax(x, block, block_offset, out), cuda: cuda::block_amax(x, block, block_offset, out, stream));
+    let block_amax = |x, out| on!(device, cpu: cpu::block_amax(x, block, block_offset, out), cuda: cuda::block_amax(x, block, block_offset, out, stream));
     if block_offset == 0 && block.divides_rows(x.rows()) && x.is_flat() && out.is_flat() {
         return block_amax(x.flat(), out.flat());
     }
@@ -106,7 +106,8 @@ pub fn quantize_blocks(
     }
     let device = call.finish()?;
     let call = BlockCall { x, spec, format, given, rowwise, columnwise };
-    let quantize_blocks = |call| on!(device, stream, cpu: cpu::quantize_blocks(call), cuda: cuda::quantize_blocks(call, stream));
+    let quantize_blocks =
+        |call| on!(device, cpu: cpu::quantize_blocks(call), cuda: cuda::quantize_blocks(call, stream));
     if let Some(call) = call.flat() {
         return quantize_blocks(call);
     }
@@ -131,27 +132,7 @@ pub fn pack_scales(
     shape("scale", scale.shape(), expected, "one row for each row of blocks")?;
     packed_vector("out", &out.shape(), out.is_contiguous(), rows, scale.cols())?;
     one_matrix("scale", scale.batch())?;
-    on!(call.finish()?, stream, cpu: cpu::pack_scales(scale, rows, block_rows, out), cuda: cuda::pack_scales(scale, rows, block_rows, out, stream))
-}
-
-/// Unpacks scales from the 128x4 layout; the inverse of [`pack_scales`]. The scale of a block is read from
-/// its first row.
-pub fn unpack_scales(
-    packed: View,
-    rows: usize,
-    block_rows: usize,
-    out: ViewMut,
-    stream: Stream,
-) -> Result<(), Error> {
-    check_block_rows(block_rows)?;
-    let mut call = Call::default();
-    call.input("packed", &packed, Kind::Is(DType::E8m0))?;
-    call.output("out", &out, Kind::Is(DType::E8m0))?;
-    let expected = (rows.div_ceil(block_rows), out.cols());
-    shape("out", out.shape(), expected, "one row for each row of blocks")?;
-    packed_vector("packed", &packed.shape(), packed.is_contiguous(), rows, out.cols())?;
-    one_matrix("packed", packed.batch())?;
-    on!(call.finish()?, stream, cpu: cpu::unpack_scales(packed, block_rows, out), cuda: cuda::unpack_scales(packed, block_rows, out, stream))
+    on!(call.finish()?, cpu: cpu::pack_scales(scale, rows, block_rows, out), cuda: cuda::pack_scales(scale, rows, block_rows, out, stream))
 }
 
 /// Rewrites the codes of an MXFP8 plane (blocks of (1, 32) or (32, 32), E8M0 scales) so that each row of
@@ -187,7 +168,7 @@ pub fn rebase(
     call.output("scale_out", &scale_out, Kind::F32)?;
     shape("scale_out", scale_out.shape(), (expected.0, 1), "one element for each row of out")?;
     let device = call.finish()?;
-    let rebase = |codes, scale, out, scale_out| on!(device, stream, cpu: cpu::rebase(codes, scale, block, axis, out, scale_out), cuda: cuda::rebase(codes, scale, block, axis, out, scale_out, stream));
+    let rebase = |codes, scale, out, scale_out| on!(device, cpu: cpu::rebase(codes, scale, block, axis, out, scale_out), cuda: cuda::rebase(codes, scale, block, axis, out, scale_out, stream));
     let flat = codes.is_flat() && scale.is_flat() && out.is_flat() && scale_out.is_flat();
     if axis == Axis::Rows && block.divides_rows(rows) && flat {
         return rebase(codes.flat(), scale.flat(), out.flat(), scale_out.flat());

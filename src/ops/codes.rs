@@ -15,7 +15,6 @@ pub fn transpose(codes: View, out: ViewMut, stream: Stream) -> Result<(), Error>
     let device = call.finish()?;
     on!(
         device,
-        stream,
         cpu: (0..codes.batch()).for_each(|i| cpu::transpose(codes.at(i), out.at(i))),
         cuda: cuda::transpose(codes, out, stream)
     )
@@ -44,7 +43,7 @@ pub fn dequantize(codes: View, scale: View, block: Block, out: ViewMut, stream: 
     let rows = if block.rows == Block::ALL { codes.rows().max(1) } else { block.rows };
     let block = if codes.batch() > 1 { Block { rows, ..block } } else { block };
     let device = call.finish()?;
-    let dequantize = |codes, scale, out| on!(device, stream, cpu: cpu::dequantize(codes, scale, block, out), cuda: cuda::dequantize(codes, scale, block, out, stream));
+    let dequantize = |codes, scale, out| on!(device, cpu: cpu::dequantize(codes, scale, block, out), cuda: cuda::dequantize(codes, scale, block, out, stream));
     if block.divides_rows(codes.rows()) && codes.is_flat() && scale.is_flat() && out.is_flat() {
         return dequantize(codes.flat(), scale.flat(), out.flat());
     }
@@ -74,5 +73,5 @@ pub fn multi_rescale(
         one_each(arg, list.shape(), count, "codes")?;
         contiguous(arg, list.is_contiguous())?;
     }
-    on!(call.finish()?, stream, cpu: cpu::multi_rescale(codes, scales, new_scales, width), cuda: cuda::multi_rescale(codes, scales, new_scales, width, stream))
+    on!(call.finish()?, cpu: cpu::multi_rescale(codes, scales, new_scales, width), cuda: cuda::multi_rescale(codes, scales, new_scales, width, stream))
 }

@@ -26,7 +26,7 @@ pub fn combine_rows(combine: Combine, out: ViewMut, stream: Stream) -> Result<()
     call.output("out", &out, Kind::Is(rows.dtype()))?;
     shape("out", out.shape(), (places.rows(), rows.cols()), "a row for each token")?;
     contiguous("out", out.is_contiguous())?;
-    on!(call.finish()?, stream, cpu: cpu::combine_rows(combine, out)?, cuda: cuda::combine_rows(combine, out, stream))
+    on!(call.finish()?, cpu: cpu::combine_rows(combine, out)?, cuda: cuda::combine_rows(combine, out, stream))
 }
 
 /// Computes the gradients of the rows and of the weights of [`combine_rows`], or one of them.
@@ -72,5 +72,5 @@ pub fn combine_rows_backward(backward: CombineBackward, stream: Stream) -> Resul
             });
         }
     }
-    on!(call.finish()?, stream, cpu: cpu::combine_rows_backward(backward)?, cuda: cuda::combine_rows_backward(backward, stream))
+    on!(call.finish()?, cpu: cpu::combine_rows_backward(backward)?, cuda: cuda::combine_rows_backward(backward, stream))
 }

@@ -14,16 +14,13 @@
 
 /// Calls the backend of a device. Backends take views of one matrix each.
 macro_rules! on {
-    ($device:expr, $stream:expr, cpu: $cpu:expr, cuda: $cuda:expr) => {
+    ($device:expr, cpu: $cpu:expr, cuda: $cuda:expr) => {
         match $device {
             $crate::layout::Device::Cpu => {
                 $cpu;
                 Ok(())
             }
-            #[cfg(feature = "cuda")]
             $crate::layout::Device::Cuda(_) => $cuda,
-            #[cfg(not(feature = "cuda"))]
-            $crate::layout::Device::Cuda(_) => cuda::absent($stream),
         }
     };
 }
@@ -57,8 +54,5 @@ pub use tensorwise::*;
 /// retried. The function should release memory that another allocator of this process caches. Only the first
 /// call has an effect.
 pub fn when_device_memory_lacks(release: fn()) {
-    #[cfg(feature = "cuda")]
     crate::cuda::when_memory_lacks(release);
-    #[cfg(not(feature = "cuda"))]
-    let _ = release;
 }

@@ -27,5 +27,5 @@ pub fn random_uniform(
         let expected = format!("at least low ({low}), and high - low must be finite").into();
         return Err(Error::Value { arg: "high".into(), got: high.to_string(), expected });
     }
-    on!(call.finish()?, stream, cpu: cpu::random_uniform(x, numbers, (low, high)), cuda: cuda::random_uniform(x, numbers, (low, high), stream))
+    on!(call.finish()?, cpu: cpu::random_uniform(x, numbers, (low, high)), cuda: cuda::random_uniform(x, numbers, (low, high), stream))
 }

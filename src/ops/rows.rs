@@ -22,5 +22,5 @@ pub fn sum_rows(out: ViewMut, x: View, divisor: f32, stream: Stream) -> Result<(
         });
     }
     check_number("divisor", divisor, divisor.is_finite() && divisor != 0.0, "finite and not zero")?;
-    on!(call.finish()?, stream, cpu: cpu::sum_rows(out, x, divisor), cuda: cuda::sum_rows(out, x, divisor, stream))
+    on!(call.finish()?, cpu: cpu::sum_rows(out, x, divisor), cuda: cuda::sum_rows(out, x, divisor, stream))
 }

@@ -16,7 +16,7 @@ pub fn amax(x: View, out: ViewMut, stream: Stream) -> Result<(), Error> {
     let device = call.finish()?;
     (0..x.batch()).try_for_each(|i| {
         let (x, out) = (x.at(i), out.at(i));
-        on!(device, stream, cpu: cpu::amax(x, out), cuda: cuda::amax(x, out, stream))
+        on!(device, cpu: cpu::amax(x, out), cuda: cuda::amax(x, out, stream))
     })
 }
 
@@ -32,7 +32,7 @@ pub fn multi_amax(xs: &[View], out: ViewMut, stream: Stream) -> Result<(), Error
     }
     let device = call.finish()?;
     let xs = &matrices(xs)[..];
-    on!(device, stream, cpu: cpu::multi_amax(xs, out), cuda: cuda::multi_amax(xs, out, stream))
+    on!(device, cpu: cpu::multi_amax(xs, out), cuda: cuda::multi_amax(xs, out, stream))
 }
 
 /// Computes the scale for each absolute maximum ([`ScaleRule::scale`]), into `scale_out` of the same shape;
@@ -55,7 +55,7 @@ pub fn scale_from_amax(
     let device = call.finish()?;
     (0..amax.batch()).try_for_each(|i| {
         let (amax, scale_out) = (amax.at(i), scale_out.at(i));
-        on!(device, stream, cpu: cpu::scale_from_amax(amax, format, rule, scale_out), cuda: cuda::scale_from_amax(amax, format, rule, scale_out, stream))
+        on!(device, cpu: cpu::scale_from_amax(amax, format, rule, scale_out), cuda: cuda::scale_from_amax(amax, format, rule, scale_out, stream))
     })
 }
 
@@ -130,7 +130,7 @@ fn quantize_tensor(
             rowwise: rowwise.as_ref().map(|codes| codes.at(i)),
             columnwise: columnwise.as_ref().map(|codes| codes.at(i)),
         };
-        on!(device, stream, cpu: cpu::quantize(call), cuda: cuda::quantize(call, stream))
+        on!(device, cpu: cpu::quantize(call), cuda: cuda::quantize(call, stream))
     })
 }
 
@@ -144,7 +144,7 @@ pub fn multi_quantize(xs: &[View], scales: View, outs: &[ViewMut], stream: Strea
     check_lists(&mut call, xs, outs)?;
     let device = call.finish()?;
     let (xs, outs) = (&matrices(xs)[..], &matrices_mut(outs)[..]);
-    on!(device, stream, cpu: cpu::multi_quantize(xs, scales, outs), cuda: cuda::multi_quantize(xs, scales, outs, stream))
+    on!(device, cpu: cpu::multi_quantize(xs, scales, outs), cuda: cuda::multi_quantize(xs, scales, outs, stream))
 }
 
 /// Quantizes each matrix of a list as [`quantize_delayed`] does, rowwise only. `scales`, `amaxes` and
@@ -170,7 +170,7 @@ pub fn multi_quantize_delayed(
     check_lists(&mut call, xs, outs)?;
     let device = call.finish()?;
     let (xs, outs) = (&matrices(xs)[..], &matrices_mut(outs)[..]);
-    on!(device, stream, cpu: cpu::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs), cuda: cuda::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs, stream))
+    on!(device, cpu: cpu::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs), cuda: cuda::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs, stream))
 }
 
 fn check_lists(call: &mut Call, xs: &[View], outs: &[ViewMut]) -> Result<(), Error> {

@@ -31,8 +31,6 @@ def test_packed_scales_follow_the_definition_of_the_layout(device, block, shape)
         expected = reference.swizzle(lines)
         assert torch.equal(bits(packed[i + 1]).cpu(), expected)
         assert torch.equal(bits(ops.pack_scales(compact[i + 1], rows, block[0])).cpu(), expected)
-        back = ops.unpack_scales(packed[i + 1], rows, scale.shape[1], block[0])
-        assert torch.equal(bits(back).cpu(), scale)
 
 
 @every_block

@@ -20,8 +20,6 @@ def samples(device, block, scale_dtype):
     for axis in (0, 1):
         yield "rebase", (codes, scale, list(block), axis), {}
     yield "pack_scales", (scale, 70, block[0]), {}
-    packed = ops.pack_scales(scale, 70, block[0])
-    yield "unpack_scales", (packed, 70, 3, block[0]), {}
 
 
 @every_format

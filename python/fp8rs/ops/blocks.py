@@ -129,12 +129,6 @@ def pack_scales(scale: Tensor, rows: int, block_rows: int = 1) -> Tensor:
 
 
 @native_op
-def unpack_scales(packed: Tensor, rows: int, blocks: int, block_rows: int = 1) -> Tensor:
-    """Unpack the scales (rows of blocks, ``blocks``) that ``pack_scales`` has packed."""
-    return packed.new_empty((block_count(rows, block_rows), blocks))
-
-
-@native_op
 def rebase(
     codes: Tensor,
     scale: Tensor,

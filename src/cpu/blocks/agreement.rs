@@ -382,14 +382,10 @@ fn pack_scales_over_threads_matches_the_layout() {
         for (line, block) in cells(lines, blocks) {
             expected[packed::index(line, block, blocks)] = compact[line / block_rows * blocks + block];
         }
-        let (mut out, mut back) = (vec![0xAA; expected.len()], vec![0xAA; compact.len()]);
+        let mut out = vec![0xAA; expected.len()];
         let scales = View::from_bytes(&compact, DType::E8m0, rows, blocks).unwrap();
         let to = ViewMut::from_bytes(&mut out, DType::E8m0, 1, expected.len()).unwrap();
         super::pack_scales(scales, lines, block_rows, to);
         assert!(out == expected);
-        let from = View::from_bytes(&out, DType::E8m0, 1, expected.len()).unwrap();
-        let to = ViewMut::from_bytes(&mut back, DType::E8m0, rows, blocks).unwrap();
-        super::unpack_scales(from, block_rows, to);
-        assert!(back == compact);
     }
 }

@@ -5,7 +5,7 @@
 //! KiB of bf16, and stays in the L2 cache while maxima are computed and values are cast.
 //!
 //! - `plane` describes one direction of a quantization, `quantize` computes it, and `amax` computes maxima.
-//! - `scales` packs and unpacks scales. `rebase` rewrites codes for one scale per line.
+//! - `scales` packs scales. `rebase` rewrites codes for one scale per line.
 //! - `definition` (tests only) implements the operations element by element, and `agreement` compares the two
 //!   implementations.
 
@@ -26,7 +26,7 @@ use super::tile;
 pub(crate) use amax::block_amax;
 pub(crate) use quantize::quantize_blocks;
 pub(crate) use rebase::rebase;
-pub(crate) use scales::{pack_scales, unpack_scales};
+pub(crate) use scales::pack_scales;
 
 /// Rows of a strip: a multiple of the rows of every block.
 const STRIP: usize = 128;

@@ -1,4 +1,4 @@
-//! Packing of E8M0 scales to the 128x4 layout, and unpacking.
+//! Packing of E8M0 scales to the 128x4 layout.
 
 use super::STRIP;
 use crate::cpu::pool;
@@ -26,26 +26,6 @@ pub(crate) fn pack_scales(scales: View, rows: usize, block_rows: usize, out: Vie
                         let byte = if inside { scales.read(row / block_rows, first + i) } else { 0_u8 };
                         out.write(0, at + i, byte);
                     }
-                }
-            }
-        }
-    });
-}
-
-/// See [`crate::ops::unpack_scales`].
-pub(crate) fn unpack_scales(packed: View, block_rows: usize, out: ViewMut) {
-    let (packed, out) = (packed.matrix(), out.matrix());
-    if out.numel() == 0 {
-        return;
-    }
-    pool::for_each(out.rows.div_ceil(STRIP), out.numel() >= PARALLEL, |part| {
-        for row in part * STRIP..((part + 1) * STRIP).min(out.rows) {
-            for first in (0..out.cols).step_by(packed::TILE_COLS) {
-                let at = packed::index(row * block_rows, first, out.cols);
-                for block in first..(first + packed::TILE_COLS).min(out.cols) {
-                    // SAFETY: the index is inside the packed layout, whose size `ops` checks, and only this
-                    // thread writes this row.
-                    unsafe { out.write(row, block, packed.read::<u8>(0, at + block - first)) };
                 }
             }
         }

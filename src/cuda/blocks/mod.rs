@@ -2,7 +2,7 @@
 //!
 //! - `tile` quantizes 128x128 tiles in one or both directions, for any format and any strides.
 //! - `lines` has the kernels for one direction that run at the speed of a copy, and per-row scales.
-//! - `amax` computes maxima. `scales` packs, unpacks and rebases.
+//! - `amax` computes maxima. `scales` packs and rebases.
 
 mod amax;
 mod lines;
@@ -17,7 +17,7 @@ use crate::layout::{Block, Matrix};
 use crate::spec::{BlockCall, BlockScale, BlockSpec, Stream};
 
 pub(crate) use amax::block_amax;
-pub(crate) use scales::{pack_scales, rebase, unpack_scales};
+pub(crate) use scales::{pack_scales, rebase};
 
 /// Returns every kernel that this module launches.
 #[cfg(test)]

@@ -48,7 +48,6 @@ struct RebaseArgs {
 args!(PackArgs, RebaseArgs);
 
 static PACK: Kernel = kernel!(MxScales, "mx_pack", PackArgs);
-static UNPACK: Kernel = kernel!(MxScales, "mx_unpack", PackArgs);
 static REBASE_ROWS: [Kernel; 2] = [
     kernel!(MxRebase, "mx_rebase_rows_e4m3", RebaseArgs),
     kernel!(MxRebase, "mx_rebase_rows_e5m2", RebaseArgs),
@@ -60,31 +59,7 @@ static REBASE_COLS: [Kernel; 2] = [
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {
-    [&PACK, &UNPACK].into_iter().chain(&REBASE_ROWS).chain(&REBASE_COLS).collect()
-}
-
-/// Returns the arguments of packing or unpacking. `arg` is the name of the argument `packed`.
-fn pack_args(
-    arg: &'static str,
-    scales: &Matrix,
-    packed: &Matrix,
-    lines: usize,
-    block_rows: usize,
-) -> Result<PackArgs, Error> {
-    if !aligned(packed.ptr, 4) {
-        return Err(Error::Misaligned { arg: arg.into(), size: 4 });
-    }
-    Ok(PackArgs {
-        scales: scales.ptr,
-        packed: packed.ptr,
-        scales_rs: scales.row_stride as i64,
-        scales_cs: scales.col_stride as i64,
-        lines: lines as i64,
-        blocks: scales.cols as i64,
-        block_rows: block_rows as i64,
-        tiles_across: scales.cols.div_ceil(packed::TILE_COLS) as i64,
-        words: (packed.numel() / 4) as i64,
-    })
+    std::iter::once(&PACK).chain(&REBASE_ROWS).chain(&REBASE_COLS).collect()
 }
 
 /// See [`crate::ops::pack_scales`].
@@ -96,20 +71,21 @@ pub(crate) fn pack_scales(
     stream: Stream,
 ) -> Result<(), Error> {
     let (scales, out) = (scales.matrix(), out.matrix());
-    let args = pack_args("out", &scales, &out, rows, block_rows)?;
+    if !aligned(out.ptr, 4) {
+        return Err(Error::Misaligned { arg: "out".into(), size: 4 });
+    }
+    let args = PackArgs {
+        scales: scales.ptr,
+        packed: out.ptr,
+        scales_rs: scales.row_stride as i64,
+        scales_cs: scales.col_stride as i64,
+        lines: rows as i64,
+        blocks: scales.cols as i64,
+        block_rows: block_rows as i64,
+        tiles_across: scales.cols.div_ceil(packed::TILE_COLS) as i64,
+        words: (out.numel() / 4) as i64,
+    };
     launch(ordinal(out.device), stream, &PACK, each(args.words as usize), &args)
-}
-
-/// See [`crate::ops::unpack_scales`].
-pub(crate) fn unpack_scales(
-    packed: View,
-    block_rows: usize,
-    out: ViewMut,
-    stream: Stream,
-) -> Result<(), Error> {
-    let (packed, out) = (packed.matrix(), out.matrix());
-    let args = pack_args("packed", &out, &packed, out.rows, block_rows)?;
-    launch(ordinal(out.device), stream, &UNPACK, each(out.numel()), &args)
 }
 
 /// See [`crate::ops::rebase`].

@@ -1,4 +1,4 @@
-// The packed 128x4 layout of E8M0 scales, and its inverse.
+// The packed 128x4 layout of E8M0 scales.
 //
 // The scales (line r, block c) of a plane are padded to (128a, 4b) and stored in row-major
 // tiles of 128x4. A tile is 32 rows of 16 bytes, and its scale (r, c) is at (r % 32, r / 32 *
@@ -6,7 +6,7 @@
 #include "blocks.cuh"
 
 struct PackArgs {
-  u8 *scales;            // (row blocks, blocks)
+  const u8 *scales;      // (row blocks, blocks)
   u8 *packed;            // 512 bytes per tile
   i64 scales_rs, scales_cs;
   i64 lines, blocks;     // rows of the plane, scales per row
@@ -30,15 +30,4 @@ extern "C" __global__ void mx_pack(const __grid_constant__ PackArgs a) {
       word |= (u32)from[(block + k) * a.scales_cs] << (8 * k);
   }
   ((u32 *)a.packed)[i] = word;
-}
-
-/// One thread per scale. `lines` is the number of rows of blocks here.
-extern "C" __global__ void mx_unpack(const __grid_constant__ PackArgs a) {
-  i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  i64 r = i / a.blocks, c = i - r * a.blocks;
-  if (r >= a.lines) return;
-  i64 line = r * a.block_rows;
-  i64 tile = line / 128 * a.tiles_across + c / 4;
-  a.scales[r * a.scales_rs + c * a.scales_cs] =
-      a.packed[tile * 512 + line % 32 * 16 + line % 128 / 32 * 4 + c % 4];
 }

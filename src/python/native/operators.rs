@@ -43,7 +43,6 @@ operators! {
     block_amax c"block_amax"
     quantize_blocks c"quantize_blocks"
     pack_scales c"pack_scales"
-    unpack_scales c"unpack_scales"
     rebase c"rebase"
     group_bounds c"group_bounds"
     quantize_groups c"quantize_groups"
@@ -357,20 +356,6 @@ fn pack_scales(mut values: Values) -> Results {
     let view = scale.view("scale")?;
     let out = scale.allocate(view.dtype(), &[packed::bytes(rows, blocks as usize) as i64])?;
     ops::pack_scales(view, rows, block_rows, out.view_mut("out")?, stream([&scale])?)?;
-    Ok(vec![out])
-}
-
-fn unpack_scales(mut values: Values) -> Results {
-    let (packed, rows) = (values.tensor(), values.integer());
-    let (blocks, block_rows) = (values.integer(), values.integer());
-    if block_rows != 1 && block_rows != 32 {
-        return Err(Failure::Value(format!("block_rows is {block_rows}; it must be 1 or 32")));
-    }
-    let (rows, blocks) = (parse::count("rows", rows)?, parse::count("blocks", blocks)?);
-    let block_rows = block_rows as usize;
-    let view = packed.view("packed")?;
-    let out = packed.allocate(view.dtype(), &[rows.div_ceil(block_rows) as i64, blocks as i64])?;
-    ops::unpack_scales(view, rows, block_rows, out.view_mut("out")?, stream([&packed])?)?;
     Ok(vec![out])
 }
 
