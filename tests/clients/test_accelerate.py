@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from harness import (
     HERE,
@@ -174,8 +172,3 @@ def test_the_shim_refuses_a_changed_accelerate(accelerator_class, monkeypatch):
         patch.delattr(accelerator_class, "_prepare_ao")
         with pytest.raises(RuntimeError, match="Convert the model before prepare"):
             use_fp8rs("current")
-
-
-def test_the_examples_are_short():
-    for path in Path(HERE.parents[1], "examples").glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 100, path.name
