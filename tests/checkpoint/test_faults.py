@@ -288,6 +288,9 @@ def test_checksums_that_are_off_are_refused_before_a_save(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+# The thread of the save warns too. The filters of warnings are per process, so that the one of
+# `async_save` may have ended by then.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_an_asynchronous_save_to_a_relative_path_keeps_its_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write = Writer.write_data
