@@ -226,14 +226,18 @@ def test_arithmetic_between_steps_without_masters_warns():
         model[0].weight.mul_(0.98)
 
 
-def test_a_write_of_nothing_new_keeps_the_state_of_a_trained_weight():
+@pytest.mark.filterwarnings("ignore:.*FP8 weights, and keeps no masters")
+@pytest.mark.parametrize("kind", ["no masters", *OPTIMIZERS])
+def test_a_write_of_nothing_new_keeps_the_state_of_a_trained_weight(kind):
     """As the step of length 0 by which torch creates the state of an optimizer."""
     model = model_of("delayed")
-    weight, optimizer = model[0].weight, torch.optim.SGD(model.parameters(), lr=1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SGD keeps no masters
-        for _ in range(2):
-            step(model, optimizer)
+    weight = model[0].weight
+    if kind == "no masters":
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    else:
+        optimizer = OPTIMIZERS[kind](model.parameters())
+    for _ in range(2):
+        step(model, optimizer)
     before = {name: buffer.clone() for name, buffer in model[0].named_buffers()}
     with torch.no_grad():
         weight.add_(torch.zeros_like(weight))

@@ -160,7 +160,7 @@ class Float8ParamHandle(ParamHandle):
                 amax,
                 exact=replaces and not partial,
                 partial=partial,
-                unchanged=write.unchanged,
+                changed=write.changed,
             )
 
         if write.lost is not None:
@@ -275,12 +275,14 @@ class Float8ParamHandle(ParamHandle):
         else:
             part.copy_(values)
 
-    def values_lost(self) -> None:
-        """Forget the values that the codes were rounded from: the weight is on the meta device now.
+    def forget_values(self) -> None:
+        """Free the values that the codes were rounded from, because the weight moved to meta.
 
-        The next values are written to a weight of zeros, some of which they may equal.
+        After ``to_empty`` the weight is zero. A write of zeros changes nothing in it, so it would
+        leave the values from before the move in their place.
         """
-        self.init_value = self.pending = None
+        self.init_value = None
+        self.pending = None
 
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""

@@ -234,7 +234,7 @@ class ParamHandle:
         *,
         exact: bool = False,
         partial: bool = False,
-        unchanged: Tensor | None = None,
+        changed: Tensor | None = None,
     ) -> None:
         """With delayed scaling, fit the history to written values (`fp8rs.scaling.histories`).
 
@@ -243,14 +243,12 @@ class ParamHandle:
             amax: their amax, fp32, one element.
             exact: whether the amax is that of high-precision values.
             partial: whether other ranks have elements of the parameter.
-            unchanged: where the parameter already had the values, bool. None if not compared.
+            changed: whether the write changed any value, bool (). None if it was not compared.
         """
         slots = self.slots
         if slots is not None:
             history = cast(Tensor, self.module._buffers["fp8_amax_history"])[:, 0]
-            fit_history(
-                slots, history, scale, amax, exact=exact, partial=partial, unchanged=unchanged
-            )
+            fit_history(slots, history, scale, amax, exact=exact, partial=partial, changed=changed)
 
     # --- copies ----------------------------------------------------------------------------------
 

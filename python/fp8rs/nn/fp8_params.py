@@ -97,7 +97,11 @@ class Float8Params(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         delayed = self._fp8_state.delayed
-        buffers = {} if delayed is None else {name: self._buffers[name] for name in BUFFERS}
+        buffers_before: dict[str, Any] = {}
+        if delayed is not None:
+            for name in BUFFERS:
+                buffers_before[name] = self._buffers[name]
+
         fp8_weights: dict[str, Any] = {}
         for name in self._fp8_params:
             weight = self._parameters.get(name)
@@ -114,18 +118,11 @@ class Float8Params(nn.Module):
         for name, weight in fp8_weights.items():
             apply_to_fp8_weight(weight, fn)
             if weight.is_meta:
-                self._fp8_params[name].values_lost()
+                self._fp8_params[name].forget_values()
 
         if delayed is not None:
             delayed.moved()
-        for name, before in buffers.items():
-            new = self._buffers[name]
-            assert before is not None and new is not None
-            if new is not before and new.is_meta >= before.is_meta:
-                # A cast applies only to parameters, and to_empty does not initialize memory.
-                self._buffers[name] = before.to(new.device)
-            if before.is_meta and not new.is_meta:
-                reset_scales(self, keep_fp8_weight=False)  # the meta device has no values
+            self._restore_values(buffers_before)
 
         for name in self._fp8_params:
             weight = self._parameters.get(name)
@@ -133,6 +130,17 @@ class Float8Params(nn.Module):
             if is_distributed(weight) and self._fp8_state.sharded_model is not None:
                 self._wrap_shard(name, weight)  # it may have another local tensor
         return out
+
+    def _restore_values(self, buffers_before: dict[str, Any]) -> None:
+        """Give the buffers of delayed scaling the values and the dtype from before `_apply`."""
+        for name, before in buffers_before.items():
+            new = self._buffers[name]
+            assert new is not None
+            if new is not before and new.is_meta >= before.is_meta:
+                # A cast applies only to parameters, and to_empty does not initialize memory.
+                self._buffers[name] = before.to(new.device)
+            if before.is_meta and not new.is_meta:
+                reset_scales(self, keep_fp8_weight=False)  # the meta device has no values
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from fp8rs.fsdp.float8_shard import handle_for

@@ -251,7 +251,7 @@ def fit_history(
     *,
     exact: bool = False,
     partial: bool = False,
-    unchanged: Tensor | None = None,
+    changed: Tensor | None = None,
 ) -> None:
     """Fit the history of a weight to values that were written to it.
 
@@ -268,17 +268,17 @@ def fit_history(
         exact: whether the amax is that of high-precision values. They replace the state of a weight
             without a history, which was not trained.
         partial: whether other ranks have elements of the weight. Nothing is limited then.
-        unchanged: where the weight already had the written values, bool. If that is everywhere, a
-            weight with a scale keeps its state: torch creates the state of a fresh optimizer by a
-            step of length 0. None if it was not compared.
+        changed: whether the write changed any value, bool (). None if it was not compared. If it
+            changed none, a weight with a scale keeps its state: torch creates the state of a fresh
+            optimizer by a step of length 0.
     """
     next_scale, recorded = slots
     scale = scale.to(next_scale.device).view(())
     amax = amax.to(next_scale.device).view(())
     counts = scale.isfinite() & amax.isfinite() & (amax > 0)
-    if unchanged is not None:
-        changed_any = ~unchanged.all().to(next_scale.device)
-        counts = counts & (changed_any | (next_scale == 0))
+    if changed is not None:
+        has_no_scale = next_scale == 0
+        counts = counts & (changed.to(next_scale.device) | has_no_scale)
     fitted_scale = next_scale.maximum(scale)
     fitted_amax = recorded.maximum(amax)
     if not partial:

@@ -50,8 +50,10 @@ class Write:
     Attributes:
         kind: what was written.
         values: the values that were written, in the shape of the tensor. None for codes.
-        unchanged: for copies and arithmetic, where a value equals the dequantized one from before,
-            in the shape of the tensor. For other kinds None.
+        unchanged: for copies, where a value equals the dequantized one from before, in the shape of
+            the tensor. For other kinds None.
+        changed: for copies and arithmetic, whether any value differs from the one before. A bool ()
+            on the device. For other kinds None.
         lost: for arithmetic on dequantized values, whether all its changes were lost to rounding. A
             bool () on the device. For other kinds None.
     """
@@ -59,6 +61,7 @@ class Write:
     kind: WriteKind
     values: Tensor | None = None
     unchanged: Tensor | None = None
+    changed: Tensor | None = None
     lost: Tensor | None = None
 
 
@@ -327,6 +330,7 @@ class PlaneStorage:
         if observed and kind in (WriteKind.COPY, WriteKind.MERGED_COPY):
             before = self.read(rows, values.dtype).view(-1)
             write.unchanged = before[written].view(values.shape) == values
+            write.changed = ~write.unchanged.all()
 
         if keep or not whole:
             before = self.read(rows, values.dtype)
@@ -339,11 +343,12 @@ class PlaneStorage:
             after = after.view(before.shape)
             changed = _differs(before, after)
             planes = self._requantized(rows, after, changed, spec, delayed)
-            if observed and kind is WriteKind.ARITHMETIC:
-                write.unchanged = ~changed.view(-1)[written].view(values.shape)
-            detects = observer is not None and observer.detects_lost_writes
-            if kind is WriteKind.ARITHMETIC and observed and detects:
-                write.lost = changed.any() & _have_same_values(parts, planes)
+            is_arithmetic = kind in (WriteKind.ARITHMETIC, WriteKind.EXACT_ARITHMETIC)
+            if is_arithmetic and observed and observer is not None:
+                changed_any = changed.any()
+                write.changed = changed_any
+                if kind is WriteKind.ARITHMETIC and observer.detects_lost_writes:
+                    write.lost = changed_any & _have_same_values(parts, planes)
         else:
             scale, amax = (None, None) if delayed is None else delayed
             planes = quantize_planes(
@@ -355,10 +360,10 @@ class PlaneStorage:
                 declare_mutation=True,
                 block_offset=0 if rows.start else self.block_offset,
             )
-            if write.unchanged is not None and spec.group is None:
+            if write.changed is not None and spec.group is None:
                 # The values may have been rounded to a dtype that cannot represent the scale. A
                 # scale that is computed from them would move the codes.
-                planes = _select_planes(write.unchanged.all(), parts, planes)
+                planes = _select_planes(~write.changed, parts, planes)
 
         self.copy_planes_(parts, planes)
         return write
