@@ -52,15 +52,14 @@ import torch.distributed as dist
 from launch import RankFailed, launch
 from meter import Meter, converted_weights, peak_memory
 from torch.autograd import DeviceType
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from traffic import converted_share, counted
 
 from fp8rs import convert_to_float8_training
 from fp8rs.comm import set_fsdp_comm
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
-from fp8rs.demo.train import HIGH_PRECISION
+from fp8rs.demo.train import HIGH_PRECISION, shard
 from fp8rs.optim import AdamW
 from fp8rs.quantize.recipes import RECIPES, resolve_recipe
 
@@ -213,7 +212,7 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     if arguments.get("squares"):
         options["wgrad_input_block"] = (128, 128)
     after_step = _prepare(model, variant, arguments, device.type, options)
-    _shard(model, device.type, DTYPES[arguments["reduce_dtype"]])
+    shard(model, device.type, ranks, reduce_dtype=DTYPES[arguments["reduce_dtype"]])
     if arguments.get("comm"):
         set_fsdp_comm(model)
     if arguments.get("torch_symm_mem"):
@@ -326,15 +325,6 @@ def _prepare(
         for block in model.blocks:
             block.compile()
     return after_step
-
-
-def _shard(model: Llama, device: str, reduce_dtype: torch.dtype) -> None:
-    """Shard each block, then the rest."""
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def _timed(step: Any, steps: int, device: torch.device) -> list[float]:

@@ -18,7 +18,7 @@ create_exception!(
     fp8rs,
     UnsupportedError,
     PyRuntimeError,
-    "The device or this torch does not support an operation. The message gives the reason and an alternative."
+    "The device or the installed torch does not support an operation. The message gives the reason and an alternative."
 );
 
 impl From<Error> for PyErr {

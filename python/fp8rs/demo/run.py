@@ -53,9 +53,10 @@ def run(
             flush=True,
         )
 
-    cores = len(os.sched_getaffinity(0))
+    # The ranks share the cores.
+    threads = max(1, torch.get_num_threads() // ranks)
     for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
-        os.environ.setdefault(name, str(max(1, cores // ranks)))
+        os.environ.setdefault(name, str(threads))
     if "lo" in (name for _, name in socket.if_nameindex()):
         # Otherwise gloo resolves the name of the host, which fails in many containers.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -89,10 +89,16 @@ def build_model(settings: Settings) -> Llama:
     return model.to(settings.device)
 
 
-def shard(model: Llama, device: str, ranks: int, param_dtype: torch.dtype = torch.bfloat16) -> None:
+def shard(
+    model: Llama,
+    device: str,
+    ranks: int,
+    param_dtype: torch.dtype = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> None:
     """Shard each block, then the rest. Unconverted parameters are gathered in ``param_dtype``."""
     mesh = init_device_mesh(device, (ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -164,8 +164,9 @@ def _whole_blocks(x: Tensor, spec: QuantSpec) -> Tensor:
     # zeros, so nothing is written to them.
     zeros = x.new_zeros((multiple - 1, x.shape[-1]))
     padded = torch.cat([x.reshape(tokens, x.shape[-1]), zeros])
+    missing = -tokens % multiple
     # A slice would get a symbolic size of its own if the number of tokens depends on data.
-    return padded.narrow(0, 0, tokens + -tokens % multiple)
+    return padded.narrow(0, 0, tokens + missing)
 
 
 def _as_long(a: Plane, b: Plane) -> tuple[Plane, Plane]:

@@ -96,7 +96,7 @@ def run_dequantized(
     if func.namespace == "c10d":
         wait(out)
     elif func.namespace == "_c10d_functional":
-        for result in out if isinstance(out, (list, tuple)) else (out,):
+        for result in tree_leaves(out):
             torch.ops._c10d_functional.wait_tensor(result)
     stand_ins = {}
     for t in {id(t): t for t in written}.values():
