@@ -44,11 +44,13 @@ def main(argv=None):
     optimizer = AdamW(model.parameters(), lr=settings.learning_rate)
     state = {"model": checkpoint.Model(model), "step": 0}
     state["optimizer"] = checkpoint.Optimizer(model, optimizer)
-    saved = sorted(options.folder.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
-    if saved:
-        checkpoint.load(state, saved[-1])
+    # A directory without .metadata is not a checkpoint: the save has not finished.
+    steps = [int(path.parent.name[5:]) for path in options.folder.glob("step-*/.metadata")]
+    if steps:
+        last = options.folder / f"step-{max(steps)}"
+        checkpoint.load(state, last)
         if rank == 0:
-            print(f"resumed from {saved[-1].name} on {ranks} ranks", flush=True)
+            print(f"resumed from {last.name} on {ranks} ranks", flush=True)
     saving, losses = None, {}
     for step in range(state["step"], settings.steps):
         rows = corpus.batch(settings.seed, step, settings.rows, settings.length)

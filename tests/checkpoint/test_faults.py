@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultSavePlanner, filesystem
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, filesystem
 from torch.distributed.checkpoint.planner import SavePlan
 
 from checkpoint.layouts import batch, contents, lay_out, state_of
@@ -25,7 +25,7 @@ from distributed.folders import shared_folder
 from distributed.models import UNEVEN, same_bytes, train
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError
-from fp8rs.checkpoint.files import Writer, parse_metadata
+from fp8rs.checkpoint.files import Writer
 
 FP8 = "FP8 weights, AdamW with masters"
 
@@ -56,7 +56,7 @@ def tensor_bytes(folder):
     some of which are never read.
     """
     path = largest(folder)
-    metadata = parse_metadata(Path(folder, ".metadata").read_bytes())
+    metadata = FileSystemReader(folder).read_metadata()
     stored = [
         i for i in metadata.storage_data.values() if i.relative_path == os.path.basename(path)
     ]
@@ -387,32 +387,39 @@ def test_other_ranks_raise_when_one_dies(tmp_path, when):
     word, _kind, in_time = outputs[0][0].split()
     assert (word, in_time) == ("caught", "True"), outputs[0]
     assert (tmp_path / "first" / ".metadata").exists()
-    assert not (tmp_path / "second").exists()
+    assert not (tmp_path / "second" / ".metadata").exists()
 
 
-def test_a_refused_save_removes_nothing(tmp_path):
-    folder, partial = tmp_path / "saved", tmp_path / "saved.partial"
-    state = {"x": torch.ones(3)}
-    checkpoint.save(state, folder)
-    partial.mkdir()
-    (partial / "file").touch()
+@pytest.mark.parametrize("file", [".metadata", "notes.txt"])
+def test_a_refused_save_removes_nothing(tmp_path, file):
+    """A directory with other files than an unfinished save leaves is not written to."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / file).touch()
+    (folder / "__0_0.distcp").touch()
     with pytest.raises(checkpoint.CheckpointError, match="not overwritten"):
-        checkpoint.save(state, folder)
-    assert (partial / "file").exists()
+        checkpoint.save({"x": torch.ones(3)}, folder)
+    assert sorted(os.listdir(folder)) == sorted([file, "__0_0.distcp"])
 
 
-def test_the_name_of_an_unfinished_save_is_refused(tmp_path):
-    """A later save of "best" would remove it."""
-    with pytest.raises(ValueError, match=r"best\.partial; .* must not end in \.partial"):
-        checkpoint.save({"x": torch.ones(3)}, tmp_path / "best.partial")
-    assert os.listdir(tmp_path) == []
+def test_a_save_replaces_the_remains_of_a_killed_save(tmp_path):
+    """The directory has no metadata, so a load refuses it."""
+    folder = tmp_path / "saved"
+    checkpoint.save({"x": torch.ones(3)}, folder)
+    (folder / ".metadata").rename(folder / ".metadata.tmp")
+    shutil.copy(folder / "__0_0.distcp", folder / "__7_0.distcp")
+    state = {"x": torch.zeros(3)}
+    with pytest.raises(CheckpointError, match="is not a checkpoint, or is incomplete"):
+        checkpoint.load(state, folder)
+    checkpoint.save(state, folder)
+    assert sorted(os.listdir(folder)) == [".metadata", "__0_0.distcp"]
 
 
 def test_ranks_create_the_directory_after_an_unfinished_save_is_removed(tmp_path, monkeypatch):
     """Creating a directory fails if it exists first and is removed before Python looks again."""
-    folder, partial = tmp_path / "saved", tmp_path / "saved.partial"
-    partial.mkdir()
-    (partial / "left over").touch()
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "__7_0.distcp").touch()
     coordinator, other = Writer(folder), Writer(folder)
     mkdir = os.mkdir
 
@@ -429,4 +436,4 @@ def test_ranks_create_the_directory_after_an_unfinished_save_is_removed(tmp_path
     plans = coordinator.prepare_global_plan(plans)
     for writer, plan in zip((other, coordinator), plans, strict=True):
         writer.write_data(plan, DefaultSavePlanner()).wait()
-    assert sorted(os.listdir(partial)) == ["__0_0.distcp", "__1_0.distcp"]
+    assert sorted(os.listdir(folder)) == ["__0_0.distcp", "__1_0.distcp"]

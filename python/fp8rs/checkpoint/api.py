@@ -55,9 +55,8 @@ def save(
 ) -> None:
     """Save a checkpoint with ``torch.distributed.checkpoint.save``. All ranks call it.
 
-    A local directory is written under another name and renamed when all ranks have written. In a
-    store, the file ``.metadata`` is written last, and a directory without it is not a checkpoint.
-    Existing checkpoints are not changed.
+    The file ``.metadata`` is written last, and a directory without it is not a checkpoint. Existing
+    checkpoints are not changed.
 
     Args:
         state: `Model` and `Optimizer` under names of your choice, other ``Stateful`` objects,

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
-import pickle
-import pickletools
 import shutil
 import zipfile
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
@@ -19,7 +15,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -29,20 +25,8 @@ from fp8rs.storage import locate
 
 from .parts import distribute_like
 
-METADATA = ".metadata"
-PARTIAL = ".partial"
-
-#: The module of DCP's metadata classes.
-CLASSES = "torch.distributed.checkpoint.metadata"
-#: Other types and functions that a pickle of metadata may name.
-VALUES = (
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-    ("torch", "Size"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-)
-MODULES = {CLASSES, *(module for module, _ in VALUES)}
+#: Endings of the names of files that an unfinished save may have left.
+UNFINISHED = (".distcp", ".metadata.tmp")
 
 
 class DamagedError(ValueError):
@@ -78,11 +62,10 @@ def copy_if_possible(value: Any) -> Any:
 
 
 class Writer(FileSystemWriter):
-    """Writes a checkpoint atomically.
+    """DCP's writer, which keeps existing checkpoints and removes the files of a failed save.
 
-    A local directory is written as ``NAME.partial`` and renamed when all ranks have written. A
-    store has no atomic rename of directories. There, ``.metadata`` is written last, and a directory
-    without it is not a checkpoint.
+    DCP writes ``.metadata`` last and renames it into place. A directory without it is not a
+    checkpoint.
 
     Until all ranks have planned, no rank writes anything. The coordinator then removes what an
     unfinished save has left, and after that the ranks create the directory and write.
@@ -91,8 +74,8 @@ class Writer(FileSystemWriter):
         directory: the directory or URL of the checkpoint.
 
     Raises:
-        ValueError: the name of a local directory ends in ``.partial``, or torch does not write the
-            checksums that `find_damage` reads.
+        ValueError: fsspec does not support the URL, or torch does not write the checksums that
+            `find_damage` reads.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -101,20 +84,12 @@ class Writer(FileSystemWriter):
                 "checkpoints need checksums, which torch.serialization.set_crc32_options(False) "
                 "has switched off. Call it with True"
             )
-        self.directory = locate(directory)
-        self.local = isinstance(self.directory, Path)
+        located = locate(directory)
+        self.local = isinstance(located, Path)
         # A store cannot flush a file before it is closed.
-        path = self.directory
-        if isinstance(path, Path):
-            if path.suffix == PARTIAL:
-                raise ValueError(
-                    f"directory is {path}; the name of a checkpoint must not end in {PARTIAL}, "
-                    "because unfinished saves have such names and are removed"
-                )
-            path = path.with_name(path.name + PARTIAL)
-        super().__init__(path, sync_files=self.local)
-        if isinstance(path, str):
-            self.fs, self.path = fsspec_file_system(path), cast(Any, path)
+        super().__init__(located, sync_files=self.local)
+        if isinstance(located, str):
+            self.fs, self.path = fsspec_file_system(located), cast(Any, located)
         self._begun = False
 
     def stage(self, state_dict: Any) -> Any:
@@ -130,8 +105,8 @@ class Writer(FileSystemWriter):
         """
         if is_coordinator and self._exists():
             raise FileExistsError(
-                f"{self.directory} exists, and checkpoints are not overwritten, because the "
-                "old one would be lost if this save failed. Save under another name"
+                f"{self.path} exists, and checkpoints are not overwritten, because the old one "
+                "would be lost if this save failed. Save under another name"
             )
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
@@ -140,11 +115,16 @@ class Writer(FileSystemWriter):
         return plan
 
     def _exists(self) -> bool:
-        if isinstance(self.directory, Path):
-            return self.directory.exists()
-        store = cast(Any, self.fs).fs
-        found = store.ls(self.path, detail=False) if store.exists(self.path) else []
-        return not all(name.endswith((".distcp", f"{METADATA}.tmp")) for name in found)
+        """Return whether there are files that an unfinished save has not left."""
+        if not self.fs.exists(self.path):
+            return False
+        if self.local:
+            if not os.path.isdir(self.path):
+                return True
+            names = os.listdir(self.path)
+        else:
+            names = cast(Any, self.fs).fs.ls(self.path, detail=False)
+        return not all(name.endswith(UNFINISHED) for name in names)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Remove the files of an unfinished save, on the coordinator."""
@@ -160,23 +140,13 @@ class Writer(FileSystemWriter):
         return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """Write the metadata and rename the directory.
+        """Write the metadata.
 
         Raises:
             DamagedError: files that ranks have written are not visible to the coordinator.
         """
         self._check_written(results)
         super().finish(metadata, results)
-        path = self.fs.concat_path(self.path, METADATA)
-        with self.fs.create_stream(path, "rb") as file:
-            data = file.read()
-        with self.fs.create_stream(path, "wb") as file:
-            file.write(data + checksum(data))
-            if self.local:
-                file.flush()
-                os.fsync(file.fileno())
-        if self.local:
-            Path(self.path).rename(self.directory)
 
     def _check_written(self, results: list[list[WriteResult]]) -> None:
         sizes: dict[str, tuple[int, int]] = {}
@@ -237,12 +207,10 @@ class Reader(FileSystemReader):
         If this raised, DCP would look for other files and drop the error. `set_up_storage_reader`
         raises it.
         """
-        path = self.fs.concat_path(self.path, METADATA)
         self.problem: Exception | None = None
         try:
-            with self.fs.create_stream(path, "rb") as file:
-                data = file.read()
-        except Exception as error:  # stores have their own types
+            return super().read_metadata(*args, **kwargs)
+        except Exception as error:  # stores have their own types, and damaged bytes raise any type
             exists = True
             with suppress(Exception):  # a store that cannot be read may raise here too
                 exists = not isinstance(error, FileNotFoundError) or self.fs.exists(self.path)
@@ -255,13 +223,6 @@ class Reader(FileSystemReader):
                     f"{self.path} does not exist. Expected the directory of a checkpoint"
                 )
             return Metadata({})
-        try:
-            metadata = parse_metadata(data)
-        except Exception as error:  # damaged bytes can raise any type
-            self.problem = DamagedError(f"{path} is damaged: {_first_line(error)}")
-            return Metadata({})
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
-        return metadata
 
     def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
         """Set up DCP's reader.
@@ -311,72 +272,6 @@ def find_damage(data: bytes, length: int) -> str | None:
     if marked:
         return f"{marked[0]} is marked as a directory"
     return None if broken is None else f"{broken} does not match its checksum"
-
-
-def checksum(data: bytes) -> bytes:
-    """Return the checksum that follows the pickle of metadata. Unpicklers do not read it."""
-    return zlib.crc32(data).to_bytes(4, "big")
-
-
-class _Unpickler(pickle.Unpickler):
-    """Unpickler that refuses every global except the classes of DCP's metadata."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = getattr(importlib.import_module(module), name, None) if module in MODULES else None
-        known = (module, name) in VALUES or isinstance(found, torch.dtype)
-        if known or (module == CLASSES and getattr(found, "__module__", None) == CLASSES):
-            return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def parse_metadata(data: bytes) -> Metadata:
-    """Parse the metadata of a checkpoint.
-
-    Raises:
-        Exception: of any type, if the bytes are damaged or name other types.
-    """
-    # The unpickler allocates its memo up to the largest index, which can take 64 GB. Each entry of
-    # a memo has an opcode, so no index reaches the length of the pickle.
-    end = 0
-    for opcode, index, position in pickletools.genops(data):
-        if opcode.name.endswith("PUT") and (index or 0) >= len(data):
-            raise pickle.UnpicklingError(f"memo index {index} in a pickle of {len(data)} bytes")
-        end = (position or 0) + 1  # of STOP, which is the last one
-    if data[end:] not in (b"", checksum(data[:end])):  # DCP's own writer writes no checksum
-        raise ValueError("it does not match its checksum")
-    metadata = _Unpickler(io.BytesIO(data)).load()
-    if not isinstance(metadata, Metadata):
-        raise ValueError("it is not a checkpoint's metadata")
-    names: set[tuple[str, Any]] = set()
-    for index, info in metadata.storage_data.items():
-        relative = Path(info.relative_path)
-        if relative.is_absolute() or ".." in relative.parts or min(info.offset, info.length) < 0:
-            raise ValueError(f"the file of {index.fqn} is outside the checkpoint")
-        names.add((index.fqn, index.offset))
-    for name, entry in metadata.state_dict_metadata.items():
-        stored: list[Any] = [None]
-        if isinstance(entry, TensorStorageMetadata):
-            _check_chunks(name, entry)
-            stored = [chunk.offsets for chunk in entry.chunks]
-        if not {(name, offsets) for offsets in stored} <= names:
-            raise ValueError(f"no file contains {name}")
-    return metadata
-
-
-def _check_chunks(name: str, entry: TensorStorageMetadata) -> None:
-    """Raise ValueError unless the chunks of a tensor cover all of it."""
-    size = torch.Size(entry.size)
-    covered = 0
-    for chunk in entry.chunks:
-        ends = [o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
-        inside = all(
-            0 <= o <= end <= n for o, end, n in zip(chunk.offsets, ends, size, strict=True)
-        )
-        if not inside:
-            raise ValueError(f"a part of {name} is outside its bounds")
-        covered += torch.Size(chunk.sizes).numel()
-    if covered != size.numel():
-        raise ValueError(f"{name} has {covered} of {size.numel()} elements")
 
 
 def _first_line(error: Exception) -> str:
