@@ -62,8 +62,8 @@ class Outcome(NamedTuple):
 
     @property
     def rank(self):
-        """The place in `OUTCOMES`."""
-        return OUTCOMES.index(self.values)
+        """The place in `OUTCOMES`. Among equal ones, lost histories are worse."""
+        return OUTCOMES.index(self.values), not self.histories
 
 
 def save_ours(call):

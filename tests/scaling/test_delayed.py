@@ -49,6 +49,11 @@ class Two(nn.Module):
         return self.b(self.a(x))
 
 
+def weights_of(state_dict):
+    """The names and values of a state dict without its histories."""
+    return [(name, value) for name, value in state_dict.items() if ".fp8_" not in name]
+
+
 def build(device, group=None, fp8_weights=False, **recipe):
     torch.manual_seed(0)
     model = convert_to_float8_training(
@@ -247,13 +252,13 @@ def swap_values(weight):
 
 def swap_loads(model):
     codes = copy.deepcopy(model.state_dict())
-    model.load_state_dict({name: 0.5 * value.dequantize() for name, value in codes.items()})
+    model.load_state_dict({name: 0.5 * value.dequantize() for name, value in weights_of(codes)})
     model.load_state_dict(codes)
 
 
 def load_values(model):
     state = model.state_dict()
-    model.load_state_dict({name: value.dequantize() for name, value in state.items()})
+    model.load_state_dict({name: value.dequantize() for name, value in weights_of(state)})
 
 
 #: Writes that leave the weights as they are, or almost.
@@ -305,6 +310,69 @@ def test_zeros_that_are_written_leave_the_history(device):
     assert torch.equal(state.scale, scale)
     assert torch.equal(state.history, history)
     assert not state.amax.any()
+
+
+def train_two(model, optimizer, device, first, steps=2):
+    for step in range(first, first + steps):
+        torch.manual_seed(step)
+        model(torch.randn(8, 16, device=device) * (step + 1)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "in place", "torch.save", "assign"])
+def test_state_dicts_of_fp8_weights_resume_to_the_bit(device, how):
+    """They contain the histories, as copies that later steps do not change."""
+    model, other = (build(device, fp8_weights=True, amax_history_len=4)[0] for _ in range(2))
+    optimizer, resumed = (AdamW(m.parameters(), lr=0.1) for m in (model, other))
+    train_two(model, optimizer, device, 0)
+    train_two(other, resumed, device, 7)
+    state, moments = model.state_dict(), copy.deepcopy(optimizer.state_dict())
+    if how == "torch.save":
+        state = reloaded(state)
+    else:
+        state = copy.deepcopy(state)
+    expected = {name: state[name].clone() for name in state if "fp8_" in name}
+    assert len(expected) == 6
+    train_two(model, optimizer, device, 2)
+
+    if how == "in place":  # as `dcp.load` fills a state dict
+        filled = other.state_dict()
+        with torch.no_grad():
+            for name, value in filled.items():
+                value.copy_(state[name])
+        state = filled
+    other.load_state_dict(state, assign=how == "assign")
+    for name, value in expected.items():
+        assert torch.equal(dict(other.named_buffers())[name], value), name
+    resumed.load_state_dict(moments)
+    train_two(other, resumed, device, 2)
+    for (name, value), found in zip(
+        model.state_dict().items(), other.state_dict().values(), strict=True
+    ):
+        value, found = (
+            t.dequantize() if isinstance(t, fp8rs.QuantizedTensor) else t for t in (value, found)
+        )
+        assert torch.equal(value, found), name
+
+
+def test_state_dicts_of_master_weights_have_no_histories(device):
+    assert set(build(device)[0].state_dict()) == {"a.weight", "b.weight"}
+
+
+def test_a_history_of_another_length_is_refused(device):
+    state = build(device, fp8_weights=True, amax_history_len=4)[0].state_dict()
+    model, _ = build(device, fp8_weights=True, amax_history_len=8)
+    with pytest.raises(RuntimeError, match=r"a\.fp8_amax_history.*\(4, 3\).*\(8, 3\)"):
+        model.load_state_dict(state)
+
+
+def test_a_state_dict_without_histories_resets_them(device):
+    model, _ = build(device, fp8_weights=True)
+    train_two(model, AdamW(model.parameters(), lr=0.1), device, 0)
+    model.load_state_dict({n: v * 100 for n, v in Two().to(device).state_dict().items()})
+    assert model.a.fp8_ready == (False, False, False)
+    assert not model.a.fp8_amax_history[:, 1:].any()
 
 
 @pytest.mark.parametrize("how", ["load_state_dict", "load of codes", "copy_"])

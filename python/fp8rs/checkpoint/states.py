@@ -19,7 +19,7 @@ from torch.optim import Optimizer as TorchOptimizer
 
 from fp8rs._torch import names_of, note_write, own_part, reshard, sharded_parameters
 from fp8rs.model.handle import replaced_name
-from fp8rs.nn.fp8_params import reset_scales
+from fp8rs.nn.fp8_params import load_histories, reset_scales
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import check_module
 from fp8rs.scaling.histories import BUFFERS, keep_local
@@ -107,9 +107,7 @@ class Model:
         _sync_scales(own)
         for name, layer in _layers_with_histories(self.model):
             if histories[name][0] is not None:
-                for buffer, value in zip(BUFFERS, histories[name], strict=True):
-                    layer._buffers[buffer].copy_(value)
-                layer.fp8_ready = tuple((layer.fp8_scale[:, 0] > 0).tolist())
+                load_histories(layer, dict(zip(BUFFERS, histories[name], strict=True)))
 
 
 class Optimizer:

@@ -19,7 +19,13 @@ from fp8rs._torch import become, can_share_data, is_distributed, own_part, set_l
 from fp8rs.model.handle import local_of
 from fp8rs.model.state import ModelState, refuse_codes, remove_hook
 from fp8rs.quantize.cast import quantize_planes
-from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, SlotCache, new_buffers
+from fp8rs.scaling.histories import (
+    BUFFERS,
+    NOTHING_READY,
+    SlotCache,
+    keep_local,
+    new_buffers,
+)
 from fp8rs.tensor.quantized import QuantizedTensor, is_fp8
 
 from .function import prepare_compilers
@@ -44,6 +50,8 @@ class Float8Params(nn.Module):
     _fp8_params: dict[str, Any]
     _fp8_slots: SlotCache
     fp8_ready: tuple[bool, bool, bool] = NOTHING_READY
+    #: The histories of a state dict that is being loaded.
+    _fp8_loaded_histories: dict[str, Tensor] | None = None
 
     def _join(self, state: ModelState, fqn: str, names: Sequence[str]) -> None:
         """Make parameters of this module FP8 parameters of the model with ``state``."""
@@ -59,12 +67,14 @@ class Float8Params(nn.Module):
         if state.delayed is not None:
             device = getattr(self, names[0]).device
             for name, value in new_buffers(state.delayed.recipe, device).items():
-                # Not persistent, so that state dicts load into the unconverted model.
+                # Not persistent, so that state dicts of master weights load into the unconverted
+                # model. `_add_histories` adds copies for FP8 weights.
                 self.register_buffer(name, value, persistent=False)
         hooks: Any = self._load_state_dict_pre_hooks.values()
         if _before_load not in (known.hook for known in hooks):
             self.register_load_state_dict_pre_hook(_before_load)
             self.register_load_state_dict_post_hook(_after_load)
+            self.register_state_dict_post_hook(_add_histories)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and name in self._parameters:
@@ -238,6 +248,7 @@ def remove_fp8_params(module: Float8Params) -> None:
             delattr(module, name)
     remove_hook(module._load_state_dict_pre_hooks, _before_load)
     remove_hook(module._load_state_dict_post_hooks, _after_load)
+    remove_hook(module._state_dict_hooks, _add_histories)
 
     module.__class__ = original
     for name in [name for name in module.__dict__ if name.startswith("_fp8_")]:
@@ -343,13 +354,64 @@ def _materialize(module: Any, device: torch.device) -> None:
 # --- state dicts ----------------------------------------------------------------------------------
 
 
+def _add_histories(
+    module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """State-dict hook: add copies of the buffers of delayed scaling if the layer's weight is FP8.
+
+    The scale of an FP8 weight comes from its history, so a resumed training needs both.
+    """
+    if module._fp8_state.delayed is None:
+        return
+    if not any(is_fp8(module._parameters.get(name)) for name in module._fp8_params):
+        return
+    keep_local(module._buffers)
+    for name in BUFFERS:
+        state_dict[prefix + name] = module._buffers[name].detach().clone()
+
+
+def _pop_histories(
+    module: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
+) -> dict[str, Tensor] | None:
+    """Remove the buffers of delayed scaling from a state dict, and return copies of them.
+
+    Returns:
+        The buffers by name. None if the layer has none, or the state dict does not have all.
+    """
+    keys = [prefix + name for name in BUFFERS]
+    if module._fp8_state.delayed is None or not all(key in state_dict for key in keys):
+        return None
+    keep_local(module._buffers)
+    histories: dict[str, Tensor] = {}
+    for name, key in zip(BUFFERS, keys, strict=True):
+        value = state_dict.pop(key)
+        expected = module._buffers[name].shape
+        if value.shape == expected:
+            histories[name] = value.detach().clone()
+        else:
+            error_msgs.append(
+                f"size mismatch for {key}: copying a buffer of delayed scaling with shape "
+                f"{tuple(value.shape)} from the state dict, the shape in the current model is "
+                f"{tuple(expected)}. Convert with the amax_history_len of the saved model"
+            )
+    return histories if len(histories) == len(keys) else None
+
+
 def _before_load(
-    module: Any, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    module: Any,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
 ) -> None:
     names = [name for name in module._fp8_params if prefix + name in state_dict]
     if not names:
         return
     refuse_codes(module, state_dict, prefix)
+    module._fp8_loaded_histories = _pop_histories(module, state_dict, prefix, error_msgs)
     reset_scales(module)
     for name in names if local_metadata.get("assign_to_params_buffers", False) else ():
         value = state_dict[prefix + name]
@@ -367,6 +429,27 @@ def _after_load(module: Any, incompatible: Any) -> None:
     sharded_model = module._fp8_state.sharded_model
     if sharded_model is not None:
         sharded_model.sync_module(module)
+
+    # Writes and the synchronization fit the history of the weight to its rounded values. The saved
+    # history comes from exact values.
+    histories = module._fp8_loaded_histories
+    module._fp8_loaded_histories = None
+    if histories is not None:
+        load_histories(module, histories)
+
+
+@torch.no_grad()
+def load_histories(module: Any, histories: dict[str, Tensor]) -> None:
+    """Write saved buffers of delayed scaling to a layer.
+
+    Args:
+        module: a layer of a model with delayed scaling.
+        histories: the buffers, by name.
+    """
+    for name, value in histories.items():
+        module._buffers[name].copy_(value)
+    if not module.fp8_scale.is_meta:
+        module.fp8_ready = tuple((module.fp8_scale[:, 0] > 0).tolist())
 
 
 def _copy_into_fp8_weight(module: nn.Module, name: str, value: Any) -> Any:
