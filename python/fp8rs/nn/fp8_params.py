@@ -15,7 +15,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import become, can_share_data, is_distributed, own_part, set_local_tensor
+from fp8rs._torch import (
+    become,
+    can_share_data,
+    is_alias,
+    is_distributed,
+    own_part,
+    set_local_tensor,
+)
 from fp8rs.model.handle import local_of
 from fp8rs.model.state import ModelState, refuse_codes, remove_hook
 from fp8rs.quantize.cast import quantize_planes
@@ -65,16 +72,16 @@ class Float8Params(nn.Module):
         self._fp8_slots = SlotCache()
         self.fp8_ready = NOTHING_READY
         if state.delayed is not None:
-            device = getattr(self, names[0]).device
-            for name, value in new_buffers(state.delayed.recipe, device).items():
-                # Not persistent, so that state dicts of master weights load into the unconverted
-                # model. `_add_histories` adds copies for FP8 weights.
-                self.register_buffer(name, value, persistent=False)
+            weight = getattr(self, names[0])
+            for name, value in new_buffers(state.delayed.recipe, weight.device).items():
+                # State dicts of master weights load into the unconverted model. The scale of an FP8
+                # weight comes from its history, so a resumed training needs both.
+                self.register_buffer(name, value, persistent=is_fp8(weight))
         hooks: Any = self._load_state_dict_pre_hooks.values()
         if _before_load not in (known.hook for known in hooks):
             self.register_load_state_dict_pre_hook(_before_load)
             self.register_load_state_dict_post_hook(_after_load)
-            self.register_state_dict_post_hook(_add_histories)
+            self.register_state_dict_post_hook(_copy_histories)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and name in self._parameters:
@@ -248,7 +255,7 @@ def remove_fp8_params(module: Float8Params) -> None:
             delattr(module, name)
     remove_hook(module._load_state_dict_pre_hooks, _before_load)
     remove_hook(module._load_state_dict_post_hooks, _after_load)
-    remove_hook(module._state_dict_hooks, _add_histories)
+    remove_hook(module._state_dict_hooks, _copy_histories)
 
     module.__class__ = original
     for name in [name for name in module.__dict__ if name.startswith("_fp8_")]:
@@ -354,47 +361,55 @@ def _materialize(module: Any, device: torch.device) -> None:
 # --- state dicts ----------------------------------------------------------------------------------
 
 
-def _add_histories(
+def _copy_histories(
     module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """State-dict hook: add copies of the buffers of delayed scaling if the layer's weight is FP8.
+    """State-dict hook: replace the buffers of delayed scaling by copies.
 
-    The scale of an FP8 weight comes from its history, so a resumed training needs both.
+    `torch.distributed.checkpoint.load` writes to a state dict in place, and its writes to the
+    weights would change histories that it has loaded.
     """
     if module._fp8_state.delayed is None:
         return
-    if not any(is_fp8(module._parameters.get(name)) for name in module._fp8_params):
-        return
     keep_local(module._buffers)
     for name in BUFFERS:
-        state_dict[prefix + name] = module._buffers[name].detach().clone()
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = module._buffers[name].detach().clone()
 
 
-def _pop_histories(
+def _take_histories(
     module: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> dict[str, Tensor] | None:
-    """Remove the buffers of delayed scaling from a state dict, and return copies of them.
+    """Return copies of the buffers of delayed scaling in a state dict, by name.
+
+    The module's own buffers replace them in the state dict, or nothing if they are not persistent.
 
     Returns:
-        The buffers by name. None if the layer has none, or the state dict does not have all.
+        None if the state dict does not have all buffers.
     """
-    keys = [prefix + name for name in BUFFERS]
-    if module._fp8_state.delayed is None or not all(key in state_dict for key in keys):
+    if module._fp8_state.delayed is None:
         return None
     keep_local(module._buffers)
     histories: dict[str, Tensor] = {}
-    for name, key in zip(BUFFERS, keys, strict=True):
-        value = state_dict.pop(key)
-        expected = module._buffers[name].shape
-        if value.shape == expected:
+    for name in BUFFERS:
+        key = prefix + name
+        value = state_dict.pop(key, None)
+        buffer = module._buffers[name]
+        if name not in module._non_persistent_buffers_set:
+            state_dict[key] = buffer
+        # Torch's load of a full state dict passes the buffer itself for a missing entry.
+        if value is None or is_alias(value, buffer):
+            continue
+
+        if value.shape == buffer.shape:
             histories[name] = value.detach().clone()
         else:
             error_msgs.append(
                 f"size mismatch for {key}: copying a buffer of delayed scaling with shape "
                 f"{tuple(value.shape)} from the state dict, the shape in the current model is "
-                f"{tuple(expected)}. Convert with the amax_history_len of the saved model"
+                f"{tuple(buffer.shape)}. Convert with the amax_history_len of the saved model"
             )
-    return histories if len(histories) == len(keys) else None
+    return histories if len(histories) == len(BUFFERS) else None
 
 
 def _before_load(
@@ -411,7 +426,7 @@ def _before_load(
     if not names:
         return
     refuse_codes(module, state_dict, prefix)
-    module._fp8_loaded_histories = _pop_histories(module, state_dict, prefix, error_msgs)
+    module._fp8_loaded_histories = _take_histories(module, state_dict, prefix, error_msgs)
     reset_scales(module)
     for name in names if local_metadata.get("assign_to_params_buffers", False) else ():
         value = state_dict[prefix + name]
