@@ -70,7 +70,7 @@ def post_all_gather(
     layout, shard_spec = metadata.layout, metadata.shard_spec
     if out is not None:
         storage: PlaneStorage = own_part(out)._storage
-        planes = layout.refilled(storage, outputs, shard_spec, metadata.scale)
+        planes = layout.planes_of_last_unshard(storage, outputs, shard_spec, metadata.scale)
         if planes is None:
             # A training forward may write tensors that an inference forward has created.
             with torch.inference_mode(False), torch.no_grad():

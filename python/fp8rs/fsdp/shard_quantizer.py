@@ -24,7 +24,7 @@ from fp8rs.scaling.delayed import DelayedScalingState
 from fp8rs.scaling.reductions import index_tensor, reduce_packed_
 from fp8rs.scaling.streams import StreamDependency
 
-from .layout import AllGatherLayout, flat
+from .layout import AllGatherLayout, flat_bytes
 from .local_shard import LocalShard, set_scales, values_of
 
 _block_amax = torch.ops.fp8rs.block_amax.default
@@ -196,7 +196,7 @@ class TensorwiseShardQuantizer(ShardQuantizer):
             if shard.shard_spec.shards_batch:
                 assert shard.handle.scale is not None
                 scales = shard.handle.scale.view(-1, 1)
-                inputs.append((buffer, flat(scales, shard.shard_spec.padded_length, 1)))
+                inputs.append((buffer, flat_bytes(scales, shard.shard_spec.padded_length, 1)))
             else:
                 inputs.append((buffer,))
         return inputs
