@@ -334,7 +334,7 @@ class ShardedModel:
         """Quantize values into whole FP8 shards, with common scales: one all-reduce."""
         shards = list(map(self.quantizer.local_shard, handles, values))
         with torch.inference_mode(False), torch.no_grad():
-            for handle, planes in zip(handles, self.quantizer.planes(shards), strict=True):
+            for handle, planes in zip(handles, self.quantizer.quantize(shards), strict=True):
                 storage = handle.local._storage
                 row = planes[0]
                 if handle.local.numel():

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_spec, own_part, reshard
-from fp8rs.scaling.histories import fit_history
+from fp8rs.scaling.histories import WeightSlots, WrittenValues, fit_history
 from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor
 
 from .shard_spec import ShardSpec
@@ -212,8 +212,8 @@ class ParamHandle:
     # --- delayed scaling -------------------------------------------------------------------------
 
     @property
-    def slots(self) -> tuple[Tensor, Tensor] | None:
-        """With delayed scaling, the next scale (0 if there is none) and the recorded amax.
+    def slots(self) -> WeightSlots | None:
+        """With delayed scaling, the next scale and the recorded amax.
 
         A batched parameter has none: each of its matrices has a scale of its values.
         """
@@ -225,7 +225,7 @@ class ParamHandle:
         if parameter is None or own_part(parameter).dim() > 2:
             return None
         scales, amaxes = module._fp8_slots.get(module._buffers)
-        return scales[0], amaxes[0]
+        return WeightSlots(scales[0], amaxes[0])
 
     def fit_history(
         self,
@@ -248,7 +248,8 @@ class ParamHandle:
         slots = self.slots
         if slots is not None:
             history = cast(Tensor, self.module._buffers["fp8_amax_history"])[:, 0]
-            fit_history(slots, history, scale, amax, exact=exact, partial=partial, changed=changed)
+            values = WrittenValues(scale, amax, exact=exact, partial=partial, changed=changed)
+            fit_history(slots, history, values)
 
     # --- copies ----------------------------------------------------------------------------------
 
