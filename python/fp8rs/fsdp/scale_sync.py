@@ -36,9 +36,10 @@ from torch import Tensor
 
 from fp8rs._core import multi_rescale
 from fp8rs._torch import is_traced
+from fp8rs.quantize.formats import FP8_MAX
 from fp8rs.quantize.planes import Plane
 from fp8rs.quantize.spec import QuantSpec
-from fp8rs.scaling.histories import ScaleChange, differs, largest_code, raise_next_scales
+from fp8rs.scaling.histories import ScaleChange, differs, raise_next_scales
 from fp8rs.scaling.reductions import index_tensor
 
 from .float8_shard import Float8ParamHandle
@@ -229,7 +230,9 @@ def _tensor_contributions(
             written, because all ranks synchronize in each forward.
     """
     needed = stored.clone()
-    amaxes = stored * largest_code(quant_spec)
+    # The amaxes that the scales stand for. Pending values replace them by their own.
+    amax_of_scale_1 = FP8_MAX[quant_spec.fp8_dtype] / 2**quant_spec.margin
+    amaxes = stored * amax_of_scale_1
     empty_matrices: list[int] = []
     start = 0
     for shard in shards:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from fp8rs.scaling.reductions import (
 )
 from fp8rs.scaling.steps import StepTracker
 from fp8rs.scaling.streams import StreamDependency
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: A model warns after this many forwards in training mode without an optimizer step.
 WARN_AFTER = 100
@@ -81,7 +84,7 @@ class DelayedScalingState:
         specs: Sequence[QuantSpec],
         tracker: StepTracker,
         layers: Callable[[], Sequence[nn.Module | None]],
-        group: Any,
+        group: dist.ProcessGroup | None,
     ) -> None:
         self.recipe = recipe
         self.layers: Callable[[], Sequence[Any]] = layers
@@ -96,6 +99,7 @@ class DelayedScalingState:
         self._group = group
         #: The number of forwards in training mode, to warn if no step follows.
         self._forwards = 0
+        #: Whether an optimizer has stepped.
         self._saw_step = False
         #: The forward that had begun when an optimizer last stepped.
         self._stepped_forward_id = 0
@@ -105,7 +109,8 @@ class DelayedScalingState:
         #: The last writes to all buffers of each pack: when it was built, or when it rolled.
         self._pack_writes: list[StreamDependency] = []
         #: The meshes that layers are sharded over, with the layers' indices, in order of arrival.
-        self._meshes: dict[Any, dict[int, None]] = {}
+        self._meshes: dict[DeviceMesh, dict[int, None]] = {}
+        #: Whether the ranks of the group have compared their numbers of layers.
         self._compared = False
 
     # --- forwards and steps ----------------------------------------------------------------------
@@ -364,7 +369,7 @@ class DelayedScalingState:
 
     # --- ranks -----------------------------------------------------------------------------------
 
-    def add_mesh(self, mesh: Any, index: int) -> None:
+    def add_mesh(self, mesh: DeviceMesh, index: int) -> None:
         """Record that FSDP2 or tensor parallelism shards operands of a layer over a mesh."""
         self._meshes.setdefault(mesh, {})[index] = None
 
@@ -409,13 +414,13 @@ _models: weakref.WeakValueDictionary[str, DelayedScalingState] = weakref.WeakVal
 
 
 @constant_when_traced
-def note_compiled(mark: str, what: str) -> bool:
+def note_compiled(mark: str, part: str) -> bool:
     """Record that the forward of a "model" or of one of its layers ("layer") is being compiled.
 
     This function runs at trace time. Dynamo does not support setting attributes inside an
     activation checkpoint, so the model is looked up by its mark.
     """
-    _models[mark].compiled.add(what)
+    _models[mark].compiled.add(part)
     return True
 
 

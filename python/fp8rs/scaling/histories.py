@@ -30,7 +30,6 @@ from fp8rs._torch import (
     local_tensor,
     outside_selective_checkpoints,
 )
-from fp8rs.quantize.formats import FP8_MAX
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.quantize.spec import QuantSpec
 from fp8rs.scaling.reductions import index_tensor
@@ -314,11 +313,6 @@ def _pack_layers(indices: list[int], layers: Sequence[Any]) -> Pack:
 
 
 # --- values that are written with scales of their own ---------------------------------------------
-
-
-def largest_code(spec: QuantSpec) -> float:
-    """Return the amax whose per-tensor scale is 1."""
-    return float(FP8_MAX[spec.fp8_dtype] / 2**spec.margin)
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from fp8rs._torch import in_fake_mode
 from fp8rs.quantize.cast import reduce_amax
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def index_tensor(indices: tuple[int, ...], device: torch.device) -> Tensor:
@@ -31,14 +34,16 @@ def _cached_indices(indices: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(indices, dtype=torch.int64, device=device)
 
 
-def mesh_groups(mesh: Any) -> list[Any]:
+def mesh_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """Return the process groups along all dimensions of a mesh."""
     if mesh.size() == dist.get_world_size():
-        return [dist.group.WORLD]
+        world = dist.group.WORLD
+        assert world is not None, "a mesh exists"
+        return [world]
     return [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
-def check_same_layers(layers: int, group: Any, device: torch.device) -> None:
+def check_same_layers(layers: int, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise ValueError on every rank of a group if the ranks have different numbers of layers."""
     # The maximum of negative counts is the negative minimum.
     counts = torch.tensor([layers, -layers], dtype=torch.int32, device=device)
@@ -63,7 +68,7 @@ class MaximaRange(NamedTuple):
     """
 
     indices: range
-    groups: Sequence[Any]
+    groups: Sequence[dist.ProcessGroup]
 
 
 def reduce_packed_(values: Tensor, ranges: Iterable[MaximaRange]) -> Tensor:
