@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -72,6 +73,8 @@ class AllGatherLayout:
         block_rows, block_cols = format.block
         self.columnwise = not format.square and block_cols != -1
         self.height = block_cols if self.columnwise else max(block_rows, 1)
+        #: The results of `extents`, because all-gathers read them.
+        self._extents: WeakKeyDictionary[ShardSpec, list[Extent]] = WeakKeyDictionary()
 
     def split_rows(self, spec: ShardSpec) -> tuple[int, ...]:
         """Return the rows of blocks of each matrix that shard boundaries split."""
@@ -132,14 +135,14 @@ class AllGatherLayout:
 
         Scales that every rank has are not included.
         """
-        tensors = tensors_of(planes[: 1 + self.columnwise])
-        extents = self.extents(spec)
         if self.gathers_codes_alone(spec):
-            codes = tensors[0].reshape(1, -1)
-            return (flat_bytes(codes, extents[0].rows, extents[0].cols),)
+            row = planes[0]
+            assert row is not None
+            return (flat_bytes(row.data.reshape(1, -1), 1, spec.padded_numel),)
 
+        tensors = tensors_of(planes[: 1 + self.columnwise])
         packed = []
-        for tensor, extent in zip(tensors, extents, strict=True):
+        for tensor, extent in zip(tensors, self.extents(spec), strict=True):
             if spec.batched:
                 # One row for each matrix. Scales per tensor (E,) have one column.
                 tensor = tensor.view(-1, 1) if tensor.dim() == 1 else tensor.flatten(1)
@@ -152,6 +155,13 @@ class AllGatherLayout:
         These are the rowwise codes and scales, then the columnwise ones if they are gathered. A
         batched weight has one row for each matrix. Codes that are gathered alone are in one row.
         """
+        extents = self._extents.get(spec)
+        if extents is None:
+            extents = self._compute_extents(spec)
+            self._extents[spec] = extents
+        return extents
+
+    def _compute_extents(self, spec: ShardSpec) -> list[Extent]:
         if self.gathers_codes_alone(spec):
             return [Extent(1, spec.padded_numel, self.fp8_dtype)]
 
