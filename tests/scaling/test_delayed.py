@@ -968,12 +968,12 @@ def test_steps_roll_after_forwards_that_are_not_announced(device, rolls, part):
     model, _ = build(device)
     note_compiled(state_of(model.a).delayed.mark, part)
     fp8rs.optimizer_stepped(model)
-    assert rolls.pop() == {"unsure": True}
+    assert rolls.pop() == {"maybe_no_forward": True}
     model(batch(device))
     fp8rs.optimizer_stepped(model)
-    assert rolls.pop() == {"unsure": False}
+    assert rolls.pop() == {"maybe_no_forward": False}
     fp8rs.optimizer_stepped(model)
-    assert rolls == ([{"unsure": True}] if part == "model" else [])
+    assert rolls == ([{"maybe_no_forward": True}] if part == "model" else [])
 
 
 def test_training_converges(device):

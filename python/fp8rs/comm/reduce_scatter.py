@@ -166,7 +166,7 @@ class GradientBuffer:
         numel = sum(run.numel for run in self.runs if run.in_bf16 == in_bf16)
         return torch.empty(ranks * numel, dtype=dtype, device=self.device)
 
-    def whole(self) -> Tensor:
+    def flat_memory(self) -> Tensor:
         """Return all memory as one flat tensor of ``dtype``."""
         if self.bf16 is not None and self.dtype == _BF16:
             return self.bf16
@@ -205,6 +205,7 @@ class GradientTensor(Tensor):
         """Allocate the memory in the copy of the gradients; run other operators on it."""
         kwargs = dict(kwargs or {})
         if func is torch.ops.aten.view.default and not args[0].buffer.is_allocated:
+            # A tensor on the meta device computes sizes of -1.
             size = torch.empty(args[0].shape, device="meta").view(args[1]).shape
             return GradientTensor(args[0].buffer, size)
 
@@ -215,11 +216,15 @@ class GradientTensor(Tensor):
                 func(gradients, *args[1:], **{**kwargs, "out": to})
 
             return out.buffer.fill(copy, args[0], out.shape[0])
-        return func(*map(_memory, args), **{name: _memory(x) for name, x in kwargs.items()})
+
+        plain_args = [_memory(arg) for arg in args]
+        plain_kwargs = {name: _memory(arg) for name, arg in kwargs.items()}
+        return func(*plain_args, **plain_kwargs)
 
 
 def _memory(x: Any) -> Any:
-    return x.buffer.whole().view(x.shape) if isinstance(x, GradientTensor) else x
+    """Return the memory of a `GradientTensor` in ``reduce_dtype``, or another value itself."""
+    return x.buffer.flat_memory().view(x.shape) if isinstance(x, GradientTensor) else x
 
 
 class SummedReduceScatter:
@@ -235,7 +240,9 @@ class SummedReduceScatter:
         self._group = group
         self._fsdp_group = fsdp_group
         self._comm = comm
+        #: The number of forwards before the last reduce-scatter.
         self._reduced_at = 0
+        #: The memory of an input that FSDP2 has allocated and not reduced yet.
         self._pending: GradientBuffer | None = None
 
     def allocate(
@@ -243,7 +250,8 @@ class SummedReduceScatter:
     ) -> Tensor:
         """Return the input if no gradients have been copied, else the output."""
         if self._pending is not None and self._pending.is_allocated:
-            return torch.empty(*size, dtype=_F32 if dtype == _BF16 else dtype, device=device)
+            output_dtype = _F32 if dtype == _BF16 else dtype
+            return torch.empty(*size, dtype=output_dtype, device=device)
         if dtype not in (_BF16, _F32):
             return torch.empty(*size, dtype=dtype, device=device)
         numel = int(size[0])

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8rs._core import __version__
@@ -31,86 +32,108 @@ from .float8_shard import Float8Shard
 from .master_weight import MasterWeight
 
 #: How a weight is gathered, by the class of its local tensor.
-GATHERED: dict[type, str] = {MasterWeight: "quantized before it is gathered", Float8Shard: "FP8"}
+GATHERED_AS: dict[type, str] = {
+    MasterWeight: "quantized before it is gathered",
+    Float8Shard: "FP8",
+}
+HIGH_PRECISION = "gathered in high precision"
 #: How long a rank waits for others before it warns which ranks are missing.
 WARN_AFTER = timedelta(seconds=30)
 
 
-def compare_conversions(state: ModelState, mesh: Any) -> None:
+def compare_conversions(state: ModelState, mesh: DeviceMesh) -> None:
     """Compare the conversion of a model over the ranks of a mesh.
 
     Raises:
         ValueError: a rank converted the model in another way.
         TimeoutError: a rank did not take part before the store's time-out.
     """
-    if mesh.size() > 1 and mesh.get_coordinate() is not None and (store := own_store()) is not None:
+    if mesh.size() == 1 or mesh.get_coordinate() is None:
+        return
+    store = own_store()
+    if store is not None:
         compare(store, conversion(state, mesh), mesh.mesh.flatten().tolist())
 
 
-def conversion(state: ModelState, mesh: Any) -> dict[str, str]:
+def conversion(state: ModelState, mesh: DeviceMesh) -> dict[str, str]:
     """Describe the version, the recipe and the converted weights that are sharded over a mesh."""
-    described = {"fp8rs": __version__, "recipe": describe(state.recipe)}
-    for name, layer in zip(state.names, state.layers(), strict=False):
-        params: Any = () if layer is None else layer._fp8_params
-        for param in params:
-            weight: Any = layer._parameters.get(param)  # type: ignore[union-attr]
+    description = {"fp8rs": __version__, "recipe": describe(state.recipe)}
+    for layer_name, layer in zip(state.names, state.layers(), strict=False):
+        if layer is None:
+            continue
+        parameter_names: Any = layer._fp8_params
+        for name in parameter_names:
+            weight: Any = layer._parameters.get(name)
             if isinstance(weight, DTensor) and weight.device_mesh == mesh:
-                kind = GATHERED.get(type(local_of(weight)), "gathered in high precision")
-                described[f"{param} of {name}"] = kind
-    return described
+                kind = type(local_of(weight))
+                description[f"{name} of {layer_name}"] = GATHERED_AS.get(kind, HIGH_PRECISION)
+    return description
 
 
-def compare(store: Any, said: dict[str, str], ranks: Sequence[int]) -> None:
+def compare(store: Any, description: dict[str, str], ranks: Sequence[int]) -> None:
     """Raise if the descriptions of two ranks differ. All ``ranks`` call this function.
 
     The first rank reads all descriptions. The other ranks read its result.
 
     Args:
         store: a connection of this call's own to the store of all ranks.
-        said: this rank's `conversion`.
+        description: this rank's `conversion`.
         ranks: the ranks of the mesh.
 
     Raises:
         ValueError: two descriptions differ.
         TimeoutError: a rank did not take part before the store's time-out.
     """
-    me = dist.get_rank()
-    among = f"fp8rs {hashlib.sha256(repr(ranks).encode()).hexdigest()}"
+    this_rank = dist.get_rank()
+    mesh_key = f"fp8rs {hashlib.sha256(repr(ranks).encode()).hexdigest()}"
     # The counter is in the store, because it must continue after a process group is created again.
-    key = f"{among} {store.add(f'{among} {me}', 1)}"
-    texts = {rank: f"{key} rank {rank}" for rank in ranks}
-    store.set(texts[me], json.dumps(said))
-    if me == ranks[0]:
-        _wait(store, list(texts.values()), texts)
-        found = (difference(said, json.loads(store.get(texts[rank])), me, rank) for rank in ranks)
-        store.set(f"{key} result", next(filter(None, found), ""))
-    _wait(store, [f"{key} result"], texts)
-    if differing := store.get(f"{key} result").decode():
+    comparison = store.add(f"{mesh_key} {this_rank}", 1)
+    key = f"{mesh_key} {comparison}"
+    result_key = f"{key} result"
+    key_of_rank = {rank: f"{key} rank {rank}" for rank in ranks}
+
+    store.set(key_of_rank[this_rank], json.dumps(description))
+    if this_rank == ranks[0]:
+        _wait(store, list(key_of_rank.values()), key_of_rank)
+        result = ""
+        for rank in ranks:
+            other_description = json.loads(store.get(key_of_rank[rank]))
+            result = difference(description, other_description, this_rank, rank)
+            if result:
+                break
+        store.set(result_key, result)
+
+    _wait(store, [result_key], key_of_rank)
+    result = store.get(result_key).decode()
+    if result:
         raise ValueError(
-            f"{differing}: they would misread each other's bytes. Convert with the same "
+            f"{result}: they would misread each other's bytes. Convert with the same "
             "arguments, and the same fp8rs, on all ranks that a model is sharded over"
         )
 
 
-def difference(ours: dict[str, str], theirs: dict[str, str], me: int, rank: int) -> str:
+def difference(
+    description: dict[str, str], other_description: dict[str, str], rank: int, other_rank: int
+) -> str:
     """Return the first difference of two ranks' conversions as a sentence, or an empty string."""
-    for what in {**ours, **theirs}:
-        mine, other = ours.get(what, "not converted"), theirs.get(what, "not converted")
-        if mine != other:
-            return f"{what} is {mine} on rank {me} and {other} on rank {rank}"
+    for name in {**description, **other_description}:
+        value = description.get(name, "not converted")
+        other_value = other_description.get(name, "not converted")
+        if value != other_value:
+            return f"{name} is {value} on rank {rank} and {other_value} on rank {other_rank}"
     # Scales are packed for the all-reduce in the order of the layers.
-    if list(ours) != list(theirs):
-        return f"the order of converted layers differs on ranks {me} and {rank}"
+    if list(description) != list(other_description):
+        return f"the order of converted layers differs on ranks {rank} and {other_rank}"
     return ""
 
 
-def _wait(store: Any, keys: list[str], texts: Mapping[int, str]) -> None:
+def _wait(store: Any, keys: list[str], key_of_rank: Mapping[int, str]) -> None:
     """Wait for keys. After `WARN_AFTER`, the first of the waiting ranks warns which are missing.
 
     Args:
         store: where the keys are set.
         keys: the keys to wait for, up to the store's time-out.
-        texts: the key that each rank sets when it joins.
+        key_of_rank: the key that each rank sets when it joins.
 
     Raises:
         TimeoutError: the time-out passed.
@@ -122,15 +145,24 @@ def _wait(store: Any, keys: list[str], texts: Mapping[int, str]) -> None:
             store.wait(keys, timeout)
             return
         except dist.DistStoreError as error:
-            joined = [rank for rank, key in texts.items() if store.check([key])]
-            missing = [rank for rank in texts if rank not in joined] or list(texts)[:1]
-            last = timeout is timeouts[-1]
+            joined = []
+            missing = []
+            for rank, key in key_of_rank.items():
+                if store.check([key]):
+                    joined.append(rank)
+                else:
+                    missing.append(rank)
+            if not missing:
+                missing = list(key_of_rank)[:1]  # the first rank has not set the result
+
+            is_last = timeout is timeouts[-1]
+            waited = limit if is_last else timeout
             problem = (
-                f"fp8rs has waited {limit if last else timeout} to compare conversions before the "
+                f"fp8rs has waited {waited} to compare conversions before the "
                 f"first all-gather: ranks {missing[:8]} have not joined. Check that every rank "
                 "converts the same layers and runs the model's forward"
             )
-            if last:
+            if is_last:
                 raise TimeoutError(problem) from error
             if joined[0] == dist.get_rank():
                 warnings.warn(f"{problem}. An error is raised after {limit}", stacklevel=2)
@@ -152,23 +184,33 @@ def check_settings(state: ModelState) -> None:
         ValueError: ``reshard_after_forward`` is such a number.
         RuntimeError: a parameter was cast after FSDP2 gathered it for the first time.
     """
-    for name, group in fsdp_groups(state.root):
-        places = [(p, *fsdp_place(p)) for p in group.fsdp_params]
-        smaller = getattr(group, "post_forward_mesh_info", None)
-        partial = smaller is not None and smaller != group.mesh_info
-        if partial and any(local_of(parameter) is not None for *_, parameter in places):
-            size = getattr(smaller, "shard_mesh_size", "a number")
+    for unit_name, group in fsdp_groups(state.root):
+        _check_reshard_after_forward(unit_name, group)
+        for fsdp_param in group.fsdp_params:
+            module, name, parameter = fsdp_place(fsdp_param)
+            # FSDP2 sets this attribute in its first forward.
+            first_dtype = getattr(fsdp_param, "orig_dtype", None)
+            was_cast = first_dtype not in (None, parameter.dtype)
+            # FP8 weights are bytes in any dtype.
+            if was_cast and not is_fp8(parameter):
+                raise RuntimeError(
+                    f"{name} of {type(module).__name__} is {parameter.dtype}, and was "
+                    f"{first_dtype} when FSDP2 began to gather it: cast a model "
+                    "before its first forward"
+                )
+
+
+def _check_reshard_after_forward(unit_name: str, group: Any) -> None:
+    """Raise ValueError if FSDP2 keeps a part of FP8 parameters after the forward of a group."""
+    post_forward_mesh = getattr(group, "post_forward_mesh_info", None)
+    if post_forward_mesh is None or post_forward_mesh == group.mesh_info:
+        return
+    for fsdp_param in group.fsdp_params:
+        _, _, parameter = fsdp_place(fsdp_param)
+        if local_of(parameter) is not None:
+            size = getattr(post_forward_mesh, "shard_mesh_size", "a number")
             raise ValueError(
-                f"fully_shard(..., reshard_after_forward={size}) on {name or 'the root'} "
+                f"fully_shard(..., reshard_after_forward={size}) on {unit_name or 'the root'} "
                 "does not work with FP8 all-gather: use True or False, or convert with "
                 "enable_fsdp_float8_all_gather=False"
             )
-        for known, owner, own_name, parameter in places:
-            begun = getattr(known, "orig_dtype", None)  # with FSDP2's first forward
-            # FP8 weights are bytes in any dtype.
-            if begun not in (None, parameter.dtype) and not is_fp8(parameter):
-                raise RuntimeError(
-                    f"{own_name} of {type(owner).__name__} is {parameter.dtype}, and was "
-                    f"{begun} when FSDP2 began to gather it: cast a model "
-                    "before its first forward"
-                )

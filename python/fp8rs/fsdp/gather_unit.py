@@ -12,19 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fp8rs._torch import current_stream_id, reshards_parameters, sharded_local_tensor
-from fp8rs.model.handle import ParamHandle
+from fp8rs.model.handle import LocalTensor, ParamHandle
 from fp8rs.scaling.steps import StepTracker
 from fp8rs.scaling.streams import StreamDependency, stream_of
 
 from .layout import AllGatherMetadata
 from .local_shard import LocalShard, values_of
 from .shard_quantizer import ShardQuantizer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class GatherUnit:
@@ -47,12 +51,13 @@ class GatherUnit:
 
     Args:
         handles: the parameters' handles, in the order of their hooks.
-        fsdp_params: FSDP2's objects of the same parameters, or none if FSDP2's group is not known.
+        fsdp_params: FSDP2's ``FSDPParam`` of the same parameters, or none if FSDP2's group is not
+            known.
         quantizer: quantizes shards.
         tracker: counts the model's forwards.
         refresh_scales: computes the stale scales of all units that are sharded over the same ranks
             as the given one.
-        fsdp_group: FSDP2's group of the parameters, or None if it is not known.
+        fsdp_group: FSDP2's ``FSDPParamGroup`` of the parameters, or None if it is not known.
 
     Attributes:
         handles: the parameters' handles, in the order of their hooks.
@@ -90,14 +95,15 @@ class GatherUnit:
         self._write_events: dict[int, torch.cuda.Event] = {}
 
     @property
-    def shard_groups(self) -> tuple[Any, ...]:
+    def shard_groups(self) -> tuple[ProcessGroup, ...]:
         """The process group of the ranks that the parameters are sharded over."""
         return self.handles[0].shard_spec.shard_groups
 
     @property
-    def mesh(self) -> Any:
+    def mesh(self) -> DeviceMesh:
         """The device mesh of the parameters."""
-        return self.handles[0].parameter.device_mesh
+        mesh: DeviceMesh = self.handles[0].parameter.device_mesh
+        return mesh
 
     @property
     def is_sharded(self) -> bool:
@@ -123,9 +129,10 @@ class GatherUnit:
 
     def _shard(self, index: int) -> LocalShard:
         handle = self.handles[index]
-        local = (
-            sharded_local_tensor(self._fsdp_params[index]) if self._fsdp_params else handle.local
-        )
+        if self._fsdp_params:
+            local = sharded_local_tensor(self._fsdp_params[index])
+        else:
+            local = handle.local
         shard = self._shards[index]
         # FSDP2 may replace the local tensor at any time, and assigning to `.data` its values.
         if shard is None or shard.data is not values_of(local):
@@ -135,7 +142,7 @@ class GatherUnit:
 
     # --- all-gathers -----------------------------------------------------------------------------
 
-    def all_gather_inputs(self, local: Any) -> AllGatherMetadata:
+    def all_gather_inputs(self, local: LocalTensor) -> AllGatherMetadata:
         """Return the tensors that FSDP2 gathers for a parameter, with the metadata of the gather.
 
         Args:
@@ -146,20 +153,20 @@ class GatherUnit:
         """
         index = self._index[local._handle]
         in_backward = self._tracker.in_backward
-        metadata = self._codes_for_hooks[index]
+        codes = self._codes_for_hooks[index]
         if in_backward:
-            if metadata is None:
-                metadata = self._codes_for_backward[index]
+            if codes is None:
+                codes = self._codes_for_backward[index]
             self._codes_for_backward[index] = None
 
-        if metadata is None or self.is_stale(self._tracker.forward_id, in_backward):
-            metadata = self._prepare(index, local, in_backward)
+        if codes is None or self.is_stale(self._tracker.forward_id, in_backward):
+            codes = self._prepare(index, local, in_backward)
 
-        metadata.ready.wait()
+        codes.ready.wait()
         self._codes_for_hooks[index] = None
-        return metadata
+        return codes
 
-    def _prepare(self, index: int, local: Any, in_backward: bool) -> AllGatherMetadata:
+    def _prepare(self, index: int, local: LocalTensor, in_backward: bool) -> AllGatherMetadata:
         """Cast the shards from ``index`` on, with scales that are not stale."""
         if self.is_stale(self._tracker.forward_id, in_backward):
             self._refresh_scales(self)
@@ -169,21 +176,23 @@ class GatherUnit:
         has_backward = self._tracker.in_forward and self._tracker.grad
         keep = has_backward and reshards_parameters(self._fsdp_group)
         shard = self._shard(index)
-        if values_of(local) is shard.data:
+        values = values_of(local)
+        if values is shard.data:
             shards = self.shards(index)
         else:
             # FSDP2 copies one offloaded shard at a time.
-            shards = [self._quantizer.local_shard(self.handles[index], local)]
+            shards = [self._quantizer.local_shard(self.handles[index], values)]
             keep = False
 
-        metadata = self._cast(shards)
-        for position, shard in enumerate(shards, index):
-            codes = metadata[position - index]
-            self._codes_for_hooks[position] = codes
+        codes_of_shards = self._cast(shards)
+        shard_index = index
+        for shard, codes in zip(shards, codes_of_shards, strict=True):
+            self._codes_for_hooks[shard_index] = codes
             # An FP8 shard is its codes, so there is nothing to keep.
             keep_codes = keep and not shard.is_fp8
-            self._codes_for_backward[position] = codes if keep_codes else None
-        return metadata[0]
+            self._codes_for_backward[shard_index] = codes if keep_codes else None
+            shard_index += 1
+        return codes_of_shards[0]
 
     def _cast(self, shards: Sequence[LocalShard]) -> list[AllGatherMetadata]:
         """Quantize shards on the current stream, with the scales on their handles."""
@@ -193,19 +202,22 @@ class GatherUnit:
             self.wait_for_writes()
             self._scales_ready.wait()
             inputs = self._quantizer.all_gather_inputs(shards)
-            scales = [s.handle.scale for s in shards if s.handle.scale is not None]
-            ready = StreamDependency(device, chain(scales, *inputs))
+            tensors = list(chain.from_iterable(inputs))
+            for shard in shards:
+                if shard.handle.scale is not None:
+                    tensors.append(shard.handle.scale)
+            ready = StreamDependency(device, tensors)
         # With delayed scaling, the cast has replaced the scales. Do not keep its codes alive.
         self._scales_ready = ready.for_tensors(scale_tensors(self.handles))
 
-        metadata = []
-        for shard, tensors in zip(shards, inputs, strict=True):
-            metadata.append(
-                AllGatherMetadata(
-                    self._quantizer.layout, shard.shard_spec, shard.handle.scale, tensors, ready
-                )
+        layout = self._quantizer.layout
+        codes_of_shards = []
+        for shard, shard_inputs in zip(shards, inputs, strict=True):
+            codes = AllGatherMetadata(
+                layout, shard.shard_spec, shard.handle.scale, shard_inputs, ready
             )
-        return metadata
+            codes_of_shards.append(codes)
+        return codes_of_shards
 
     def _check_not_written(self) -> None:
         """Raise RuntimeError if an FP8 weight was written since its scale was synchronized."""

@@ -7,16 +7,16 @@ hooks return, and calls the post-all-gather hook of each parameter with the gath
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fp8rs._torch import outside_selective_checkpoints, own_part
+from fp8rs.model.handle import AllGatherInputs, LocalTensor
 from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import wrap
 
-from .gather_unit import GatherUnit
 from .layout import AllGatherMetadata
 
 if TYPE_CHECKING:
@@ -39,20 +39,20 @@ class PreAllGather:
     )
     __slots__ = ("_local",)
 
-    def __init__(self, local: Any) -> None:
+    def __init__(self, local: LocalTensor) -> None:
         self._local = local
 
     @outside_selective_checkpoints
-    def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], AllGatherMetadata]:
+    def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], AllGatherInputs]:
         """Return the shard as flat uint8 tensors, equally long on all ranks, and metadata."""
-        unit: GatherUnit = self._local._handle.gather_unit
+        unit = self._local._handle.gather_unit
         metadata = unit.all_gather_inputs(self._local)
         return metadata.inputs, metadata
 
 
 @outside_selective_checkpoints
 def post_all_gather(
-    self: Any,
+    self: LocalTensor,
     all_gather_outputs: tuple[Tensor, ...],
     metadata: AllGatherMetadata,
     param_dtype: torch.dtype,
@@ -66,17 +66,22 @@ def post_all_gather(
         and allocates their memory.
     """
     metadata.ready.wait()
-    outputs = (*all_gather_outputs, *metadata.inputs[len(all_gather_outputs) :])
-    layout, shard_spec = metadata.layout, metadata.shard_spec
+    # With one rank, FSDP2 passes on the first input alone.
+    missing_outputs = metadata.inputs[len(all_gather_outputs) :]
+    outputs = (*all_gather_outputs, *missing_outputs)
+    layout = metadata.layout
+    shard_spec = metadata.shard_spec
+
     if out is not None:
         storage: PlaneStorage = own_part(out)._storage
-        planes = layout.refilled(storage, outputs, shard_spec, metadata.scale)
+        planes = layout.planes_of_last_unshard(storage, outputs, shard_spec, metadata.scale)
         if planes is None:
             # A training forward may write tensors that an inference forward has created.
             with torch.inference_mode(False), torch.no_grad():
                 planes = layout.unpack(outputs, shard_spec, metadata.scale, storage)
         storage.rowwise, storage.columnwise = planes
         return None
+
     with torch.inference_mode(False), torch.no_grad():
         planes = layout.unpack(outputs, shard_spec, metadata.scale)
         shape = torch.Size(shard_spec.unsharded_shape)

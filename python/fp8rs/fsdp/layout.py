@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -33,6 +35,25 @@ from fp8rs.tensor.plane_storage import PlaneStorage
 ALIGNMENT = 256
 
 
+class Extent(NamedTuple):
+    """The size of one tensor of a packed shard, with padding.
+
+    Attributes:
+        rows: number of rows.
+        cols: number of columns, in elements.
+        dtype: dtype of the elements: codes or scales.
+    """
+
+    rows: int
+    cols: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.rows * self.cols * self.dtype.itemsize
+
+
 class AllGatherLayout:
     """How weights of one format are laid out in all-gather buffers.
 
@@ -47,10 +68,13 @@ class AllGatherLayout:
     """
 
     def __init__(self, format: BlockFormat, fp8_dtype: torch.dtype) -> None:
-        self.format, self.fp8_dtype = format, fp8_dtype
-        rows, cols = format.block
-        self.columnwise = not format.square and cols != -1
-        self.height = cols if self.columnwise else max(rows, 1)
+        self.format = format
+        self.fp8_dtype = fp8_dtype
+        block_rows, block_cols = format.block
+        self.columnwise = not format.square and block_cols != -1
+        self.height = block_cols if self.columnwise else max(block_rows, 1)
+        #: The results of `extents`, because all-gathers read them.
+        self._extents: WeakKeyDictionary[ShardSpec, list[Extent]] = WeakKeyDictionary()
 
     def split_rows(self, spec: ShardSpec) -> tuple[int, ...]:
         """Return the rows of blocks of each matrix that shard boundaries split."""
@@ -65,6 +89,10 @@ class AllGatherLayout:
             return bool(spec.matrix_groups)
         return bool(self.split_rows(spec))
 
+    def gathers_codes_alone(self, spec: ShardSpec) -> bool:
+        """Whether every rank has the scales of the whole weight."""
+        return not spec.shards_batch and (self.format.per_tensor or spec.batched)
+
     # --- shards ----------------------------------------------------------------------------------
 
     def allocate(
@@ -78,14 +106,25 @@ class AllGatherLayout:
             device: where to allocate.
 
         Returns:
-            The shards with padding, as flat uint8, and the codes of the shapes in them, as views.
+            The shards as flat uint8, with padding of zeros, and the codes of the shapes in them, as
+            views that are not initialized.
         """
-        lengths = [spec.padded_numel for spec in specs]
-        sizes = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
+        padded_numels = [spec.padded_numel for spec in specs]
+        sizes = [-(-numel // ALIGNMENT) * ALIGNMENT for numel in padded_numels]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        parts = zip(buffer.split_with_sizes(sizes), lengths, strict=True)
-        padded = [part[:length] for part, length in parts]
-        return padded, [self.codes(*part) for part in zip(padded, shapes, strict=True)]
+
+        padded_shards = []
+        codes = []
+        for memory, padded_numel, shape in zip(
+            buffer.split_with_sizes(sizes), padded_numels, shapes, strict=True
+        ):
+            padded_shard = memory[:padded_numel]
+            numel = shape.numel()
+            if numel < padded_numel:
+                padded_shard[numel:].zero_()  # padding is gathered too
+            padded_shards.append(padded_shard)
+            codes.append(self.codes(padded_shard, shape))
+        return padded_shards, codes
 
     def codes(self, buffer: Tensor, shape: torch.Size) -> Tensor:
         """Return the codes of shape ``shape`` in a flat uint8 buffer, as a view."""
@@ -96,43 +135,62 @@ class AllGatherLayout:
 
         Scales that every rank has are not included.
         """
-        extents, made = self.extents(spec), tensors_of(planes[: 1 + self.columnwise])
         if self.gathers_codes_alone(spec):
-            return (flat(made[0].reshape(1, -1), *extents[0]),)
-        if spec.batched:
-            made = [t.view(-1, 1) if t.dim() == 1 else t.flatten(1) for t in made]
-        return tuple(flat(t, *extent) for t, extent in zip(made, extents, strict=True))
+            row = planes[0]
+            assert row is not None
+            return (flat_bytes(row.data.reshape(1, -1), 1, spec.padded_numel),)
 
-    def gathers_codes_alone(self, spec: ShardSpec) -> bool:
-        """Whether every rank has the scales of the whole weight."""
-        return not spec.shards_batch and (self.format.per_tensor or spec.batched)
+        tensors = tensors_of(planes[: 1 + self.columnwise])
+        packed = []
+        for tensor, extent in zip(tensors, self.extents(spec), strict=True):
+            if spec.batched:
+                # One row for each matrix. Scales per tensor (E,) have one column.
+                tensor = tensor.view(-1, 1) if tensor.dim() == 1 else tensor.flatten(1)
+            packed.append(flat_bytes(tensor, extent.rows, extent.cols))
+        return tuple(packed)
 
-    def extents(self, spec: ShardSpec) -> tuple[tuple[int, int], ...]:
-        """Return the rows and columns, in elements, of each matrix of a packed shard.
+    def extents(self, spec: ShardSpec) -> list[Extent]:
+        """Return the sizes of the tensors of a packed shard.
 
         These are the rowwise codes and scales, then the columnwise ones if they are gathered. A
         batched weight has one row for each matrix. Codes that are gathered alone are in one row.
         """
+        extents = self._extents.get(spec)
+        if extents is None:
+            extents = self._compute_extents(spec)
+            self._extents[spec] = extents
+        return extents
+
+    def _compute_extents(self, spec: ShardSpec) -> list[Extent]:
         if self.gathers_codes_alone(spec):
-            return ((1, spec.padded_numel),)
-        padded, ranks = spec.padded_length, spec.num_shards
+            return [Extent(1, spec.padded_numel, self.fp8_dtype)]
+
+        padded = spec.padded_length
+        scale_dtype = self.format.scale_dtype
+        extents = []
         if spec.batched:
-            codes = (padded, prod(spec.matrix_shape))
-            directions = (spec.matrix_shape, spec.matrix_shape[::-1])[: 1 + self.columnwise]
-            shapes = (self.format.scale_shape(*direction) for direction in directions)
-            return tuple(e for shape in shapes for e in (codes, (padded, prod(shape))))
+            rows, cols = spec.matrix_shape
+            plane_shapes = [(rows, cols), (cols, rows)][: 1 + self.columnwise]
+            for plane_shape in plane_shapes:
+                scales_per_matrix = prod(self.format.scale_shape(*plane_shape))
+                extents.append(Extent(padded, rows * cols, self.fp8_dtype))
+                extents.append(Extent(padded, scales_per_matrix, scale_dtype))
+            return extents
+
         rows, cols = spec.unsharded_shape
-        scale_rows = block_rows(rows, padded, ranks, self.format.block[0])
-        row = (padded, cols), (scale_rows, self.format.scale_shape(rows, cols)[1])
-        if not self.columnwise:
-            return row
-        return (*row, (cols, padded), (cols, block_rows(rows, padded, ranks, self.height)))
+        scale_rows = block_rows(rows, padded, spec.num_shards, self.format.block[0])
+        scale_cols = self.format.scale_shape(rows, cols)[1]
+        extents.append(Extent(padded, cols, self.fp8_dtype))
+        extents.append(Extent(scale_rows, scale_cols, scale_dtype))
+        if self.columnwise:
+            scale_cols = block_rows(rows, padded, spec.num_shards, self.height)
+            extents.append(Extent(cols, padded, self.fp8_dtype))
+            extents.append(Extent(cols, scale_cols, scale_dtype))
+        return extents
 
     def nbytes(self, spec: ShardSpec) -> int:
         """Return the bytes of a packed shard."""
-        sizes = (self.fp8_dtype.itemsize, self.format.scale_dtype.itemsize)
-        extents = self.extents(spec)
-        return sum(rows * cols * sizes[i % 2] for i, (rows, cols) in enumerate(extents))
+        return sum(extent.nbytes for extent in self.extents(spec))
 
     # --- unsharded weights -----------------------------------------------------------------------
 
@@ -142,10 +200,12 @@ class AllGatherLayout:
         FSDP2 frees and allocates their memory.
         """
         if spec.num_shards == 1 and not self.gathers_codes_alone(spec):
-            return tuple(tensors_of(planes)[1:])
-        return () if spec.batched else tuple(tensors_of(planes[1:]))
+            return tuple(tensors_of(planes)[1:])  # see `_copy_unsharded`
+        if spec.batched:
+            return ()
+        return tuple(tensors_of(planes[1:]))
 
-    def refilled(
+    def planes_of_last_unshard(
         self, last: PlaneStorage, outputs: Sequence[Tensor], spec: ShardSpec, scale: Tensor | None
     ) -> Planes | None:
         """Return the planes of the last unshard if FSDP2 gathered into their memory, else None.
@@ -153,14 +213,18 @@ class AllGatherLayout:
         Building equal planes from the outputs takes several times as long. Comparing storages
         suffices, because the views of `unpack` begin where an output begins.
         """
-        planes = last.rowwise, last.columnwise
-        tensors = tensors_of(planes)
         if self.gathers_codes_alone(spec):
             assert scale is not None
-            same = is_alias(tensors[0], outputs[0])
-            return (Plane(tensors[0], scale, self.format), None) if same else None
-        same = len(tensors) == len(outputs) and all(map(is_alias, tensors, outputs))
-        return planes if same else None
+            row = last.rowwise
+            if row is None or not is_alias(row.data, outputs[0]):
+                return None
+            return Plane(row.data, scale, self.format), None
+
+        planes = last.rowwise, last.columnwise
+        tensors = tensors_of(planes)
+        if len(tensors) != len(outputs) or not all(map(is_alias, tensors, outputs)):
+            return None
+        return planes
 
     def unpack(
         self,
@@ -177,57 +241,103 @@ class AllGatherLayout:
             scale: the scales of the whole weight, if every rank has them.
             last: the storage of the last unshard. Its `inner_tensors` are written again.
         """
-        format = self.format
-        codes = self.codes(outputs[0], torch.Size(spec.unsharded_shape))
         if self.gathers_codes_alone(spec):
             assert scale is not None
-            return Plane(codes, scale, format), None
+            codes = self.codes(outputs[0], torch.Size(spec.unsharded_shape))
+            return Plane(codes, scale, self.format), None
+
         if spec.num_shards == 1:
-            # FSDP2 has copied the first tensor alone. The others may be an FP8 shard's own, so that
-            # writes to the shard would change them.
-            own = last.tensors()[1:] if last else []
-            if len(own) + 1 != len(outputs):  # at first, and after `update_usage`
-                own = list(map(torch.empty_like, outputs[1:]))
-            memory = tuple(t.view(-1).view(torch.uint8) for t in own)
-            with preserve_version_counter(memory):
-                torch._foreach_copy_(memory, list(outputs[1:]))
-            outputs = outputs[0], *memory
-        batch, (rows, cols) = split_batch(spec.unsharded_shape, spec.batched)
-        if batch or spec.num_shards == 1:
-            row = Plane(codes, self._scales(outputs[1], batch, rows, cols), format)
-            if not self.columnwise:
-                return row, None
-            codes = self.codes(outputs[2], torch.Size((*batch, cols, rows)))
-            return row, Plane(codes, self._scales(outputs[3], batch, cols, rows), format)
-        padded, ranks = spec.padded_length, spec.num_shards
-        count, blocks_a_row = format.scale_shape(rows, cols)
-        scale = outputs[1].view(format.scale_dtype).view(-1, blocks_a_row)
-        scale = pick(scale, count, scale_order(rows, padded, ranks, format.block[0]))
-        row = Plane(codes, scale, format)
+            outputs = self._copy_unsharded(outputs, last)
+        if spec.num_shards == 1 or spec.batched:
+            return self._view_planes(outputs, spec)
+
+        row = self._join_rows(outputs[0], outputs[1], spec)
         if not self.columnwise:
             return row, None
-
         columnwise = last.columnwise if last else None
         if columnwise is None:
-            codes = torch.empty((cols, rows), dtype=self.fp8_dtype, device=codes.device)
-            blocks = codes.new_empty(format.scale_shape(cols, rows), dtype=format.scale_dtype)
-            columnwise = Plane(codes, blocks, format)
-        shards = outputs[2].view(self.fp8_dtype).view(ranks, cols, padded)
-        # Gathered as (rank, column, block). Blocks come first to be selected.
-        scale = outputs[3].view(format.scale_dtype).view(ranks, cols, -1)
-        blocks = scale.view(torch.uint8).transpose(1, 2).reshape(-1, cols)
-        order = scale_order(rows, padded, ranks, self.height)
-        blocks = pick(blocks, -(-rows // self.height), order)
-        with preserve_version_counter((columnwise.data, columnwise.scale)):
-            for shard, part in zip(shards, columnwise.data.split(padded, 1), strict=False):
-                part.copy_(shard[:, : part.shape[1]])
-            columnwise.scale.view(torch.uint8).copy_(blocks.t())
+            columnwise = self._new_columnwise(spec, outputs[0].device)
+        self._join_columns(columnwise, outputs[2], outputs[3], spec)
         return row, columnwise
+
+    def _copy_unsharded(
+        self, outputs: Sequence[Tensor], last: PlaneStorage | None
+    ) -> tuple[Tensor, ...]:
+        """Copy the tensors of one rank that FSDP2 has not copied: all but the first.
+
+        They may be the tensors of an FP8 shard itself. Writes to the shard would change them.
+        """
+        copies = last.tensors()[1:] if last else []
+        if len(copies) + 1 != len(outputs):  # at first, and after `update_usage`
+            copies = [torch.empty_like(output) for output in outputs[1:]]
+        memory = tuple(copy.view(-1).view(torch.uint8) for copy in copies)
+        with preserve_version_counter(memory):
+            torch._foreach_copy_(memory, list(outputs[1:]))
+        return outputs[0], *memory
+
+    def _view_planes(self, outputs: Sequence[Tensor], spec: ShardSpec) -> Planes:
+        """Return the planes of a batch of whole matrices, or of a shard that is the whole weight.
+
+        The gathered tensors are the planes, maybe with padding at their ends.
+        """
+        batch, (rows, cols) = split_batch(spec.unsharded_shape, spec.batched)
+        codes = self.codes(outputs[0], torch.Size(spec.unsharded_shape))
+        row = Plane(codes, self._scales(outputs[1], batch, rows, cols), self.format)
+        if not self.columnwise:
+            return row, None
+        codes = self.codes(outputs[2], torch.Size((*batch, cols, rows)))
+        return row, Plane(codes, self._scales(outputs[3], batch, cols, rows), self.format)
 
     def _scales(self, output: Tensor, batch: tuple[int, ...], rows: int, cols: int) -> Tensor:
         """Return the gathered scales of a batch of (rows, cols) matrices, or of one matrix."""
         shape = self.format.scale_shape(rows, cols, batch)
         return output.view(self.format.scale_dtype)[: prod(shape)].view(shape)
+
+    def _join_rows(self, codes_output: Tensor, scales_output: Tensor, spec: ShardSpec) -> Plane:
+        """Return the rowwise plane of a weight. Codes are a view, because shards are rows."""
+        rows, cols = spec.unsharded_shape
+        codes = self.codes(codes_output, torch.Size((rows, cols)))
+        scale_rows, scale_cols = self.format.scale_shape(rows, cols)
+        gathered_scales = scales_output.view(self.format.scale_dtype).view(-1, scale_cols)
+        order = scale_order(rows, spec.padded_length, spec.num_shards, self.format.block[0])
+        return Plane(codes, select_rows(gathered_scales, scale_rows, order), self.format)
+
+    def _new_columnwise(self, spec: ShardSpec, device: torch.device) -> Plane:
+        """Allocate a columnwise plane."""
+        rows, cols = spec.unsharded_shape
+        codes = torch.empty((cols, rows), dtype=self.fp8_dtype, device=device)
+        scale_shape = self.format.scale_shape(cols, rows)
+        scale = torch.empty(scale_shape, dtype=self.format.scale_dtype, device=device)
+        return Plane(codes, scale, self.format)
+
+    def _join_columns(
+        self, columnwise: Plane, codes_output: Tensor, scales_output: Tensor, spec: ShardSpec
+    ) -> None:
+        """Copy the ranks' columns of codes and of scales into a columnwise plane.
+
+        Args:
+            columnwise: the plane, with codes (cols, rows) of a weight (rows, cols).
+            codes_output: the gathered codes, (ranks, cols, padded rows of a shard).
+            scales_output: the gathered scales, (ranks, cols, blocks of a shard).
+            spec: how the weight is sharded.
+        """
+        rows, cols = spec.unsharded_shape
+        padded = spec.padded_length
+        ranks = spec.num_shards
+        shards = codes_output.view(self.fp8_dtype).view(ranks, cols, padded)
+
+        # Make rows of blocks (ranks * blocks, cols), to select them.
+        scales = scales_output.view(self.format.scale_dtype).view(ranks, cols, -1)
+        gathered_blocks = scales.view(torch.uint8).transpose(1, 2).reshape(-1, cols)
+        order = scale_order(rows, padded, ranks, self.height)
+        blocks = select_rows(gathered_blocks, -(-rows // self.height), order)
+
+        with preserve_version_counter((columnwise.data, columnwise.scale)):
+            # The last shards may be empty, so there may be fewer columns than shards.
+            columns_of_shards = columnwise.data.split(padded, 1)
+            for shard, columns in zip(shards, columns_of_shards, strict=False):
+                columns.copy_(shard[:, : columns.shape[1]])
+            columnwise.scale.view(torch.uint8).copy_(blocks.t())
 
 
 @dataclass(eq=False, slots=True)
@@ -251,26 +361,33 @@ class AllGatherMetadata:
 
 def tensors_of(planes: Iterable[Plane | None]) -> list[Tensor]:
     """Return the codes and scales of planes."""
-    return [t for plane in planes if plane is not None for t in (plane.data, plane.scale)]
+    tensors = []
+    for plane in planes:
+        if plane is not None:
+            tensors.append(plane.data)
+            tensors.append(plane.scale)
+    return tensors
 
 
-def flat(t: Tensor, rows: int, cols: int) -> Tensor:
+def flat_bytes(matrix: Tensor, rows: int, cols: int) -> Tensor:
     """Return a matrix as flat uint8, padded with zeros to (rows, cols) elements."""
-    t = t.contiguous()
-    if t.shape == (rows, cols):
-        return t.view(-1).view(torch.uint8)
-    full = torch.zeros((rows, cols * t.itemsize), dtype=torch.uint8, device=t.device)
-    if t.numel():
-        full[: t.shape[0], : t.shape[1] * t.itemsize] = t.view(torch.uint8)
-    return full.view(-1)
+    matrix = matrix.contiguous()
+    if matrix.shape == (rows, cols):
+        return matrix.view(-1).view(torch.uint8)
+
+    itemsize = matrix.itemsize
+    padded = torch.zeros((rows, cols * itemsize), dtype=torch.uint8, device=matrix.device)
+    if matrix.numel():
+        padded[: matrix.shape[0], : matrix.shape[1] * itemsize] = matrix.view(torch.uint8)
+    return padded.view(-1)
 
 
-def pick(scale: Tensor, count: int, order: tuple[int, ...] | None) -> Tensor:
-    """Return ``count`` rows of a matrix of scales, in the order that `scale_order` gave."""
+def select_rows(scales: Tensor, count: int, order: tuple[int, ...] | None) -> Tensor:
+    """Return ``count`` rows of a matrix of scales, in the order that `scale_order` returned."""
     if order is None:
-        return scale[:count]
-    chosen = scale.view(torch.uint8).index_select(0, index_tensor(order, scale.device))
-    return chosen.view(scale.dtype)
+        return scales[:count]
+    rows = index_tensor(order, scales.device)
+    return scales.view(torch.uint8).index_select(0, rows).view(scales.dtype)
 
 
 # --- blocks at shard boundaries -------------------------------------------------------------------
@@ -281,29 +398,37 @@ def pick(scale: Tensor, count: int, order: tuple[int, ...] | None) -> Tensor:
 @lru_cache(maxsize=1024)
 def block_rows(rows: int, padded: int, ranks: int, height: int) -> int:
     """Return the largest number of rows of blocks that a shard touches."""
-    most = 0
+    largest = 0
     for start in range(0, min(rows, ranks * padded), max(padded, 1)):
         end = min(start + padded, rows)
-        most = max(most, -(-end // height) - start // height)
-    return most
+        first_block = start // height
+        end_block = -(-end // height)
+        largest = max(largest, end_block - first_block)
+    return largest
 
 
 @lru_cache(maxsize=1024)
 def split_block_rows(rows: int, padded: int, ranks: int, height: int) -> tuple[int, ...]:
     """Return the rows of blocks that lie in more than one shard."""
-    boundaries = (k * padded for k in range(1, ranks))
-    return tuple(sorted({row // height for row in boundaries if row < rows and row % height}))
+    split_rows = set()
+    for rank in range(1, ranks):
+        boundary = rank * padded
+        if boundary < rows and boundary % height:
+            split_rows.add(boundary // height)
+    return tuple(sorted(split_rows))
 
 
 @lru_cache(maxsize=1024)
 def scale_order(rows: int, padded: int, ranks: int, height: int) -> tuple[int, ...] | None:
-    """Return where each row of blocks is among the gathered ones: in the first shard that has it.
+    """Return the index of each row of blocks among the gathered ones, in the first shard with it.
 
     None if the gathered rows are in order, so that they need not be selected.
     """
-    each = block_rows(rows, padded, ranks, height)
+    rows_per_shard = block_rows(rows, padded, ranks, height)
     order = []
     for block in range(-(-rows // height)):
         shard = block * height // padded
-        order.append(shard * each + block - shard * padded // height)
-    return None if order == list(range(len(order))) else tuple(order)
+        first_block = shard * padded // height
+        order.append(shard * rows_per_shard + block - first_block)
+    in_order = order == list(range(len(order)))
+    return None if in_order else tuple(order)

@@ -26,7 +26,7 @@ class LocalShard:
     """
 
     handle: ParamHandle
-    data: Any
+    data: Any  # a Tensor, or a QuantizedTensor if `is_fp8`
     shard_spec: ShardSpec
     device: torch.device
 

@@ -28,17 +28,18 @@ again is then exact except for subnormal numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from fp8rs._core import multi_rescale
 from fp8rs._torch import is_traced
+from fp8rs.quantize.formats import FP8_MAX
 from fp8rs.quantize.planes import Plane
 from fp8rs.quantize.spec import QuantSpec
-from fp8rs.scaling.histories import differs, largest_code, raise_next_scales
+from fp8rs.scaling.histories import ScaleChange, differs, raise_next_scales
 from fp8rs.scaling.reductions import index_tensor
 
 from .float8_shard import Float8ParamHandle
@@ -68,98 +69,153 @@ def fp8_handle(shard: LocalShard) -> Float8ParamHandle:
 
 
 # --- the common scale -----------------------------------------------------------------------------
+#
+# A rank contributes three values for each scale, which are reduced with MAX:
+# - needed: the scale that its own values need, 0 for zeros;
+# - stored: the scale that it stores;
+# - reversed: `_LARGEST_BITS` minus the bits of the stored scale, so that the maximum shows the
+#   smallest stored scale.
 
+#: The largest bits of a scale as int32.
 _LARGEST_BITS = 0x7FFFFFFF
-"""Scales are reduced with MAX, as int32 bits. The maximum of this minus the bits is the minimum."""
 
 
-def _contribution(scale: Tensor, wanted: Tensor) -> Tensor:
-    """Return what a rank contributes to the common scales, (3, ...), to be reduced with MAX.
+def _contribution(stored: Tensor, needed: Tensor) -> Tensor:
+    """Return what a rank contributes to the common scales, (3, ...).
 
     Args:
-        scale: the scales that this rank stores, fp32.
-        wanted: the scales that this rank's own values need, fp32 of the same shape. 0 for zeros.
+        stored: the scales that this rank stores, fp32.
+        needed: the scales that this rank's own values need, fp32 of the same shape.
     """
-    reversed_scale = (_LARGEST_BITS - scale.view(torch.int32)).view(torch.float32)
-    return torch.stack([wanted, scale, reversed_scale])
+    reversed_bits = _LARGEST_BITS - stored.view(torch.int32)
+    return torch.stack([needed, stored, reversed_bits.view(torch.float32)])
 
 
-def _wanted(
-    quant_spec: QuantSpec, handle: Float8ParamHandle, scale: Tensor, amax: Tensor
+def _needed_scales(
+    quant_spec: QuantSpec, handle: Float8ParamHandle, stored: Tensor, amax: Tensor
 ) -> Tensor:
     """Return the scales that a written shard's values need, fp32 of the shape of ``amax``.
 
-    The scales of pending values are computed from these already. Codes start from their scales.
+    Pending values were quantized with a scale computed from them, so keep it. Without pending
+    values, derive the scale from the stored codes.
     """
-    needed = scale if handle.pending is not None else quant_spec.keep_scale(scale, amax)
+    if handle.pending is not None:
+        needed = stored
+    else:
+        needed = quant_spec.keep_scale(stored, amax)
     return torch.where(amax == 0, 0.0, needed)
 
 
-def _common(wanted: Tensor, most: Tensor, reversed_least: Tensor) -> Tensor:
-    """Return the common scales, from reduced contributions.
+def _common_scales(needed: Tensor, stored: Tensor, reversed_bits: Tensor) -> Tensor:
+    """Return the common scales, from the maxima of all contributions.
 
     If all ranks store the same scale, it stays. A rank that changed nothing therefore keeps its
     bytes, however small its own values are. Otherwise the common scale is the one that the largest
     value of all ranks needs.
     """
-    equal = most.view(torch.int32) == _LARGEST_BITS - reversed_least.view(torch.int32)
-    return torch.where(equal | (wanted == 0), most, wanted)
+    largest_bits = stored.view(torch.int32)
+    smallest_bits = _LARGEST_BITS - reversed_bits.view(torch.int32)
+    all_equal = largest_bits == smallest_bits
+    all_zeros = needed == 0
+    return torch.where(all_equal | all_zeros, stored, needed)
 
 
-def _rescale(parts: Sequence[tuple[Tensor, Tensor, Tensor]], width: int | None) -> None:
+@dataclass(eq=False, slots=True)
+class CodesToRescale:
+    """Codes whose scales may change.
+
+    Attributes:
+        codes: (rows, columns) of a matrix, or (batch, rows, columns).
+        before: their scales, fp32, (scales,) of one matrix after the other.
+        after: the new scales, likewise.
+    """
+
+    codes: Tensor
+    before: Tensor
+    after: Tensor
+
+
+def _rescale(parts: Sequence[CodesToRescale], width: int | None) -> None:
     """Round codes to new scales. Codes whose scale stays are not read.
 
     Versions stay too, because values do not change and ranks synchronize in each forward. An
     earlier forward may still need the codes for its backward.
 
     Args:
-        parts: the codes (rows, columns) of a matrix, or (batch, rows, columns), their scales and
-            the new scales, both fp32 (blocks,) of one matrix after the other.
+        parts: the codes and their scales.
         width: columns per scale. None for one scale of each matrix.
     """
-    by_device: dict[torch.device, list[Any]] = {}
+    parts_by_device: dict[torch.device, list[CodesToRescale]] = {}
     for part in parts:
-        by_device.setdefault(part[0].device, []).append(part)
-    for device, members in by_device.items():
-        codes, scales, new = zip(*members, strict=True)
-        old = torch.cat(scales).to(device)
-        multi_rescale(codes, old, torch.cat(new).to(device), width)
+        parts_by_device.setdefault(part.codes.device, []).append(part)
+    for device, device_parts in parts_by_device.items():
+        codes = [part.codes for part in device_parts]
+        before = torch.cat([part.before for part in device_parts])
+        after = torch.cat([part.after for part in device_parts])
+        multi_rescale(codes, before.to(device), after.to(device), width)
 
 
 # --- one scale per tensor -------------------------------------------------------------------------
 
 
 def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
-    rows = [shard.data.planes[0] for shard in shards]
-    own = [row.scale.view(-1) for row in rows]
-    stored = torch.cat([scale.to(s.device) for scale, s in zip(own, shards, strict=True)])
-    contributions = _tensor_contributions(quantizer.quant_spec, shards, stored)
+    """Synchronize the scales of formats with one scale per tensor."""
+    planes = []
+    stored_scales = []  # (matrices,) views of the scales of each shard
+    scales_on_mesh = []
+    for shard in shards:
+        plane = shard.data.planes[0]
+        scale = plane.scale.view(-1)
+        planes.append(plane)
+        stored_scales.append(scale)
+        scales_on_mesh.append(scale.to(shard.device))
+    before = torch.cat(scales_on_mesh)
+
+    contributions = _tensor_contributions(quantizer.quant_spec, shards, before)  # (matrices, 4)
     counts = [shard.matrices for shard in shards]
-    reduced = quantizer.reduce(shards, contributions.view(-1), [4 * n for n in counts])
-    *maxima, amaxes = reduced.view(-1, 4).unbind(1)
-    common = _common(*maxima)
-    if is_traced(common):
+    sizes = [4 * count for count in counts]
+    maxima = quantizer.reduce(shards, contributions.view(-1), sizes).view(-1, 4)
+    needed, stored, reversed_bits, amaxes = maxima.unbind(1)
+    after = _common_scales(needed, stored, reversed_bits)
+    if is_traced(after):
         return
-    scales, before = common.split(counts), stored.split(counts)
-    amaxes_of_shards = amaxes.split(counts)
-    raise_next_scales([s.handle.slots for s in shards], scales, amaxes_of_shards, before)
-    each = zip(shards, rows, scales, before, amaxes_of_shards, strict=True)
-    parts = []
-    for shard, row, scale, old, amax in each:
+
+    before_per_shard = before.split(counts)
+    after_per_shard = after.split(counts)
+    amaxes_per_shard = amaxes.split(counts)
+    changes = []
+    for index, shard in enumerate(shards):
+        slots = shard.handle.slots
+        if slots is not None:
+            change = ScaleChange(
+                slots, before_per_shard[index], after_per_shard[index], amaxes_per_shard[index]
+            )
+            changes.append(change)
+    raise_next_scales(changes)
+
+    codes_to_rescale = []
+    for index, shard in enumerate(shards):
         handle = fp8_handle(shard)
-        values = handle.pending
+        plane = planes[index]
+        scale = after_per_shard[index]
         if handle.unsynced:
             # A write to an empty shard has no values to keep. The other shards may have new ones.
-            exact = values is not None or not shard.data.numel()
-            handle.fit_history(scale, amax, exact=exact)
-        if values is not None:
-            scale = scale.to(values.device).view(row.scale.shape)
-            made = _quantize(values, scale, row.data.dtype, True, False, None, row.batched)[0]
-            row.data.view(torch.uint8).copy_(made.view(torch.uint8))
+            exact = handle.pending is not None or not shard.data.numel()
+            handle.fit_history(scale, amaxes_per_shard[index], exact=exact)
+        if handle.pending is None:
+            codes = CodesToRescale(plane.matrix, before_per_shard[index], scale)
+            codes_to_rescale.append(codes)
         else:
-            parts.append((row.matrix, old, scale))
-    _rescale(parts, None)
-    torch._foreach_copy_(own, list(scales))
+            _round_again(handle.pending, plane, scale)
+    _rescale(codes_to_rescale, None)
+    torch._foreach_copy_(stored_scales, list(after_per_shard))
+
+
+def _round_again(values: Tensor, plane: Plane, scale: Tensor) -> None:
+    """Replace the codes of a plane by values that are rounded with a new scale."""
+    scale = scale.to(values.device).view(plane.scale.shape)
+    codes = _quantize(values, scale, plane.data.dtype, True, False, None, plane.batched)[0]
+    plane.data.view(torch.uint8).copy_(codes.view(torch.uint8))
 
 
 def _tensor_contributions(
@@ -173,66 +229,85 @@ def _tensor_contributions(
         stored: the scales of their matrices, fp32. Kernels are launched only for shards that were
             written, because all ranks synchronize in each forward.
     """
-    wanted, amaxes = stored.clone(), stored * largest_code(quant_spec)
-    empty: list[int] = []
-    ends = accumulate(shard.matrices for shard in shards)
-    for shard, end in zip(shards, ends, strict=True):
-        handle, places = fp8_handle(shard), range(end - shard.matrices, end)
-        at = slice(places.start, places.stop)
+    needed = stored.clone()
+    # The amaxes that the scales stand for. Pending values replace them by their own.
+    amax_of_scale_1 = FP8_MAX[quant_spec.fp8_dtype] / 2**quant_spec.margin
+    amaxes = stored * amax_of_scale_1
+    empty_matrices: list[int] = []
+    start = 0
+    for shard in shards:
+        end = start + shard.matrices
+        handle = fp8_handle(shard)
         if not shard.data.numel():
-            empty += places
+            empty_matrices += range(start, end)
         elif handle.unsynced:
-            scale = stored[at]
+            scale = stored[start:end]
             if handle.pending is not None:
-                amax = amaxes[at] = _multi_amax([handle.pending], shard.shard_spec.batched)
+                amax = _multi_amax([handle.pending], shard.shard_spec.batched)
+                amaxes[start:end] = amax
             else:
-                codes = shard.data.planes[0].data
-                magnitudes = codes.view(torch.uint8).reshape(len(places), -1) & 0x7F
-                largest = magnitudes.amax(1).view(codes.dtype)
-                amax = largest.to(scale.device, torch.float32) * scale
-            wanted[at] = _wanted(quant_spec, handle, scale, amax.to(scale.device))
-    found = torch.cat([_contribution(stored, wanted), amaxes.view(1, -1)])
-    if empty:  # the scales of empty shards do not count
-        found[:, index_tensor(tuple(empty), found.device)] = 0
-    return found.t().contiguous()
+                amax = _amaxes_of_codes(shard).to(scale.device) * scale
+            needed[start:end] = _needed_scales(quant_spec, handle, scale, amax.to(scale.device))
+        start = end
+
+    contributions = torch.cat([_contribution(stored, needed), amaxes.view(1, -1)])
+    if empty_matrices:  # the scales of empty shards do not count
+        contributions[:, index_tensor(tuple(empty_matrices), contributions.device)] = 0
+    return contributions.t().contiguous()
+
+
+def _amaxes_of_codes(shard: LocalShard) -> Tensor:
+    """Return the largest magnitudes (matrices,) of a shard's codes, fp32."""
+    codes: Tensor = shard.data.planes[0].data
+    magnitudes = codes.view(torch.uint8).reshape(shard.matrices, -1) & 0x7F
+    return magnitudes.amax(1).view(codes.dtype).to(torch.float32)
 
 
 # --- blocks that shard boundaries split -----------------------------------------------------------
 
 
 def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[LocalShard]) -> None:
-    grids = [_block_contributions(quantizer, shard) for shard in shards]
-    contributions = [grid[i] for i in range(3) for grid in grids]
-    reduced = quantizer.reduce_rows([*shards] * 3, contributions, quantizer.split_rows)
-    codes: list[tuple[Tensor, Tensor, Tensor]] = []
+    """Synchronize the scales of blocks that shard boundaries split."""
     height, width = quantizer.split_block
-    for i, shard in enumerate(shards):
-        common = _common(*reduced[i :: len(shards)])
+    rows_per_shard = [quantizer.split_rows(shard.shard_spec) for shard in shards]
+    grids = [_block_contributions(quantizer, shard) for shard in shards]
+    maxima_per_shard = quantizer.reduce_rows(shards, grids, rows_per_shard)
+
+    codes_to_rescale: list[CodesToRescale] = []
+    for index, shard in enumerate(shards):
+        needed, stored, reversed_bits = maxima_per_shard[index].unbind()
+        common = _common_scales(needed, stored, reversed_bits)  # (..., split rows, columns)
         if is_traced(common):
             return
         plane = _split_plane(quantizer, shard)
-        data, scales = plane.matrix, plane.scale
+        codes = plane.matrix
+        scales = plane.scale
         if quantizer.layout.columnwise:
-            data, scales = data.t(), scales.t()
-        places, indices = quantizer.places(shard, grids[i], quantizer.split_rows)
-        for place, row in zip(places, indices, strict=True):
-            start = place * height - quantizer.block_offset(shard)
-            rows = slice(max(start, 0), start + height)
-            scale, stored = common.select(-2, row).to(data.device), scales.select(-2, place)
-            before = stored.to(torch.float32, copy=True)
+            codes = codes.t()
+            scales = scales.t()
+
+        split_rows = quantizer.reduced_rows(shard, grids[index], rows_per_shard[index])
+        for grid_row, common_row in zip(split_rows.in_grid, split_rows.in_reduced, strict=True):
+            first = grid_row * height - quantizer.block_offset(shard)
+            rows = slice(max(first, 0), first + height)
+            row_codes = codes[..., rows, :]
+            stored_scale = scales.select(-2, grid_row)
+            before = stored_scale.to(torch.float32, copy=True)
+            after = common.select(-2, common_row).to(codes.device)
             if fp8_handle(shard).pending is None:
-                codes.append((data[..., rows, :], before.view(-1), scale.reshape(-1)))
+                part = CodesToRescale(row_codes, before.view(-1), after.reshape(-1))
+                codes_to_rescale.append(part)
             else:
                 values = _values(quantizer, shard)[..., rows, :]
-                changed = differs(scale, before)
-                _round_blocks(values, data[..., rows, :], changed, scale, width)
-            stored.copy_(scale.to(stored.dtype))
-    _rescale(codes, width)
+                _round_blocks(values, row_codes, differs(after, before), after, width)
+            stored_scale.copy_(after.to(stored_scale.dtype))
+    _rescale(codes_to_rescale, width)
 
 
 def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane:
     """Return the plane whose blocks shard boundaries split."""
-    return cast(Plane, shard.data.planes[quantizer.layout.columnwise])
+    row, columnwise = shard.data.planes
+    return cast(Plane, columnwise if quantizer.layout.columnwise else row)
 
 
 def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
@@ -246,13 +321,14 @@ def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
 
 def _block_contributions(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return contributions for each block of a shard, (3, ..., rows, columns of blocks)."""
-    scales, handle = _split_plane(quantizer, shard).scale.to(torch.float32), fp8_handle(shard)
+    handle = fp8_handle(shard)
+    stored = _split_plane(quantizer, shard).scale.to(torch.float32)
     if quantizer.layout.columnwise:
-        scales = scales.t().contiguous()
+        stored = stored.t().contiguous()
     if not handle.unsynced:
-        return _contribution(scales, scales)
+        return _contribution(stored, stored)
     amax = quantizer.block_amaxes(shard, _values(quantizer, shard))
-    return _contribution(scales, _wanted(quantizer.quant_spec, handle, scales, amax))
+    return _contribution(stored, _needed_scales(quantizer.quant_spec, handle, stored, amax))
 
 
 def _round_blocks(
@@ -263,13 +339,13 @@ def _round_blocks(
     A block has ``width`` columns. Blocks that already have their common scale keep their codes.
     """
 
-    def expand_scale(x: Tensor) -> Tensor:
-        x = x.repeat_interleave(width, -1)
-        return x[..., : values.shape[-1]].unsqueeze(-2)
+    def of_columns(block_values: Tensor) -> Tensor:
+        columns = block_values.repeat_interleave(width, -1)
+        return columns[..., : values.shape[-1]].unsqueeze(-2)
 
     # Devices that flush subnormals would compute an infinite inverse of the smallest E8M0 scale.
-    factor = expand_scale((1.0 / scale).clamp(max=2.0**127))
-    one = scale.new_ones(())
-    rounded = _quantize(values.to(torch.float32) * factor, one, codes.dtype)[0].view(torch.uint8)
-    old = codes.view(torch.uint8)
-    old.copy_(torch.where(expand_scale(changed), rounded, old))
+    factor = of_columns((1.0 / scale).clamp(max=2.0**127))
+    unit_scale = scale.new_ones(())
+    rounded = _quantize(values.to(torch.float32) * factor, unit_scale, codes.dtype)[0]
+    stored = codes.view(torch.uint8)
+    stored.copy_(torch.where(of_columns(changed), rounded.view(torch.uint8), stored))

@@ -7,9 +7,11 @@ all-reduce per process group for all shards together. `cast` quantizes shards wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,10 +23,10 @@ from fp8rs.quantize.cast import quantize_planes
 from fp8rs.quantize.planes import Planes
 from fp8rs.quantize.spec import QuantSpec
 from fp8rs.scaling.delayed import DelayedScalingState
-from fp8rs.scaling.reductions import index_tensor, reduce_packed_
+from fp8rs.scaling.reductions import MaximaRange, index_tensor, reduce_packed_
 from fp8rs.scaling.streams import StreamDependency
 
-from .layout import AllGatherLayout, flat
+from .layout import AllGatherLayout, flat_bytes
 from .local_shard import LocalShard, set_scales, values_of
 
 _block_amax = torch.ops.fp8rs.block_amax.default
@@ -33,18 +35,21 @@ _multi_quantize = torch.ops.fp8rs.multi_quantize.default
 _multi_quantize_delayed = torch.ops.fp8rs.multi_quantize_delayed.default
 _quantize_blocks = torch.ops.fp8rs.quantize_blocks.default
 
-#: Returns which rows of blocks of each matrix are reduced.
-RowsOf = Callable[[ShardSpec], Sequence[int]]
-
 
 def shard_quantizer(
-    quant_spec: QuantSpec, histories: DelayedScalingState | None = None
+    quant_spec: QuantSpec, delayed: DelayedScalingState | None = None
 ) -> ShardQuantizer:
-    """Return the quantizer of weights, with the histories of delayed scaling if there are any."""
-    if histories is not None:
-        return DelayedShardQuantizer(quant_spec, histories)
-    per_tensor = quant_spec.format.per_tensor
-    return (TensorwiseShardQuantizer if per_tensor else BlockwiseShardQuantizer)(quant_spec)
+    """Return the quantizer of weights.
+
+    Args:
+        quant_spec: how weights are quantized.
+        delayed: the state of delayed scaling, or None for other recipes.
+    """
+    if delayed is not None:
+        return DelayedShardQuantizer(quant_spec, delayed)
+    if quant_spec.format.per_tensor:
+        return TensorwiseShardQuantizer(quant_spec)
+    return BlockwiseShardQuantizer(quant_spec)
 
 
 class ShardQuantizer:
@@ -100,7 +105,7 @@ class ShardQuantizer:
         """
         if not sizes:
             sizes = [shard.matrices for shard in shards]
-        parts = []
+        ranges = []
         start = 0
         for shard, size in zip(shards, sizes, strict=True):
             if self.layout.format.per_tensor:
@@ -108,9 +113,9 @@ class ShardQuantizer:
             else:
                 # With tensor parallelism, blocks start at the edge of each rank's part.
                 groups = shard.shard_spec.shard_groups
-            parts.append((range(start, start + size), groups))
+            ranges.append(MaximaRange(range(start, start + size), groups))
             start += size
-        return reduce_packed_(values, parts)
+        return reduce_packed_(values, ranges)
 
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
         """Compute what ``cast`` needs from other ranks, and store it on the handles.
@@ -137,13 +142,14 @@ class ShardQuantizer:
         if len(masters) == len(shards):
             return self.cast(shards)
 
-        inputs_of = {}
-        if masters:
-            inputs_of = dict(zip(masters, self.cast(masters), strict=True))
+        inputs_of_masters = iter(self.cast(masters) if masters else [])
+        inputs = []
         for shard in shards:
             if shard.is_fp8:
-                inputs_of[shard] = self.layout.pack(shard.data.planes, shard.shard_spec)
-        return [inputs_of[shard] for shard in shards]
+                inputs.append(self.layout.pack(shard.data.planes, shard.shard_spec))
+            else:
+                inputs.append(next(inputs_of_masters))
+        return inputs
 
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
         """Quantize master weights with the scales on their handles, and pack them."""
@@ -156,7 +162,7 @@ class ShardQuantizer:
         cast, so nothing else would record their amaxes.
         """
 
-    def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
+    def quantize(self, shards: Sequence[LocalShard]) -> list[Planes]:
         """Quantize values that are written to whole FP8 weights, with scales from these values."""
         raise NotImplementedError
 
@@ -184,36 +190,34 @@ class TensorwiseShardQuantizer(ShardQuantizer):
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
         specs = [shard.shard_spec for shard in shards]
         shapes = [shard.data.shape for shard in shards]
-        buffers, codes = self.layout.allocate(specs, shapes, shards[0].device)
-        for shard, buffer in zip(shards, buffers, strict=True):
-            numel = shard.data.numel()
-            if numel < buffer.numel():
-                buffer[numel:].zero_()  # padding is gathered too
+        padded_shards, codes = self.layout.allocate(specs, shapes, shards[0].device)
         self._cast_into(shards, codes)
 
         inputs: list[tuple[Tensor, ...]] = []
-        for shard, buffer in zip(shards, buffers, strict=True):
+        for shard, padded_shard in zip(shards, padded_shards, strict=True):
             if shard.shard_spec.shards_batch:
-                assert shard.handle.scale is not None
-                scales = shard.handle.scale.view(-1, 1)
-                inputs.append((buffer, flat(scales, shard.shard_spec.padded_length, 1)))
+                scales = _scale_of(shard).view(-1, 1)
+                padded_scales = flat_bytes(scales, shard.shard_spec.padded_length, 1)
+                inputs.append((padded_shard, padded_scales))
             else:
-                inputs.append((buffer,))
+                inputs.append((padded_shard,))
         return inputs
 
     def _cast_into(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
+        """Quantize shards with the scales on their handles, in one launch."""
         scales = torch.hstack([_scale_of(shard) for shard in shards])
         _multi_quantize([shard.data for shard in shards], scales, codes, True)
 
     @override
-    def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
+    def quantize(self, shards: Sequence[LocalShard]) -> list[Planes]:
+        counts = [shard.matrices for shard in shards]
         amaxes = self._amaxes(shards)
         scales = self.quant_spec.scale_from_amax(amaxes)
-        counts = [shard.matrices for shard in shards]
-        planes_per_shard: list[Planes] = []
-        for shard, amax, scale in zip(
-            shards, amaxes.split(counts), scales.split(counts), strict=True
-        ):
+        amaxes_per_shard = amaxes.split(counts)
+        scales_per_shard = scales.split(counts)
+
+        planes_per_shard = []
+        for shard, amax, scale in zip(shards, amaxes_per_shard, scales_per_shard, strict=True):
             scale = scale.to(shard.data.device)
             if not shard.shard_spec.batched:
                 scale = scale.view(())
@@ -243,102 +247,100 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
     do the gradients of all ranks.
     """
 
-    def __init__(self, quant_spec: QuantSpec, histories: DelayedScalingState) -> None:
+    def __init__(self, quant_spec: QuantSpec, delayed: DelayedScalingState) -> None:
         super().__init__(quant_spec)
-        self._histories = histories
-        #: The amaxes of shards whose last cast was for an evaluation, and the casts.
-        self._unrecorded: dict[ParamHandle, tuple[Tensor, StreamDependency]] = {}
+        self._delayed = delayed
+        #: The amaxes of shards whose last cast was for an evaluation.
+        self._unrecorded: dict[ParamHandle, UnrecordedAmax] = {}
 
     @override
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
         batched = [shard for shard in shards if shard.shard_spec.batched]
         if batched:
             super().update_scales(batched)
-        single = [shard for shard in shards if not shard.shard_spec.batched]
-        if single:
-            set_scales(single, self._scales(single))
+        matrices = [shard for shard in shards if not shard.shard_spec.batched]
+        if not matrices:
+            return
 
-    def _scales(self, shards: Sequence[LocalShard]) -> Tensor:
-        """Return scales (n,) from the histories, and from the values of weights without a history.
+        def measure(positions: list[int]) -> Tensor:
+            return self._amaxes([matrices[position] for position in positions])
 
-        The measured amax begins the history, also for a layer that never runs.
-        """
-        _, slots = self._recorded(shards)
-        scales = self._histories.pack(shards[0].device).scale[slots, 0, 0].clone()
-        # The host knows which scales are not 0.
-        indices = []
-        for index, shard in enumerate(shards):
-            module: Any = shard.handle.module
-            if not module.fp8_ready[0]:
-                indices.append(index)
-        if not indices:
-            return scales
+        scales = self._delayed.weight_scales(layers_of(matrices), matrices[0].device, measure)
+        set_scales(matrices, scales)
 
-        new_shards = [shards[index] for index in indices]
-        amaxes = self._amaxes(new_shards)
-        finite = amaxes.isfinite()
-        positions = index_tensor(tuple(indices), scales.device)
-        current_scales = self.quant_spec.scale_from_amax(amaxes)
-        has_history = (scales[positions] > 0) & finite
-        scales[positions] = torch.where(has_history, scales[positions], current_scales)
-
-        if self._histories.records(shard.handle.module for shard in shards):
-            recorded, slots = self._recorded(new_shards)
-            recorded[slots] = torch.where(finite, recorded[slots].maximum(amaxes), recorded[slots])
-        return scales
-
+    @override
     def _cast_into(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
         # The forward has cast the values that a backward gathers, with the scales on the handles.
-        if self._histories.tracker.in_backward:
+        if self._delayed.tracker.in_backward:
             super()._cast_into(shards, codes)
             return
-        batched = [index for index, shard in enumerate(shards) if shard.shard_spec.batched]
+
+        batched = []
+        batched_codes = []
+        matrices = []
+        matrix_codes = []
+        for shard, shard_codes in zip(shards, codes, strict=True):
+            if shard.shard_spec.batched:
+                batched.append(shard)
+                batched_codes.append(shard_codes)
+            else:
+                matrices.append(shard)
+                matrix_codes.append(shard_codes)
         if batched:
-            super()._cast_into([shards[i] for i in batched], [codes[i] for i in batched])
-            single = [index for index in range(len(shards)) if index not in batched]
-            shards = [shards[i] for i in single]
-            codes = [codes[i] for i in single]
-        if shards:
-            self._cast_and_record(shards, codes)
+            super()._cast_into(batched, batched_codes)
+        if matrices:
+            self._cast_and_record(matrices, matrix_codes)
 
     def _cast_and_record(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
         """Cast shards, replace scales of non-finite values, and record the amaxes."""
+        device = shards[0].device
+        layers = layers_of(shards)
+        values = [shard.data for shard in shards]
         scales = torch.stack([_scale_of(shard) for shard in shards])
-        recorded, slots = self._recorded(shards)
-        records = self._histories.records(shard.handle.module for shard in shards)
-        amaxes = recorded[slots] if records else torch.zeros_like(scales)
-        used_scales = _multi_quantize_delayed(
-            [shard.data for shard in shards], scales, amaxes, codes
-        )
-        set_scales(shards, used_scales)
 
-        if records:
+        if self._delayed.records_weights(layers):
+            recorded = self._delayed.weight_amaxes(layers, device)
+            used_scales = _multi_quantize_delayed(values, scales, recorded.values, codes)
+            recorded.store()
             for shard in shards:
                 self._unrecorded.pop(shard.handle, None)
-            if not isinstance(slots, slice):
-                recorded[slots] = amaxes
-            return
-        ready = StreamDependency(shards[0].device, [amaxes])
-        for shard, amax in zip(shards, amaxes.unbind(), strict=True):
-            self._unrecorded[shard.handle] = amax, ready
+        else:
+            amaxes = torch.zeros_like(scales)
+            used_scales = _multi_quantize_delayed(values, scales, amaxes, codes)
+            ready = StreamDependency(device, [amaxes])
+            for shard, amax in zip(shards, amaxes.unbind(), strict=True):
+                self._unrecorded[shard.handle] = UnrecordedAmax(amax, ready)
+        set_scales(shards, used_scales)
 
     @override
     def record_gathered(self) -> None:
-        for handle, (amax, ready) in list(self._unrecorded.items()):
+        for handle, unrecorded in list(self._unrecorded.items()):
             if handle.is_sharded:
                 continue  # its next cast records the amax
-            if handle.state_if_any is None:
-                del self._unrecorded[handle]  # the layer was removed or converted back
-                continue
-            ready.wait()
-            recorded, slot = self._histories.pack(amax.device).weight_amaxes([handle.index])
-            recorded[slot] = recorded[slot].maximum(amax)
             del self._unrecorded[handle]
+            if handle.state_if_any is None:
+                continue  # the layer was removed or converted back
+            amax = unrecorded.amax
+            unrecorded.ready.wait()
+            self._delayed.weight_amaxes([handle.index], amax.device).raise_to(amax)
 
-    def _recorded(self, shards: Sequence[LocalShard]) -> tuple[Tensor, Any]:
-        """Return the recorded amaxes of all weights (layers,), and the shards' places in them."""
-        pack = self._histories.pack(shards[0].device)
-        return pack.weight_amaxes([shard.handle.index for shard in shards])
+
+@dataclass(eq=False, slots=True)
+class UnrecordedAmax:
+    """The amax of a weight that was cast for an evaluation.
+
+    Attributes:
+        amax: the amax (), fp32.
+        ready: the cast that computed it.
+    """
+
+    amax: Tensor
+    ready: StreamDependency
+
+
+def layers_of(shards: Sequence[LocalShard]) -> list[int]:
+    """Return the indices of the layers that shards belong to."""
+    return [shard.handle.index for shard in shards]
 
 
 def _scale_of(shard: LocalShard) -> Tensor:
@@ -348,6 +350,67 @@ def _scale_of(shard: LocalShard) -> Tensor:
 
 
 # --- one scale per block or row -------------------------------------------------------------------
+#
+# A *grid* has one value for each block that a shard touches: (..., rows, columns of blocks), where
+# leading dimensions are a batch's. A shard touches consecutive rows of blocks of each matrix. Some
+# rows are *reduced* over the ranks: those that shard boundaries split, or all. Every rank
+# contributes these rows of the whole matrix, with zeros in rows that its shard does not touch.
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedRows:
+    """The reduced rows of blocks that a shard touches.
+
+    Attributes:
+        in_grid: their indices in the shard's grid.
+        in_reduced: their indices among all reduced rows of the matrix.
+    """
+
+    in_grid: tuple[int, ...]
+    in_reduced: tuple[int, ...]
+
+    def copy_from_grid(self, grid: Tensor, reduced: Tensor) -> None:
+        """Copy the rows of a shard's grid to the reduced rows."""
+        if self.in_grid:  # most shards of a weight touch no reduced row
+            rows = grid.index_select(-2, index_tensor(self.in_grid, grid.device))
+            reduced.index_copy_(-2, index_tensor(self.in_reduced, reduced.device), rows)
+
+    def copy_to_grid(self, reduced: Tensor, grid: Tensor) -> None:
+        """Copy the reduced rows to the rows of a shard's grid."""
+        if self.in_grid:
+            rows = reduced.index_select(-2, index_tensor(self.in_reduced, reduced.device))
+            grid.index_copy_(-2, index_tensor(self.in_grid, grid.device), rows)
+
+
+@lru_cache(maxsize=1024)
+def reduced_rows_of(rows: tuple[int, ...], first_row: int, count: int) -> ReducedRows:
+    """Return which of the reduced rows of a matrix a shard touches.
+
+    Args:
+        rows: the reduced rows of blocks of the matrix.
+        first_row: the first row of blocks that the shard touches.
+        count: the number of rows of blocks that it touches.
+    """
+    in_grid = []
+    in_reduced = []
+    for index, row in enumerate(rows):
+        if first_row <= row < first_row + count:
+            in_grid.append(row - first_row)
+            in_reduced.append(index)
+    return ReducedRows(tuple(in_grid), tuple(in_reduced))
+
+
+@dataclass(eq=False, slots=True)
+class BlockAmaxes:
+    """The amaxes of a shard's blocks after the reduction.
+
+    Attributes:
+        grid: the amaxes of the blocks that the shard touches.
+        reduced: the amaxes of the reduced rows of the whole matrix.
+    """
+
+    grid: Tensor
+    reduced: Tensor
 
 
 class BlockwiseShardQuantizer(ShardQuantizer):
@@ -368,39 +431,57 @@ class BlockwiseShardQuantizer(ShardQuantizer):
 
     @override
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
-        amaxes = self._amaxes(shards, self.reduced_rows)
-        for shard in shards:
-            shard.handle.amaxes, reduced = amaxes.get(shard, (None, None))
-            if reduced is not None and self.layout.gathers_codes_alone(shard.shard_spec):
-                shard.handle.scale = self._scales_of(reduced)
+        rows_per_shard = [self.gathered_rows(shard.shard_spec) for shard in shards]
+        for shard, amaxes in zip(shards, self._amaxes(shards, rows_per_shard), strict=True):
+            handle = shard.handle
+            if amaxes is None:
+                handle.amaxes = None
+                continue
+            handle.amaxes = amaxes.grid
+            if self.layout.gathers_codes_alone(shard.shard_spec):
+                handle.scale = self._scales_of(amaxes.reduced)
 
     @override
     def copy_scales(self, shards: Sequence[LocalShard]) -> None:
         shards = [s for s in shards if self.layout.gathers_codes_alone(s.shard_spec)]
-        grids = [s.data.planes[0].scale.to(torch.float32) for s in shards]
-        reduced = self.reduce_rows(shards, grids, self.reduced_rows)
-        for shard, scales in zip(shards, reduced, strict=True):
+        rows_per_shard = [self.gathered_rows(shard.shard_spec) for shard in shards]
+        grids = [shard.data.planes[0].scale.to(torch.float32) for shard in shards]
+        reduced_scales = self.reduce_rows(shards, grids, rows_per_shard)
+        for shard, scales in zip(shards, reduced_scales, strict=True):
             shard.handle.scale = scales.to(self.layout.format.scale_dtype)
 
     @override
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
-        planes = [self._quantize(s, s.handle.amaxes) for s in shards]
-        return [self.layout.pack(p, s.shard_spec) for p, s in zip(planes, shards, strict=True)]
+        inputs = []
+        for shard in shards:
+            planes = self._quantize(shard, shard.handle.amaxes)
+            inputs.append(self.layout.pack(planes, shard.shard_spec))
+        return inputs
 
     @override
-    def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
-        amaxes = self._amaxes(shards, self.split_rows)
-        return [self._quantize(s, amaxes.get(s, (None,))[0]) for s in shards]
+    def quantize(self, shards: Sequence[LocalShard]) -> list[Planes]:
+        rows_per_shard = [self.split_rows(shard.shard_spec) for shard in shards]
+        planes_per_shard = []
+        for shard, amaxes in zip(shards, self._amaxes(shards, rows_per_shard), strict=True):
+            planes_per_shard.append(self._quantize(shard, None if amaxes is None else amaxes.grid))
+        return planes_per_shard
 
-    def _quantize(self, shard: LocalShard, amaxes: Tensor | None) -> Planes:
+    def _quantize(self, shard: LocalShard, grid_amaxes: Tensor | None) -> Planes:
         """Quantize a shard, with reduced amaxes of its blocks if shard boundaries split some."""
-        both, reduced = self.layout.columnwise, None
-        if amaxes is not None:
-            amaxes = amaxes.to(shard.data.device)
-            reduced = {"amax_columnwise": amaxes.t().contiguous()} if both else {"amax": amaxes}
-        block_offset = self.block_offset(shard)
+        block_amaxes = None
+        if grid_amaxes is not None:
+            grid_amaxes = grid_amaxes.to(shard.data.device)
+            if self.layout.columnwise:
+                block_amaxes = {"amax_columnwise": grid_amaxes.t().contiguous()}
+            else:
+                block_amaxes = {"amax": grid_amaxes}
         return quantize_planes(
-            self.quant_spec, shard.data, True, both, block_offset=block_offset, block_amaxes=reduced
+            self.quant_spec,
+            shard.data,
+            True,
+            self.layout.columnwise,
+            block_offset=self.block_offset(shard),
+            block_amaxes=block_amaxes,
         )
 
     def _scales_of(self, amaxes: Tensor) -> Tensor:
@@ -408,15 +489,21 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         quant_spec = self.quant_spec
         if not quant_spec.format.microscaled:
             return quant_spec.scale_from_amax(amaxes)
+        # Quantize one block of 1x32 zeros with each amax.
         zeros = amaxes.new_zeros(()).expand(amaxes.numel(), 32)
-        options: dict[str, Any] = {**quant_spec.block_options, "amax": amaxes.view(-1, 1)}
-        dtypes = quant_spec.fp8_dtype, quant_spec.format.scale_dtype
-        scale = _quantize_blocks(zeros, dtypes[0], (1, 32), dtypes[1], **options)[1]
+        _, scale, _, _ = _quantize_blocks(
+            zeros,
+            quant_spec.fp8_dtype,
+            (1, 32),
+            quant_spec.format.scale_dtype,
+            **quant_spec.block_options,
+            amax=amaxes.view(-1, 1),
+        )
         return cast(Tensor, scale.view(amaxes.shape))
 
     # --- blocks of several ranks -----------------------------------------------------------------
 
-    def reduced_rows(self, shard_spec: ShardSpec) -> tuple[int, ...]:
+    def gathered_rows(self, shard_spec: ShardSpec) -> tuple[int, ...]:
         """Return the rows of blocks of each matrix whose amaxes are reduced for an all-gather.
 
         If codes are gathered without scales, these are all rows.
@@ -426,77 +513,71 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         return self.split_rows(shard_spec)
 
     def _amaxes(
-        self, shards: Sequence[LocalShard], rows_of: RowsOf
-    ) -> dict[LocalShard, tuple[Tensor, Tensor]]:
-        """Return the amaxes of the blocks of shards that have rows of blocks to reduce.
+        self, shards: Sequence[LocalShard], rows_per_shard: Sequence[tuple[int, ...]]
+    ) -> list[BlockAmaxes | None]:
+        """Return the amaxes of the blocks of shards. None for a shard without reduced rows."""
+        indices = [index for index, rows in enumerate(rows_per_shard) if rows]
+        reduced_shards = [shards[index] for index in indices]
+        reduced_rows = [rows_per_shard[index] for index in indices]
+        grids = [self.block_amaxes(shard, shard.data) for shard in reduced_shards]
+        reduced_amaxes = self.reduce_rows(reduced_shards, grids, reduced_rows)
 
-        Returns:
-            For each of these shards, the amaxes of its own blocks and of the reduced rows.
-        """
-        shards = [s for s in shards if rows_of(s.shard_spec)]
-        grids = [self.block_amaxes(s, s.data) for s in shards]
-        reduced = self.reduce_rows(shards, grids, rows_of)
-        found = {}
-        for shard, grid, rows in zip(shards, grids, reduced, strict=True):
-            own = grid.to(shard.device)
-            places, indices = self.places(shard, own, rows_of)
-            copy_rows(rows, indices, own, places)
-            found[shard] = own, rows
-        return found
+        amaxes: list[BlockAmaxes | None] = [None] * len(shards)
+        for index, grid, reduced in zip(indices, grids, reduced_amaxes, strict=True):
+            shard = shards[index]
+            grid = grid.to(shard.device)
+            self.reduced_rows(shard, grid, rows_per_shard[index]).copy_to_grid(reduced, grid)
+            amaxes[index] = BlockAmaxes(grid, reduced)
+        return amaxes
 
     def block_amaxes(self, shard: LocalShard, values: Tensor) -> Tensor:
         """Return the amaxes of the blocks that a shard with these values touches."""
-        offset, batched = self.block_offset(shard), shard.shard_spec.batched
-        return cast(Tensor, _block_amax(values, self.split_block, offset, batched))
+        offset = self.block_offset(shard)
+        return cast(Tensor, _block_amax(values, self.split_block, offset, shard.shard_spec.batched))
 
     def block_offset(self, shard: LocalShard) -> int:
         """Return how many rows of the shard's first row of blocks are on the ranks before it."""
         return shard.shard_spec.row_offset % self.layout.height
 
-    def places(
-        self, shard: LocalShard, grid: Tensor, rows_of: RowsOf
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return which rows of a shard's grid are among the rows to reduce, and their indices.
+    def reduced_rows(self, shard: LocalShard, grid: Tensor, rows: tuple[int, ...]) -> ReducedRows:
+        """Return the reduced rows of blocks that a shard touches.
 
         Args:
             shard: the shard.
-            grid: (..., rows, columns of blocks) that the shard touches.
-            rows_of: the rows to reduce.
+            grid: its grid.
+            rows: the reduced rows of blocks of the whole matrix.
         """
-        first, count = shard.shard_spec.row_offset // self.layout.height, grid.shape[-2]
-        rows = enumerate(rows_of(shard.shard_spec))
-        found = {row - first: i for i, row in rows if 0 <= row - first < count}
-        return tuple(found), tuple(found.values())
+        first_row = shard.shard_spec.row_offset // self.layout.height
+        return reduced_rows_of(rows, first_row, grid.shape[-2])
 
     def reduce_rows(
-        self, shards: Sequence[LocalShard], grids: Sequence[Tensor], rows_of: RowsOf
+        self,
+        shards: Sequence[LocalShard],
+        grids: Sequence[Tensor],
+        rows_per_shard: Sequence[tuple[int, ...]],
     ) -> list[Tensor]:
         """Reduce values of blocks over the ranks.
 
         Args:
             shards: the shards.
-            grids: for each, a value per block that it touches: fp32 (..., rows, columns of blocks).
-            rows_of: the rows of blocks to reduce.
+            grids: for each shard, a value per block that it touches, fp32.
+            rows_per_shard: for each shard, the rows of blocks of the whole matrix to reduce.
 
         Returns:
             For each shard the values of these rows, on the mesh's device.
         """
         if not shards:
             return []
-        parts: list[Tensor] = []
-        for shard, grid in zip(shards, grids, strict=True):
-            rows = len(rows_of(shard.shard_spec))
-            part = grid.new_zeros((*grid.shape[:-2], rows, grid.shape[-1]))
-            places, indices = self.places(shard, grid, rows_of)
-            copy_rows(grid, places, part, indices)
-            parts.append(part.to(shard.device))
-        sizes = [part.numel() for part in parts]
-        reduced = self.reduce(shards, torch.cat([part.view(-1) for part in parts]), sizes)
-        return [r.view_as(p) for p, r in zip(parts, reduced.split(sizes), strict=True)]
+        contributions = []
+        for shard, grid, rows in zip(shards, grids, rows_per_shard, strict=True):
+            contribution = grid.new_zeros((*grid.shape[:-2], len(rows), grid.shape[-1]))
+            self.reduced_rows(shard, grid, rows).copy_from_grid(grid, contribution)
+            contributions.append(contribution.to(shard.device))
 
-
-def copy_rows(src: Tensor, src_rows: tuple[int, ...], dst: Tensor, rows: tuple[int, ...]) -> None:
-    """Copy rows (dimension -2) of one tensor to rows of another."""
-    if rows:  # most shards of a weight touch no reduced row
-        chosen = src.index_select(-2, index_tensor(src_rows, src.device))
-        dst.index_copy_(-2, index_tensor(rows, dst.device), chosen)
+        sizes = [contribution.numel() for contribution in contributions]
+        packed = torch.cat([contribution.view(-1) for contribution in contributions])
+        reduced_parts = self.reduce(shards, packed, sizes).split(sizes)
+        reduced = []
+        for part, contribution in zip(reduced_parts, contributions, strict=True):
+            reduced.append(part.view_as(contribution))
+        return reduced

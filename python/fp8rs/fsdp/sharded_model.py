@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fp8rs._torch import (
     fsdp_groups,
@@ -71,8 +72,11 @@ class ShardedModel:
         #: What FSDP2 gathers at once, in the order of the modules. None until the first all-gather
         #: after a change.
         self._gather_units: list[GatherUnit] | None = None
-        self._compared: set[Any] = set()
+        #: The meshes whose ranks have compared their conversions.
+        self._compared_meshes: set[DeviceMesh] = set()
+        #: Whether FSDP2's settings were checked since the model was last moved or cast.
         self._checked = False
+        #: Whether an optimizer has synchronized scales within the step that is running.
         self._synced_by_optimizer = False
 
     @property
@@ -91,7 +95,7 @@ class ShardedModel:
         Args:
             module: a converted module.
             name: the parameter's name.
-            parameter: the DTensor.
+            parameter: the DTensor, which is an ``nn.Parameter`` too.
         """
         handles: dict[str, ParamHandle] = module._fp8_params  # type: ignore[assignment]
         if name not in handles:
@@ -103,8 +107,8 @@ class ShardedModel:
 
         local = local_tensor(parameter)
         # With tensor parallelism, an unsharded weight is a DTensor too.
-        gathered = isinstance(local, QuantizedTensor) and local._storage.gathered
-        if gathered or not local.dtype.is_floating_point:
+        is_gathered = isinstance(local, QuantizedTensor) and local._storage.gathered
+        if is_gathered or not local.dtype.is_floating_point:
             return
         # A tied parameter has the handle of one of its modules.
         wrapped = local_of(parameter)
@@ -114,54 +118,65 @@ class ShardedModel:
                 return
 
         state = self.state
-        index = handles[name].index
         state.relink(module)
         state.move_hooks_first()
         if state.delayed is not None:
-            state.delayed.add_mesh(parameter.device_mesh, index)
+            state.delayed.add_mesh(parameter.device_mesh, handles[name].index)
         if handles[name] in self._high_precision:
             return
-        # An optimizer from before holds the parameter that the first shard replaces.
-        before = module._parameters.get(name)
-        if before is not None and before is not parameter:
-            mark_replaced(before, handles[name].fqn)
-        if not isinstance(local, QuantizedTensor):
-            if not state.fp8_gather:
-                self._high_precision.add(handles[name])
-                return
-            tied_names = self._unconverted_ties(module, name, parameter)
-            if tied_names:
-                self._high_precision.add(handles[name])
-                warnings.warn(
-                    f"the weight of {state.names[index] or 'the layer'} is gathered in high "
-                    f"precision: it is tied to that of {', '.join(tied_names)}, which is not "
-                    "converted and would read rounded values",
-                    stacklevel=2,
-                )
-                return
 
-        handle = handle_for(module, name, parameter)
-        handles[name] = handle
-        handle.invalidate_scale()
-        if isinstance(handle, Float8ParamHandle):
-            init_value = handle.init_value
-            if init_value is not None and init_value.shape != local.shape:
-                handle.init_value = local_part(init_value, parameter)
-            shard: Any = local.view_of(local.geometry)
-            shard.__class__ = Float8Shard
-            set_local_tensor(parameter, shard)
-        else:
-            set_local_tensor(parameter, MasterWeight(local, handle))
+        # An optimizer from before holds the parameter that the first shard replaces.
+        replaced = module._parameters.get(name)
+        if replaced is not None and replaced is not parameter:
+            mark_replaced(replaced, handles[name].fqn)
+        is_fp8_weight = isinstance(local, QuantizedTensor)
+        if not is_fp8_weight and not self._can_gather_in_fp8(module, name, parameter):
+            self._high_precision.add(handles[name])
+            return
+        handles[name] = self._replace_local_tensor(module, name, parameter)
 
         # The DTensor gets the attributes that users have set on the parameter before.
-        if before is not None:
-            copy_attributes(before.__dict__, parameter)
+        if replaced is not None:
+            copy_attributes(replaced.__dict__, parameter)
         if make_plain not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(make_plain)
-        others = [other for other in handles if other != name]
-        if all(local_of(module._parameters.get(other)) is not None for other in others):
+        other_names = [other for other in handles if other != name]
+        if all(local_of(module._parameters.get(other)) is not None for other in other_names):
             set_plainly(module)  # FSDP2 has put all shards on the module
         self._forget_units()
+
+    def _replace_local_tensor(self, module: nn.Module, name: str, parameter: Any) -> ParamHandle:
+        """Give a sharded parameter a `MasterWeight` or a `Float8Shard`, and return its handle."""
+        local = local_tensor(parameter)
+        handle = handle_for(module, name, parameter)
+        handle.invalidate_scale()
+        if not isinstance(handle, Float8ParamHandle):
+            set_local_tensor(parameter, MasterWeight(local, handle))
+            return handle
+
+        init_value = handle.init_value
+        if init_value is not None and init_value.shape != local.shape:
+            handle.init_value = local_part(init_value, parameter)
+        shard: Any = local.view_of(local.geometry)
+        shard.__class__ = Float8Shard
+        set_local_tensor(parameter, shard)
+        return handle
+
+    def _can_gather_in_fp8(self, module: nn.Module, name: str, parameter: Any) -> bool:
+        """Return whether to gather a high-precision parameter in FP8. Warn if a tie forbids it."""
+        if not self.state.fp8_gather:
+            return False
+        tied_names = self._unconverted_ties(module, name, parameter)
+        if not tied_names:
+            return True
+        index: Any = module._fp8_index
+        warnings.warn(
+            f"the weight of {self.state.names[index] or 'the layer'} is gathered in high "
+            f"precision: it is tied to that of {', '.join(tied_names)}, which is not "
+            "converted and would read rounded values",
+            stacklevel=3,
+        )
+        return False
 
     def _unconverted_ties(self, module: nn.Module, name: str, parameter: Any) -> list[str]:
         """Return the names of modules that have a parameter and do not gather it in FP8.
@@ -173,18 +188,19 @@ class ShardedModel:
         """
         root = self.state.root
         if self._unconverted is None and root is not None:
-            self._unconverted = weakref.WeakKeyDictionary(
-                (other, path or type(other).__name__)
-                for path, other in root.named_modules()
-                if other._parameters and state_of(other) is None
-            )
+            self._unconverted = weakref.WeakKeyDictionary()
+            for other_name, other in root.named_modules():
+                if other._parameters and state_of(other) is None:
+                    self._unconverted[other] = other_name or type(other).__name__
+
         # Tied modules are set one by one, so some still hold the parameter from before.
-        ids = {id(parameter), id(module._parameters.get(name))}
-        names = []
-        for other, path in (self._unconverted or {}).items():
-            if any(id(p) in ids for p in other._parameters.values() if p is not None):
-                names.append(path)
-        return names
+        tied_ids = {id(parameter), id(module._parameters.get(name))}
+        tied_names = []
+        for other, other_name in (self._unconverted or {}).items():
+            ids = {id(p) for p in other._parameters.values() if p is not None}
+            if ids & tied_ids:
+                tied_names.append(other_name)
+        return tied_names
 
     def _all_handles(self) -> Iterator[ParamHandle]:
         """Yield the handles of all layers, in the order of their indices, which all ranks share."""
@@ -192,18 +208,20 @@ class ShardedModel:
             if module is not None:
                 yield from module._fp8_params.values()  # type: ignore[operator]
 
-    def handles(self, of: Iterable[ParamHandle] | None = None) -> list[ParamHandle]:
+    def handles(self, candidates: Iterable[ParamHandle] | None = None) -> list[ParamHandle]:
         """Return the handle of every parameter whose module holds the shard now, once.
 
         Args:
-            of: handles of modules, by default of all layers. Tied modules share a handle.
+            candidates: handles of modules, by default of all layers. Tied modules share a handle.
         """
-        holders: dict[ParamHandle, None] = {}
-        for handle in self._all_handles() if of is None else of:
-            local = handle.local
+        if candidates is None:
+            candidates = self._all_handles()
+        handles: dict[ParamHandle, None] = {}  # an ordered set
+        for candidate in candidates:
+            local = candidate.local
             if local is not None:
-                holders[local._handle] = None
-        return list(holders)
+                handles[local._handle] = None
+        return list(handles)
 
     # --- gather units ----------------------------------------------------------------------------
 
@@ -262,11 +280,11 @@ class ShardedModel:
         self._compare([unit.mesh])
         self._check_settings()
         tracker = self.state.tracker
-        groups = unit.shard_groups
+        shard_groups = unit.shard_groups
         stale_units = []
         for other in self.units:
             is_stale = other.is_stale(tracker.forward_id, tracker.in_backward)
-            if is_stale and other.is_sharded and other.shard_groups == groups:
+            if is_stale and other.is_sharded and other.shard_groups == shard_groups:
                 stale_units.append(other)
         self._update_scales(stale_units, tracker.forward_id)
 
@@ -277,6 +295,7 @@ class ShardedModel:
             shards += unit.stale_shards(forward_id)
         fp8_shards = [shard for shard in shards if shard.is_fp8]
         masters = [shard for shard in shards if not shard.is_fp8]
+
         with torch.inference_mode(False), torch.no_grad():
             for unit in units:
                 unit.wait_for_writes()
@@ -310,9 +329,11 @@ class ShardedModel:
             in_step: whether an optimizer calls this within a step, which has made all other scales
                 common. They are not synchronized at the end of the step.
         """
+        if handles is None:
+            handles = self.handles()
         shards = []
         with torch.inference_mode(False), torch.no_grad():
-            for handle in self.handles() if handles is None else handles:
+            for handle in handles:
                 if isinstance(handle, Float8ParamHandle) and not handle.local.is_meta:
                     self.unit_of(handle).wait_for_writes()
                     shards.append(self.quantizer.local_shard(handle))
@@ -321,10 +342,13 @@ class ShardedModel:
 
     def _sync(self, shards: Iterable[LocalShard]) -> None:
         """Synchronize the scales of FP8 shards that several ranks share."""
-        shared = [s for s in shards if self.quantizer.shares_scales(s.shard_spec)]
-        self._compare([s.handle.parameter.device_mesh for s in shared])
-        if shared:
-            sync_shards(self.quantizer, shared)
+        sharing_shards = []
+        for shard in shards:
+            if self.quantizer.shares_scales(shard.shard_spec):
+                sharing_shards.append(shard)
+        self._compare([shard.handle.parameter.device_mesh for shard in sharing_shards])
+        if sharing_shards:
+            sync_shards(self.quantizer, sharing_shards)
 
     def sync_module(self, module: Any) -> None:
         """Synchronize the scales of a converted module's FP8 weights."""
@@ -332,24 +356,28 @@ class ShardedModel:
 
     def write_values(self, handles: Sequence[Float8ParamHandle], values: Sequence[Tensor]) -> None:
         """Quantize values into whole FP8 shards, with common scales: one all-reduce."""
-        shards = list(map(self.quantizer.local_shard, handles, values))
+        shards = []
+        for handle, shard_values in zip(handles, values, strict=True):
+            shards.append(self.quantizer.local_shard(handle, shard_values))
         with torch.inference_mode(False), torch.no_grad():
-            for handle, planes in zip(handles, self.quantizer.planes(shards), strict=True):
+            for handle, planes in zip(handles, self.quantizer.quantize(shards), strict=True):
                 storage = handle.local._storage
                 row = planes[0]
                 if handle.local.numel():
                     storage.copy_planes_((storage.rowwise, storage.columnwise), planes)
                 elif row is not None and row.format.per_tensor and not row.batched:
-                    storage.any_plane.scale.copy_(row.scale)  # of all ranks
+                    # An empty shard has the scale of all ranks.
+                    storage.any_plane.scale.copy_(row.scale)
                 handle.mark_written()
 
     def reduce_amaxes_(self, handles: Sequence[Float8ParamHandle], amaxes: Tensor) -> None:
         """Reduce the amaxes (n,) of shards, fp32, over the ranks of each weight, in place."""
-        shards = list(map(self.quantizer.local_shard, handles))
+        shards = [self.quantizer.local_shard(handle) for handle in handles]
         # A process group may have no backend for the device of offloaded weights.
-        values = self.quantizer.reduce(shards, amaxes.to(shards[0].device))
-        if values is not amaxes:
-            amaxes.copy_(values)
+        amaxes_on_mesh = amaxes.to(shards[0].device)
+        self.quantizer.reduce(shards, amaxes_on_mesh)
+        if amaxes_on_mesh is not amaxes:
+            amaxes.copy_(amaxes_on_mesh)
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -399,17 +427,18 @@ class ShardedModel:
 
     def _check_settings(self) -> None:
         """Raise if FSDP2's settings do not allow FP8 all-gathers. Runs again after a move."""
-        if not self._checked:
-            check_settings(self.state)
-            self.state.move_hooks_first()
-            self._checked = True
+        if self._checked:
+            return
+        check_settings(self.state)
+        self.state.move_hooks_first()
+        self._checked = True
 
-    def _compare(self, meshes: Iterable[Any]) -> None:
+    def _compare(self, meshes: Iterable[DeviceMesh]) -> None:
         """Raise ValueError if the conversions of a mesh's ranks differ. Runs once per mesh."""
-        for mesh in dict.fromkeys(meshes):
-            if mesh not in self._compared:
+        for mesh in meshes:
+            if mesh not in self._compared_meshes:
                 compare_conversions(self.state, mesh)
-                self._compared.add(mesh)
+                self._compared_meshes.add(mesh)
 
 
 def sharded_model(state: ModelState) -> ShardedModel:
@@ -432,6 +461,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
         module: a module that contains converted layers, usually FSDP2's root.
     """
     check_module("module", module)
-    for state in dict.fromkeys(map(state_of, module.modules())):
+    states = dict.fromkeys(map(state_of, module.modules()))  # of each converted model once
+    for state in states:
         if state is not None and state.sharded_model is not None:
             state.sharded_model.precompute()

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_spec, own_part, reshard
-from fp8rs.scaling.histories import fit_history
+from fp8rs.scaling.histories import WeightSlots, WrittenValues, fit_history
 from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor
 
 from .shard_spec import ShardSpec
@@ -27,8 +27,29 @@ _INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {
 }
 
 
-class WriteListener(Protocol):
-    """What a handle notifies of writes to its shard: the `fp8rs.fsdp.gather_unit.GatherUnit`."""
+class LocalTensor(Protocol):
+    """A local tensor with all-gather hooks: a `MasterWeight` or a `Float8Shard` of `fp8rs.fsdp`."""
+
+    @property
+    def _handle(self) -> ParamHandle: ...
+
+
+class AllGatherInputs(Protocol):
+    """What FSDP2 gathers of one parameter: the `fp8rs.fsdp.layout.AllGatherMetadata`."""
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors to gather."""
+
+
+class AllGatherUnit(Protocol):
+    """The parameters that FSDP2 gathers together: the `fp8rs.fsdp.gather_unit.GatherUnit`.
+
+    A handle notifies it of writes to the shard.
+    """
+
+    def all_gather_inputs(self, local: LocalTensor) -> AllGatherInputs:
+        """Return the tensors that FSDP2 gathers for a local tensor."""
 
     def shard_written(self, handle: ParamHandle) -> None:
         """Notify that an operator wrote to the shard."""
@@ -38,6 +59,13 @@ class WriteListener(Protocol):
 
     def note_stream(self) -> None:
         """Note that the current CUDA stream writes to shards, without a change of values."""
+
+
+class AllGatherUnits(Protocol):
+    """Builds the units of a model: the `fp8rs.fsdp.sharded_model.ShardedModel`."""
+
+    def unit_of(self, handle: ParamHandle) -> AllGatherUnit:
+        """Return the unit of a sharded parameter."""
 
 
 class ParamHandle:
@@ -60,7 +88,7 @@ class ParamHandle:
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = weakref.ref(module)
         self.name = name
-        self._unit: weakref.ref[WriteListener] | None = None
+        self._unit: weakref.ref[AllGatherUnit] | None = None
         self.writes = 0
         self.scale: Tensor | None = None
         self.amaxes: Tensor | None = None
@@ -160,7 +188,7 @@ class ParamHandle:
         return self._sharding is not None
 
     @property
-    def unit(self) -> WriteListener | None:
+    def unit(self) -> AllGatherUnit | None:
         """The parameters that FSDP2 gathers together with this one.
 
         None before the first all-gather. The sharded model owns the unit, because copies of a
@@ -169,15 +197,16 @@ class ParamHandle:
         return None if self._unit is None else self._unit()
 
     @unit.setter
-    def unit(self, unit: WriteListener | None) -> None:
+    def unit(self, unit: AllGatherUnit | None) -> None:
         self._unit = None if unit is None else weakref.ref(unit)
 
     @property
-    def gather_unit(self) -> Any:
-        """The `fp8rs.fsdp.gather_unit.GatherUnit` of a sharded parameter, built on first use."""
-        if self.unit is None:
-            cast(Any, self.state.sharded_model).unit_of(self)
-        return self.unit
+    def gather_unit(self) -> AllGatherUnit:
+        """The unit of a sharded parameter, built on first use."""
+        unit = self.unit
+        if unit is None:
+            unit = cast(AllGatherUnits, self.state.sharded_model).unit_of(self)
+        return unit
 
     def reshard(self) -> None:
         """Make modules hold their shards again if FSDP2 has this weight gathered."""
@@ -212,8 +241,8 @@ class ParamHandle:
     # --- delayed scaling -------------------------------------------------------------------------
 
     @property
-    def slots(self) -> tuple[Tensor, Tensor] | None:
-        """With delayed scaling, the next scale (0 if there is none) and the recorded amax.
+    def slots(self) -> WeightSlots | None:
+        """With delayed scaling, the next scale and the recorded amax.
 
         A batched parameter has none: each of its matrices has a scale of its values.
         """
@@ -225,7 +254,7 @@ class ParamHandle:
         if parameter is None or own_part(parameter).dim() > 2:
             return None
         scales, amaxes = module._fp8_slots.get(module._buffers)
-        return scales[0], amaxes[0]
+        return WeightSlots(scales[0], amaxes[0])
 
     def fit_history(
         self,
@@ -248,7 +277,8 @@ class ParamHandle:
         slots = self.slots
         if slots is not None:
             history = cast(Tensor, self.module._buffers["fp8_amax_history"])[:, 0]
-            fit_history(slots, history, scale, amax, exact=exact, partial=partial, changed=changed)
+            values = WrittenValues(scale, amax, exact=exact, partial=partial, changed=changed)
+            fit_history(slots, history, values)
 
     # --- copies ----------------------------------------------------------------------------------
 

@@ -60,4 +60,4 @@ def _shard_plane(module: Any, key: str, values: Tensor, spec: QuantSpec) -> Plan
 
     where = ShardSpec.from_dtensor(module._parameters[key])
     shard = LocalShard(module._fp8_params[key], values, where, values.device)
-    return shard_quantizer(spec).planes([shard])[0][0]
+    return shard_quantizer(spec).quantize([shard])[0][0]

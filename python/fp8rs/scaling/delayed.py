@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +21,37 @@ from torch import Tensor, nn
 from fp8rs._torch import after_backward, constant_when_traced, in_backward, is_traced
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.quantize.spec import QuantSpec
-from fp8rs.scaling.histories import Pack, are_intact, keep_local, packed
-from fp8rs.scaling.reductions import check_same, mesh_groups, reduce_packed_
+from fp8rs.scaling.histories import Pack, WeightAmaxes, are_intact, keep_local, pack_buffers
+from fp8rs.scaling.reductions import (
+    MaximaRange,
+    check_same_layers,
+    index_tensor,
+    mesh_groups,
+    reduce_packed_,
+)
 from fp8rs.scaling.steps import StepTracker
 from fp8rs.scaling.streams import StreamDependency
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 #: A model warns after this many forwards in training mode without an optimizer step.
 WARN_AFTER = 100
+
+
+@dataclass(eq=False, slots=True)
+class ReadyFlags:
+    """Which scales the layers of one pack have, on their way to the host.
+
+    Attributes:
+        layers: the indices of the layers.
+        has_scale: bool (layers, 3), for weights, inputs and gradients.
+        copied: the event after the copy to the host. None if the buffers are on the host.
+    """
+
+    layers: list[int]
+    has_scale: Tensor
+    copied: torch.cuda.Event | None
 
 
 class DelayedScalingState:
@@ -48,8 +73,7 @@ class DelayedScalingState:
         mark: identifies the model in this process. Compilers treat the string as a constant.
         recorded: amaxes have been recorded since the last roll.
         rolls: number of rolls since a layer last lost its scales.
-        copies: pending copies to the host of flags that say which scales exist. Each has the
-            layers' indices, the flags, and the event after the copy.
+        copies: pending copies to the host of flags that say which scales exist.
         compiled: contains "model" if the model's forward is compiled, and "layer" if forwards of
             layers are. Compiled forwards do not notify this object.
     """
@@ -60,7 +84,7 @@ class DelayedScalingState:
         specs: Sequence[QuantSpec],
         tracker: StepTracker,
         layers: Callable[[], Sequence[nn.Module | None]],
-        group: Any,
+        group: dist.ProcessGroup | None,
     ) -> None:
         self.recipe = recipe
         self.layers: Callable[[], Sequence[Any]] = layers
@@ -69,17 +93,24 @@ class DelayedScalingState:
         self.recorded = False
         self.rolls = 0
         self.compiled: set[str] = set()
-        self._specs, self.tracker, self._group = list(specs), tracker, group
-        self._forwards = self._stepped_at = 0
+        self.copies: list[ReadyFlags] = []
+        self.tracker = tracker
+        self._specs = list(specs)
+        self._group = group
+        #: The number of forwards in training mode, to warn if no step follows.
+        self._forwards = 0
+        #: Whether an optimizer has stepped.
         self._saw_step = False
+        #: The forward that had begun when an optimizer last stepped.
+        self._stepped_forward_id = 0
         self._packs: list[Pack] = []
         #: The forward in which the packs were last compared with the buffers.
-        self._checked_in = -1
+        self._checked_forward_id = -1
         #: The last writes to all buffers of each pack: when it was built, or when it rolled.
-        self._written: list[StreamDependency] = []
-        self.copies: list[tuple[list[int], Tensor, torch.cuda.Event | None]] = []
+        self._pack_writes: list[StreamDependency] = []
         #: The meshes that layers are sharded over, with the layers' indices, in order of arrival.
-        self._meshes: dict[Any, dict[int, None]] = {}
+        self._meshes: dict[DeviceMesh, dict[int, None]] = {}
+        #: Whether the ranks of the group have compared their numbers of layers.
         self._compared = False
 
     # --- forwards and steps ----------------------------------------------------------------------
@@ -112,34 +143,89 @@ class DelayedScalingState:
                 self.packs()
             self.recorded = True
 
-    def records(self, layers: Iterable[nn.Module]) -> bool:
-        """Return whether to record the amaxes of weights that are gathered now.
-
-        Args:
-            layers: the layers of these weights.
-        """
-        tracker = self.tracker
-        return tracker.training if tracker.in_forward else any(m.training for m in layers)
-
     def stepped(self) -> None:
         """Notify that an optimizer with a parameter of this model has stepped."""
         self._saw_step = True
-        forward_id, training = self.tracker.forward_id, self.tracker.training
+        forward_id = self.tracker.forward_id
+        training = self.tracker.training
+
         # Compiled forwards do not notify this object. If only layers are compiled, a forward of the
         # model in training mode still does.
-        silent = "model" in self.compiled or (
-            "layer" in self.compiled and not (forward_id and training)
-        )
-        unannounced = silent and (self._stepped_at == forward_id or not training)
-        self._stepped_at = forward_id
-        if self.recorded or unannounced:
+        model_notifies = forward_id > 0 and training
+        layers_are_silent = "layer" in self.compiled and not model_notifies
+        is_silent = "model" in self.compiled or layers_are_silent
+        no_forward_since_step = self._stepped_forward_id == forward_id
+        maybe_forward = is_silent and (no_forward_since_step or not training)
+        self._stepped_forward_id = forward_id
+
+        if self.recorded or maybe_forward:
             self.recorded = False
-            roll = partial(self.roll, unsure=unannounced)
+            roll = partial(self.roll, maybe_no_forward=maybe_forward)
             if in_backward():
                 # Layers before this one record the amaxes of their gradients later.
                 after_backward(roll)
             else:
                 roll()
+
+    # --- weights that FSDP2 gathers --------------------------------------------------------------
+
+    def weight_scales(
+        self,
+        layers: Sequence[int],
+        device: torch.device,
+        measure: Callable[[list[int]], Tensor],
+    ) -> Tensor:
+        """Return the scales (n,) for the next cast of the weights of layers.
+
+        A weight without a history has the scale of its current values. Their amax begins the
+        history, also for a layer that never runs.
+
+        Args:
+            layers: the indices of the layers.
+            device: the device that the weights are quantized on.
+            measure: returns the amaxes (m,) of the weights at these positions in ``layers``.
+        """
+        scales = self._pack(device).weight_scales(layers)
+        # The host knows which scales are not 0.
+        modules = self.layers()
+        new_weights = []
+        for position, layer in enumerate(layers):
+            if not modules[layer].fp8_ready[0]:
+                new_weights.append(position)
+        if not new_weights:
+            return scales
+
+        amaxes = measure(new_weights)
+        current_scales = self._specs[0].scale_from_amax(amaxes)
+        positions = index_tensor(tuple(new_weights), scales.device)
+        has_history = (scales[positions] > 0) & amaxes.isfinite()
+        scales[positions] = torch.where(has_history, scales[positions], current_scales)
+
+        if self.records_weights(layers):
+            new_layers = [layers[position] for position in new_weights]
+            self.weight_amaxes(new_layers, device).raise_to(amaxes)
+        return scales
+
+    def weight_amaxes(self, layers: Sequence[int], device: torch.device) -> WeightAmaxes:
+        """Return the amaxes of the weights of layers that were recorded since the last roll.
+
+        Args:
+            layers: the indices of the layers.
+            device: the device that the weights are quantized on.
+        """
+        return self._pack(device).weight_amaxes(layers)
+
+    def records_weights(self, layers: Sequence[int]) -> bool:
+        """Return whether to record the amaxes of weights that are gathered now.
+
+        Args:
+            layers: the indices of the layers.
+        """
+        if self.tracker.in_forward:
+            return self.tracker.training
+        # A part of the model is called by itself.
+        modules = self.layers()
+        return any(modules[index].training for index in layers)
 
     # --- buffers ---------------------------------------------------------------------------------
 
@@ -149,20 +235,23 @@ class DelayedScalingState:
         The packs are built again if buffers were moved or replaced. Within a forward of the model,
         this is checked once.
         """
-        in_forward, forward_id = self.tracker.in_forward, self.tracker.forward_id
-        if not (self._packs and in_forward and self._checked_in == forward_id):
-            self._checked_in = forward_id
-            layers = self.layers()
-            if not are_intact(self._packs, layers):
-                self._packs = packed(layers)
-                self._note_writes(self._packs)
+        forward_id = self.tracker.forward_id
+        is_checked = self.tracker.in_forward and self._checked_forward_id == forward_id
+        if self._packs and is_checked:
+            return self._packs
+
+        self._checked_forward_id = forward_id
+        layers = self.layers()
+        if not are_intact(self._packs, layers):
+            self._packs = pack_buffers(layers)
+            self._note_writes(self._packs)
         return self._packs
 
     def moved(self) -> None:
         """Notify that a layer's buffers were replaced."""
         self._packs = []
 
-    def pack(self, device: torch.device) -> Pack:
+    def _pack(self, device: torch.device) -> Pack:
         """Return the pack of a device, for use on the current stream.
 
         The stream first waits for the operations that built or rolled the pack, because FSDP2
@@ -173,7 +262,7 @@ class DelayedScalingState:
         """
         for pack in self.packs():
             if pack.scale.device == device:
-                for writes in self._written:
+                for writes in self._pack_writes:
                     writes.wait()
                 return pack
         raise RuntimeError(
@@ -184,43 +273,56 @@ class DelayedScalingState:
     # --- the roll --------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def roll(self, unsure: bool = False) -> None:
+    def roll(self, maybe_no_forward: bool = False) -> None:
         """End a step: reduce the amaxes, add them to the histories, compute the next scales.
 
         Args:
-            unsure: whether it is unknown if a forward has run. If no amax was recorded, nothing
-                changes then.
+            maybe_no_forward: the step may have come without a forward. If no amax was recorded,
+                nothing changes then.
         """
         with torch.inference_mode(False):
             self._read_copies()
             packs = [pack for pack in self.packs() if not pack.scale.is_meta]
             if not packs:
                 return
-            home, count = packs[0].amax.device, len(self.layers())
-            if len(packs) == 1 and len(packs[0].indices) == count:
-                values = packs[0].latest().contiguous()
-            else:
-                values = torch.zeros(3, count, dtype=torch.float32, device=home)
-                for pack in packs:
-                    values[:, pack.indices] = pack.latest().to(home)
-            self._reduce(values.view(-1))
-            seen = values.any() if unsure else None  # stays on the device
+
+            amaxes = self._latest_amaxes(packs)  # (3, layers)
+            self._reduce(amaxes.view(-1))
+            any_recorded = amaxes.any() if maybe_no_forward else None  # stays on the device
             for pack in packs:
-                latest = values if len(pack.indices) == count else values[:, pack.indices]
-                pack.roll(latest, self._specs, self.recipe.amax_compute_algo, seen)
+                has_all_layers = len(pack.indices) == amaxes.shape[1]
+                amaxes_of_pack = amaxes if has_all_layers else amaxes[:, pack.indices]
+                algo = self.recipe.amax_compute_algo
+                pack.roll(amaxes_of_pack, self._specs, algo, any_recorded)
             self._start_copies(packs)
             self._note_writes(packs)
 
+    def _latest_amaxes(self, packs: Sequence[Pack]) -> Tensor:
+        """Return the amaxes (3, layers) of all layers since the last roll, contiguous.
+
+        They are on the device of the first pack. Layers that no longer exist have 0.
+        """
+        layer_count = len(self.layers())
+        first_pack = packs[0]
+        if len(packs) == 1 and len(first_pack.indices) == layer_count:
+            return first_pack.latest().contiguous()
+        device = first_pack.amax.device
+        amaxes = torch.zeros(3, layer_count, dtype=torch.float32, device=device)
+        for pack in packs:
+            amaxes[:, pack.indices] = pack.latest().to(device)
+        return amaxes
+
     def _note_writes(self, packs: Sequence[Pack]) -> None:
         """Record that the current streams have written all buffers of packs."""
-        self._written = [
-            StreamDependency(pack.scale.device, (pack.scale, pack.amax, pack.history))
-            for pack in packs
-        ]
+        self._pack_writes = []
+        for pack in packs:
+            buffers = (pack.scale, pack.amax, pack.history)
+            self._pack_writes.append(StreamDependency(pack.scale.device, buffers))
 
     def scales_lost(self) -> None:
         """Notify that a layer lost its scales. Pending copies to the host are discarded."""
-        self.rolls, self.copies = 0, []
+        self.rolls = 0
+        self.copies = []
 
     def _start_copies(self, packs: Sequence[Pack]) -> None:
         """Start a copy to the host for each device with layers that are not known to have scales.
@@ -231,35 +333,43 @@ class DelayedScalingState:
         self.rolls += 1
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # the host does not see replays of a graph
-        rounds, rest = divmod(self.rolls, 3)
-        if self.rolls > 3 and (rest or rounds.bit_count() != 1):
-            return
+        if self.rolls > 3:
+            multiple, remainder = divmod(self.rolls, 3)
+            is_power_of_2 = multiple.bit_count() == 1
+            if remainder or not is_power_of_2:
+                return
+
         layers = self.layers()
         for pack in packs:
-            if not all(all(getattr(layers[i], "fp8_ready", ())) for i in pack.indices):
-                known, event = pack.scale[:, :, 0] > 0, None
-                if known.is_cuda:
-                    known = known.to("cpu", non_blocking=True)
-                    event = torch.cuda.current_stream(pack.scale.device).record_event()
-                self.copies.append((pack.indices, known, event))
+            if all(all(getattr(layers[index], "fp8_ready", ())) for index in pack.indices):
+                continue
+            has_scale = pack.scale[:, :, 0] > 0
+            copied = None
+            if has_scale.is_cuda:
+                has_scale = has_scale.to("cpu", non_blocking=True)
+                copied = torch.cuda.current_stream(pack.scale.device).record_event()
+            self.copies.append(ReadyFlags(pack.indices, has_scale, copied))
 
     def _read_copies(self) -> None:
         """Set ``fp8_ready`` of layers from the copies that were started at the last roll."""
-        copies, self.copies = self.copies, []
+        copies = self.copies
+        self.copies = []
         layers = self.layers()
-        for indices, known, event in copies:
-            if event is not None:
-                event.synchronize()  # the copy started a step ago, so this does not wait long
-            # Fake scales have no values. In a real run, trained layers have scales by now.
-            fake = is_traced(known)
-            answers = [(True, True, True)] * len(indices) if fake else known.tolist()
-            for index, ready in zip(indices, answers, strict=True):
+        for flags in copies:
+            if flags.copied is not None:
+                flags.copied.synchronize()  # the copy started a step ago: this does not wait long
+            if is_traced(flags.has_scale):
+                # Fake scales have no values. In a real run, trained layers have scales by now.
+                rows = [[True, True, True]] * len(flags.layers)
+            else:
+                rows = flags.has_scale.tolist()
+            for index, row in zip(flags.layers, rows, strict=True):
                 if layers[index] is not None:
-                    layers[index].fp8_ready = tuple(ready)
+                    layers[index].fp8_ready = tuple(row)
 
     # --- ranks -----------------------------------------------------------------------------------
 
-    def add_mesh(self, mesh: Any, index: int) -> None:
+    def add_mesh(self, mesh: DeviceMesh, index: int) -> None:
         """Record that FSDP2 or tensor parallelism shards operands of a layer over a mesh."""
         self._meshes.setdefault(mesh, {})[index] = None
 
@@ -274,24 +384,28 @@ class DelayedScalingState:
         stages or other experts might not take part.
         """
         if dist.is_available() and dist.is_initialized():
-            reduce_packed_(amax, self._parts(amax))
+            reduce_packed_(amax, self._shared_amaxes(amax))
 
-    def _parts(self, amax: Tensor) -> Iterator[tuple[range, list[Any]]]:
-        """Yield ranges of the amaxes, and the groups to reduce each over."""
-        size, group = amax.numel(), self._group
+    def _shared_amaxes(self, amax: Tensor) -> Iterator[MaximaRange]:
+        """Yield which of the amaxes are reduced over which groups."""
+        size = amax.numel()
+        layer_count = size // 3
         end = size
+        group = self._group
         if group is not None:
             if not self._compared:
-                check_same(size // 3, group, amax.device)
+                check_same_layers(layer_count, group, amax.device)
                 self._compared = True
-            yield range(size), [group]
+            yield MaximaRange(range(size), [group])
             if group is dist.group.WORLD:  # it contains every rank that has a shard
                 return
-            end = size // 3
+            end = layer_count  # the other operands are reduced over the group alone
+
         for mesh, layers in self._meshes.items():
-            groups = [g for g in mesh_groups(mesh) if g is not group]
+            groups = [mesh_group for mesh_group in mesh_groups(mesh) if mesh_group is not group]
             for index in layers:
-                yield range(index, end, size // 3), groups
+                # The weight's amax, and without a group the input's and the gradient's.
+                yield MaximaRange(range(index, end, layer_count), groups)
 
 
 _marks = itertools.count()
@@ -300,13 +414,13 @@ _models: weakref.WeakValueDictionary[str, DelayedScalingState] = weakref.WeakVal
 
 
 @constant_when_traced
-def note_compiled(mark: str, what: str) -> bool:
+def note_compiled(mark: str, part: str) -> bool:
     """Record that the forward of a "model" or of one of its layers ("layer") is being compiled.
 
     This function runs at trace time. Dynamo does not support setting attributes inside an
     activation checkpoint, so the model is looked up by its mark.
     """
-    _models[mark].compiled.add(what)
+    _models[mark].compiled.add(part)
     return True
 
 

@@ -16,9 +16,9 @@ moved. The buffers stay the same objects.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from fp8rs._torch import (
     local_tensor,
     outside_selective_checkpoints,
 )
-from fp8rs.quantize.formats import FP8_MAX
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.quantize.spec import QuantSpec
 from fp8rs.scaling.reductions import index_tensor
@@ -48,12 +47,16 @@ _scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
 
 def new_buffers(recipe: DelayedScaling, device: torch.device) -> dict[str, Tensor]:
     """Create the buffers of one layer, by name, without a history."""
-    shapes = (3, 4), (4, 4), (recipe.amax_history_len, 3)
+    shapes = {
+        "fp8_scale": (3, 4),
+        "fp8_amax": (4, 4),
+        "fp8_amax_history": (recipe.amax_history_len, 3),
+    }
+    buffers = {}
     with torch.inference_mode(False):
-        return {
-            name: torch.zeros(shape, dtype=torch.float32, device=device)
-            for name, shape in zip(BUFFERS, shapes, strict=True)
-        }
+        for name, shape in shapes.items():
+            buffers[name] = torch.zeros(shape, dtype=torch.float32, device=device)
+    return buffers
 
 
 def keep_local(buffers: dict[str, Any]) -> None:
@@ -76,30 +79,32 @@ class SlotCache:
     """
 
     def __init__(self) -> None:
-        self._known: tuple[Tensor, Tensor, Slots] | None = None
+        #: The buffers that the slots are in.
+        self._scale: Tensor | None = None
+        self._amax: Tensor | None = None
+        self._slots: Slots = (), ()
 
     def get(self, buffers: dict[str, Any]) -> Slots:
         """Return the slots in these buffers, which become local float32 tensors."""
-        scale, amax = buffers["fp8_scale"], buffers["fp8_amax"]
-        known = self._known
-        if (
-            known is None
-            or known[0] is not scale
-            or known[1] is not amax
-            or not is_alias(known[2][1][0], amax)  # `fully_shard` moves buffers in place
-        ):
+        scale: Tensor = buffers["fp8_scale"]
+        amax: Tensor = buffers["fp8_amax"]
+        if self._scale is not scale or self._amax is not amax:
             return self._create(buffers)
-        return known[2]
+        if not is_alias(self._slots[1][0], amax):  # `fully_shard` moves buffers in place
+            return self._create(buffers)
+        return self._slots
 
     # A recomputation finds the slots of its forward.
     @outside_selective_checkpoints
     def _create(self, buffers: dict[str, Any]) -> Slots:
         """Create the slots in these buffers."""
         keep_local(buffers)
-        scale, amax = buffers["fp8_scale"], buffers["fp8_amax"]
-        new_slots = slots(scale, amax)
-        self._known = scale, amax, new_slots
-        return new_slots
+        scale: Tensor = buffers["fp8_scale"]
+        amax: Tensor = buffers["fp8_amax"]
+        self._scale = scale
+        self._amax = amax
+        self._slots = slots(scale, amax)
+        return self._slots
 
     def __reduce__(self) -> Any:
         return SlotCache, ()
@@ -108,6 +113,43 @@ class SlotCache:
 def slots(scale: Tensor, amax: Tensor) -> Slots:
     """Return the slots in a layer's buffers."""
     return scale[:, 0].unbind(), amax[:, 0].unbind()
+
+
+class WeightSlots(NamedTuple):
+    """The slots of one weight, both () fp32.
+
+    Attributes:
+        next_scale: the scale of the next cast. 0 if there is none yet.
+        recorded_amax: the maximum of the finite amaxes since the last roll.
+    """
+
+    next_scale: Tensor
+    recorded_amax: Tensor
+
+
+@dataclass(eq=False, slots=True)
+class WeightAmaxes:
+    """The recorded amaxes of some weights, for a cast that raises them in place.
+
+    Attributes:
+        values: the amaxes (n,), fp32. They are a view of the slots if the layers are consecutive.
+            Otherwise `store` copies them to the slots.
+    """
+
+    values: Tensor
+    _all_amaxes: Tensor  # (layers,), a view of the slots
+    _index: slice | Tensor  # of `values` in `_all_amaxes`
+
+    def store(self) -> None:
+        """Store ``values`` after they were written."""
+        if isinstance(self._index, Tensor):
+            self._all_amaxes[self._index] = self.values
+
+    def raise_to(self, amaxes: Tensor) -> None:
+        """Raise the recorded amaxes to other ones (n,). Those that are not finite do not count."""
+        raised = self.values.maximum(amaxes)
+        self.values.copy_(torch.where(amaxes.isfinite(), raised, self.values))
+        self.store()
 
 
 @dataclass(eq=False, slots=True)
@@ -120,26 +162,52 @@ class Pack:
     scale: Tensor  # (layers, 3, 4)
     amax: Tensor  # (layers, 4, 4)
     history: Tensor  # (amax_history_len, layers, 3)
+    #: Where layers are in this pack. Each forward casts the weights of the same layers together.
+    _positions_cache: dict[tuple[int, ...], slice | tuple[int, ...]] = field(default_factory=dict)
 
     def latest(self) -> Tensor:
         """Return the amaxes (3, layers) since the last roll."""
         return self.amax[:, :3, 0].t()
 
-    def weight_amaxes(self, layers: Sequence[int]) -> tuple[Tensor, Any]:
-        """Return the recorded amaxes of all weights, and an index of the weights of some layers.
+    def weight_scales(self, layers: Sequence[int]) -> Tensor:
+        """Return a copy of the scales (n,) of the weights of some layers. 0 if there is none."""
+        return self.scale[self._index_of(layers), 0, 0].clone()
 
-        The index is a slice if the layers are consecutive, else a tensor. Compiled graphs save
-        amaxes for the backward, so writes must not change their versions.
+    def weight_amaxes(self, layers: Sequence[int]) -> WeightAmaxes:
+        """Return the recorded amaxes of the weights of some layers.
+
+        Compiled graphs save amaxes for the backward, so writes must not change their versions.
         """
-        place_of = {index: place for place, index in enumerate(self.indices)}
-        amaxes, places = self.amax.data[:, 0, 0], [place_of[index] for index in layers]
-        first, end = places[0], places[0] + len(places)
-        if places == list(range(first, end)):
-            return amaxes, slice(first, end)
-        return amaxes, index_tensor(tuple(places), amaxes.device)
+        all_amaxes = self.amax.data[:, 0, 0]
+        index = self._index_of(layers)
+        return WeightAmaxes(all_amaxes[index], all_amaxes, index)
+
+    def _index_of(self, layers: Sequence[int]) -> slice | Tensor:
+        """Return the index of layers in this pack: a slice if they are consecutive."""
+        key = tuple(layers)
+        positions = self._positions_cache.get(key)
+        if positions is None:
+            positions = self._positions_of(key)
+            self._positions_cache[key] = positions
+        if isinstance(positions, slice):
+            return positions
+        return index_tensor(positions, self.amax.device)
+
+    def _positions_of(self, layers: tuple[int, ...]) -> slice | tuple[int, ...]:
+        position_of_layer = {layer: position for position, layer in enumerate(self.indices)}
+        positions = tuple(position_of_layer[layer] for layer in layers)
+        first = positions[0]
+        end = first + len(positions)
+        if positions == tuple(range(first, end)):
+            return slice(first, end)
+        return positions
 
     def roll(
-        self, latest: Tensor, specs: Sequence[QuantSpec], algo: str, seen: Tensor | None
+        self,
+        latest: Tensor,
+        specs: Sequence[QuantSpec],
+        algo: str,
+        any_recorded: Tensor | None,
     ) -> None:
         """Add amaxes to the histories, reset the slots and compute the next scales.
 
@@ -147,20 +215,23 @@ class Pack:
             latest: the amaxes (3, layers), on any device.
             specs: how weights, inputs and gradients are quantized.
             algo: "max" or "most_recent", see the recipe.
-            seen: bool (), whether any amax was recorded. If not, the histories stay. None for True.
+            any_recorded: bool (), whether any amax was recorded. If not, the histories stay. None
+                for True.
         """
         latest = latest.t().to(self.amax.device)
         history = torch.cat([latest.unsqueeze(0), self.history[:-1]])
-        if seen is not None:
-            history = torch.where(seen.to(history.device), history, self.history)
+        if any_recorded is not None:
+            history = torch.where(any_recorded.to(history.device), history, self.history)
         self.history.copy_(history)
         self.amax.zero_()
-        if algo == "max":
-            latest = self.history.amax(0)
-        by_role = zip(specs, latest.t().contiguous(), strict=True)
-        fresh = torch.stack([spec.scale_from_amax(part) for spec, part in by_role], 1)
+
+        amaxes = self.history.amax(0) if algo == "max" else latest  # (layers, 3)
+        scales_by_role = []
+        for spec, role_amaxes in zip(specs, amaxes.t().contiguous(), strict=True):
+            scales_by_role.append(spec.scale_from_amax(role_amaxes))
+        new_scales = torch.stack(scales_by_role, 1)
         # An amax of 0 means that nothing was recorded. The scale stays.
-        self.scale[:, :, 0] = torch.where(latest > 0, fresh, self.scale[:, :, 0])
+        self.scale[:, :, 0] = torch.where(amaxes > 0, new_scales, self.scale[:, :, 0])
 
 
 def are_intact(packs: Sequence[Pack], layers: Sequence[nn.Module | None]) -> bool:
@@ -169,16 +240,18 @@ def are_intact(packs: Sequence[Pack], layers: Sequence[nn.Module | None]) -> boo
     Comparing the objects does not suffice. ``fully_shard`` moves a buffer to another device by
     assigning to its ``data``.
     """
-    seen = 0
+    packed_layers = 0
     for pack in packs:
-        here = [layers[index] for index in pack.indices]
-        if None in here:
+        layers_of_pack = [layers[index] for index in pack.indices]
+        if None in layers_of_pack:
             return False
-        buffers = _buffers_of(here)
-        if not all(map(is_, buffers, pack.buffers)) or _addresses(buffers) != pack.addresses:
+        buffers = _buffers_of(layers_of_pack)
+        if not all(map(is_, buffers, pack.buffers)):
             return False
-        seen += len(here)
-    return seen == sum(layer is not None for layer in layers)
+        if _addresses(buffers) != pack.addresses:
+            return False
+        packed_layers += len(layers_of_pack)
+    return packed_layers == sum(layer is not None for layer in layers)
 
 
 def _buffers_of(layers: Sequence[Any]) -> list[Tensor]:
@@ -194,43 +267,52 @@ def _addresses(buffers: Sequence[Tensor]) -> list[int]:
 # Packs are built in the forward of a layer if no forward of the model has begun.
 @outside_selective_checkpoints
 @torch.no_grad()
-def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
+def pack_buffers(layers: Sequence[nn.Module | None]) -> list[Pack]:
     """Pack the layers' buffers, one pack per device. The buffers get the memory of the packs.
 
     The buffers stay the same objects. Other code may hold them, to restore their values after a
     warm-up or a trial run.
     """
-    by_device: dict[torch.device, list[int]] = {}
+    indices_by_device: dict[torch.device, list[int]] = {}
     for index, layer in enumerate(layers):
         if layer is not None:
             device = layer._buffers["fp8_amax"].device  # type: ignore[union-attr]
-            by_device.setdefault(device, []).append(index)
+            indices_by_device.setdefault(device, []).append(index)
+
     packs = []
     with torch.inference_mode(False):
-        for indices in by_device.values():
-            here: Any = [layers[i]._buffers for i in indices]  # type: ignore[union-attr]
-            for own in here:
-                keep_local(own)
-            wholes = []
-            for name, dim in BUFFERS.items():
-                whole = torch.stack([own[name] for own in here], dim)
-                for place, own in enumerate(here):
-                    if own[name].is_inference():
-                        # Such a buffer could be written in inference mode only.
-                        own[name] = own[name].clone()
-                    own[name].data = whole.select(dim, place)
-                wholes.append(whole)
-            buffers = _buffers_of([layers[i] for i in indices])
-            packs.append(Pack(indices, buffers, _addresses(buffers), *wholes))
+        for indices in indices_by_device.values():
+            packs.append(_pack_layers(indices, [layers[index] for index in indices]))
     return packs
 
 
+def _pack_layers(indices: list[int], layers: Sequence[Any]) -> Pack:
+    """Pack the buffers of layers that are on one device."""
+    for layer in layers:
+        keep_local(layer._buffers)
+
+    stacked = {}
+    for name, dim in BUFFERS.items():
+        stack = torch.stack([layer._buffers[name] for layer in layers], dim)
+        for position, layer in enumerate(layers):
+            if layer._buffers[name].is_inference():
+                # Such a buffer could be written in inference mode only.
+                layer._buffers[name] = layer._buffers[name].clone()
+            layer._buffers[name].data = stack.select(dim, position)
+        stacked[name] = stack
+
+    buffers = _buffers_of(layers)
+    return Pack(
+        indices=indices,
+        buffers=buffers,
+        addresses=_addresses(buffers),
+        scale=stacked["fp8_scale"],
+        amax=stacked["fp8_amax"],
+        history=stacked["fp8_amax_history"],
+    )
+
+
 # --- values that are written with scales of their own ---------------------------------------------
-
-
-def largest_code(spec: QuantSpec) -> float:
-    """Return the amax whose per-tensor scale is 1."""
-    return float(FP8_MAX[spec.fp8_dtype] / 2**spec.margin)
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
@@ -242,27 +324,11 @@ def differs(a: Tensor, b: Tensor) -> Tensor:
 HEADROOM = 16.0
 
 
-@torch.no_grad()
-def fit_history(
-    slots: tuple[Tensor, Tensor],
-    history: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    *,
-    exact: bool = False,
-    partial: bool = False,
-    changed: Tensor | None = None,
-) -> None:
-    """Fit the history of a weight to values that were written to it.
+@dataclass(eq=False, slots=True)
+class WrittenValues:
+    """What the history of a weight depends on when values were written to the weight.
 
-    A history holds amaxes from before values were rounded. An amax that is read from codes is too
-    small if they saturate, so a write does not lower the next scale and the recorded amax. It only
-    limits the history to `HEADROOM` times the written values: larger values were replaced, for
-    example by a checkpoint from before a run diverged. Zeros need no scale and have no effect.
-
-    Args:
-        slots: the next scale () and the recorded amax () of the weight.
-        history: the amaxes of earlier steps (amax_history_len,).
+    Attributes:
         scale: the scale of the written values, fp32, one element.
         amax: their amax, fp32, one element.
         exact: whether the amax is that of high-precision values. They replace the state of a weight
@@ -272,55 +338,87 @@ def fit_history(
             changed none, a weight with a scale keeps its state: torch creates the state of a fresh
             optimizer by a step of length 0.
     """
-    next_scale, recorded = slots
-    scale = scale.to(next_scale.device).view(())
-    amax = amax.to(next_scale.device).view(())
-    counts = scale.isfinite() & amax.isfinite() & (amax > 0)
-    if changed is not None:
-        has_no_scale = next_scale == 0
-        counts = counts & (changed.to(next_scale.device) | has_no_scale)
-    fitted_scale = next_scale.maximum(scale)
-    fitted_amax = recorded.maximum(amax)
-    if not partial:
-        limit: float | Tensor = HEADROOM
-        if exact:
-            trained = history.amax() > 0
-            limit = torch.where(trained, HEADROOM, 1.0)
-        fitted_scale = fitted_scale.minimum(limit * scale)
-        fitted_amax = fitted_amax.minimum(limit * amax)
-        history.copy_(torch.where(counts, history.minimum(HEADROOM * amax), history))
-    next_scale.copy_(torch.where(counts, fitted_scale, next_scale))
-    recorded.copy_(torch.where(counts, fitted_amax, recorded))
+
+    scale: Tensor
+    amax: Tensor
+    exact: bool = False
+    partial: bool = False
+    changed: Tensor | None = None
 
 
 @torch.no_grad()
-def raise_next_scales(
-    slots: Sequence[tuple[Tensor, Tensor] | None],
-    scales: Sequence[Tensor],
-    amaxes: Sequence[Tensor],
-    before: Sequence[Tensor],
-) -> None:
-    """Raise the next scales and the recorded amaxes of weights whose scales have changed.
+def fit_history(slots: WeightSlots, history: Tensor, values: WrittenValues) -> None:
+    """Fit the history of a weight to values that were written to it.
+
+    A history holds amaxes from before values were rounded. An amax that is read from codes is too
+    small if they saturate, so a write does not lower the next scale and the recorded amax. It only
+    limits the history to `HEADROOM` times the written values: larger values were replaced, for
+    example by a checkpoint from before a run diverged. Zeros need no scale and have no effect.
 
     Args:
-        slots: the next scale () and the recorded amax () of each weight. None for a weight without
-            a history, whose scale has no effect.
-        scales: the scale (1,) of each weight, fp32. A scale that is not finite has no effect.
-        amaxes: the amax (1,) of each weight, fp32. A weight of zeros has no effect.
-        before: the scales before the change. A scale that still has the same bits has no effect.
+        slots: the slots of the weight.
+        history: the amaxes of earlier steps (amax_history_len,).
+        values: the written values.
     """
-    places = [i for i, pair in enumerate(slots) if pair is not None]
-    if not places:
+    next_scale, recorded_amax = slots
+    scale = values.scale.to(next_scale.device).view(())
+    amax = values.amax.to(next_scale.device).view(())
+
+    counts = scale.isfinite() & amax.isfinite() & (amax > 0)
+    if values.changed is not None:
+        has_no_scale = next_scale == 0
+        counts = counts & (values.changed.to(next_scale.device) | has_no_scale)
+
+    fitted_scale = next_scale.maximum(scale)
+    fitted_amax = recorded_amax.maximum(amax)
+    if not values.partial:
+        limit: float | Tensor = HEADROOM
+        if values.exact:
+            is_trained = history.amax() > 0
+            limit = torch.where(is_trained, HEADROOM, 1.0)
+        fitted_scale = fitted_scale.minimum(limit * scale)
+        fitted_amax = fitted_amax.minimum(limit * amax)
+        history.copy_(torch.where(counts, history.minimum(HEADROOM * amax), history))
+
+    next_scale.copy_(torch.where(counts, fitted_scale, next_scale))
+    recorded_amax.copy_(torch.where(counts, fitted_amax, recorded_amax))
+
+
+@dataclass(eq=False, slots=True)
+class ScaleChange:
+    """A scale of a weight before and after ranks made it common, and the amax of the weight.
+
+    Attributes:
+        slots: the slots of the weight.
+        before: the scale (1,) before, fp32. If the new one has the same bits, it has no effect.
+        after: the new scale (1,), fp32. It has no effect if it is not finite.
+        amax: the amax (1,) of the weight, fp32. A weight of zeros has no effect.
+    """
+
+    slots: WeightSlots
+    before: Tensor
+    after: Tensor
+    amax: Tensor
+
+
+@torch.no_grad()
+def raise_next_scales(changes: Sequence[ScaleChange]) -> None:
+    """Raise the next scales and the recorded amaxes of weights whose scales have changed."""
+    if not changes:
         return
-    found: Any = [slots[i] for i in places]
-    known, recorded = (torch.stack(part) for part in zip(*found, strict=True))
-    new_scales = torch.cat([scales[i] for i in places]).to(known.device)
-    new_amaxes = torch.cat([amaxes[i] for i in places]).to(known.device)
-    counts = new_scales.isfinite() & (new_amaxes > 0)
-    counts &= differs(new_scales, torch.cat([before[i] for i in places]).to(known.device))
-    raised_scales = torch.where(counts, known.maximum(new_scales), known)
-    raised_amaxes = torch.where(counts, recorded.maximum(new_amaxes), recorded)
+    next_scales = [change.slots.next_scale for change in changes]
+    recorded_amaxes = [change.slots.recorded_amax for change in changes]
+    next_scale = torch.stack(next_scales)
+    recorded_amax = torch.stack(recorded_amaxes)
+    device = next_scale.device
+    before = torch.cat([change.before for change in changes]).to(device)
+    after = torch.cat([change.after for change in changes]).to(device)
+    amax = torch.cat([change.amax for change in changes]).to(device)
+
+    counts = after.isfinite() & (amax > 0) & differs(after, before)
+    raised_scale = torch.where(counts, next_scale.maximum(after), next_scale)
+    raised_amax = torch.where(counts, recorded_amax.maximum(amax), recorded_amax)
     torch._foreach_copy_(
-        [slot for part in zip(*found, strict=True) for slot in part],
-        [*raised_scales.unbind(), *raised_amaxes.unbind()],
+        [*next_scales, *recorded_amaxes],
+        [*raised_scale.unbind(), *raised_amax.unbind()],
     )

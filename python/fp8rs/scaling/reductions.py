@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from fp8rs._torch import in_fake_mode
 from fp8rs.quantize.cast import reduce_amax
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def index_tensor(indices: tuple[int, ...], device: torch.device) -> Tensor:
@@ -31,46 +34,63 @@ def _cached_indices(indices: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(indices, dtype=torch.int64, device=device)
 
 
-def mesh_groups(mesh: Any) -> list[Any]:
+def mesh_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """Return the process groups along all dimensions of a mesh."""
     if mesh.size() == dist.get_world_size():
-        return [dist.group.WORLD]
+        world = dist.group.WORLD
+        assert world is not None, "a mesh exists"
+        return [world]
     return [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
-def check_same(layers: int, group: Any, device: torch.device) -> None:
+def check_same_layers(layers: int, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise ValueError on every rank of a group if the ranks have different numbers of layers."""
-    ends = torch.tensor([layers, -layers], dtype=torch.int32, device=device)
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
-    most, least = ends.tolist()
-    if most != -least:
+    # The maximum of negative counts is the negative minimum.
+    counts = torch.tensor([layers, -layers], dtype=torch.int32, device=device)
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
+    most, negative_least = counts.tolist()
+    least = -negative_least
+    if most != least:
         raise ValueError(
             "amax_reduction_group has ranks whose models have different numbers of converted "
-            f"layers, {-least} to {most}, for example pipeline stages or experts. Pass a group of "
+            f"layers, {least} to {most}, for example pipeline stages or experts. Pass a group of "
             "ranks that have the same layers, or None"
         )
 
 
-def reduce_packed_(values: Tensor, parts: Iterable[tuple[range, Iterable[Any]]]) -> Tensor:
+class MaximaRange(NamedTuple):
+    """Consecutive maxima of a packed tensor that the same ranks share.
+
+    Attributes:
+        indices: their indices in the packed tensor.
+        groups: the process groups to reduce them over. Reducing over several groups in turn
+            (FSDP's, tensor parallelism's) reduces over the ranks of their combined mesh.
+    """
+
+    indices: range
+    groups: Sequence[dist.ProcessGroup]
+
+
+def reduce_packed_(values: Tensor, ranges: Iterable[MaximaRange]) -> Tensor:
     """Reduce maxima in place, with one all-reduce per process group.
 
-    Every rank of a group must pass the same parts in the same order.
+    Every rank of a group must pass the same ranges in the same order.
 
     Args:
         values: the maxima (n,), fp32 and contiguous.
-        parts: ranges of ``values``, each with the groups to reduce it over. Reducing over several
-            groups in turn (FSDP's, tensor parallelism's) reduces over the ranks of their combined
-            mesh. Two ranges of one group are equal or disjoint.
+        ranges: the maxima that are reduced. Two ranges of one group are equal or disjoint.
     """
-    by_group: dict[str, dict[range, None]] = {}
-    for part, groups in parts:
+    # Dictionaries without values are ordered sets.
+    indices_by_group: dict[str, dict[range, None]] = {}
+    for indices, groups in ranges:
         for group in groups:
-            if part and group.size() > 1:
-                by_group.setdefault(group.group_name, {})[part] = None
-    for name, members in by_group.items():
-        if sum(map(len, members)) == values.numel():
-            reduce_amax(values, name, in_place=True)
+            if indices and group.size() > 1:
+                indices_by_group.setdefault(group.group_name, {})[indices] = None
+
+    for group_name, group_indices in indices_by_group.items():
+        if sum(map(len, group_indices)) == values.numel():
+            reduce_amax(values, group_name, in_place=True)
         else:
-            where = index_tensor(tuple(chain.from_iterable(members)), values.device)
-            values[where] = reduce_amax(values[where], name, in_place=True)
+            positions = index_tensor(tuple(chain.from_iterable(group_indices)), values.device)
+            values[positions] = reduce_amax(values[positions], group_name, in_place=True)
     return values

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from fp8rs._torch import in_backward, not_traced
 
@@ -31,7 +32,8 @@ class StepTracker:
     def __init__(self) -> None:
         self.forward_id = 0
         self.in_forward = False
-        self.training = self.grad = False
+        self.training = False
+        self.grad = False
 
     @property
     def in_backward(self) -> bool:
@@ -50,7 +52,8 @@ class StepTracker:
             return False
         self.forward_id += 1
         self.in_forward = True
-        self.training, self.grad = training, grad
+        self.training = training
+        self.grad = grad
         return True
 
     def end_forward(self) -> None:
@@ -60,30 +63,42 @@ class StepTracker:
 
 # --- optimizer steps ------------------------------------------------------------------------------
 
+
+class StepSubscriber(Protocol):
+    """A model that is notified of its optimizers' steps: the `fp8rs.model.state.ModelState`."""
+
+    def owns(self, parameters: set[int]) -> bool:
+        """Return whether the model has a parameter with one of these ids."""
+
+    def stepped(self) -> None:
+        """Notify that an optimizer with a parameter of the model has stepped."""
+
+
 #: The models in order of registration, which is equal on all ranks, because notifications run
 #: collectives.
-_models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_models: weakref.WeakValueDictionary[int, StepSubscriber] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-_hook: Any = None
+_hook: RemovableHandle | None = None
 
 
-def subscribe(model: Any) -> None:
-    """Call ``model.stepped()`` after each step of an optimizer with one of its parameters.
-
-    ``model.owns(ids)`` returns whether the model has a parameter with one of these ids.
-    """
+def subscribe(model: StepSubscriber) -> None:
+    """Call ``model.stepped()`` after each step of an optimizer with one of its parameters."""
     global _hook
     if _hook is None:
         # Compiled steps call the hook too. It runs on the host and is not traced.
         _hook = register_optimizer_step_post_hook(not_traced(_after_step))
-    if not any(known is model for known in _models.values()):
+    if not any(subscriber is model for subscriber in _models.values()):
         _models[next(_numbers)] = model
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     models = list(_models.values())
-    if models:
-        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for model in models:
-            if model.owns(ids):
-                model.stepped()
+    if not models:
+        return
+
+    parameter_ids: set[int] = set()
+    for group in optimizer.param_groups:
+        parameter_ids.update(map(id, group["params"]))
+    for model in models:
+        if model.owns(parameter_ids):
+            model.stepped()

@@ -20,17 +20,18 @@ class StreamDependency:
             self._stream = torch.cuda.current_stream(device)
             self._event = self._stream.record_event()
             self._tensors = _storages(tensors)
+            #: The ids of streams that need not wait: the writing one, and those that have waited.
             self._streams = {self._stream.cuda_stream}
 
     def for_tensors(self, tensors: Iterable[Tensor]) -> StreamDependency:
         """Return the dependency of reads of some of the tensors. It keeps only these alive."""
-        other = StreamDependency.__new__(StreamDependency)
-        other._stream = self._stream
+        dependency = StreamDependency.__new__(StreamDependency)
+        dependency._stream = self._stream
         if self._stream is not None:
-            other._event = self._event
-            other._tensors = _storages(tensors)
-            other._streams = {self._stream.cuda_stream}
-        return other
+            dependency._event = self._event
+            dependency._tensors = _storages(tensors)
+            dependency._streams = {self._stream.cuda_stream}
+        return dependency
 
     def wait(self) -> None:
         """Make the current stream wait for the writes, and keep the memory alive for its reads."""
@@ -47,7 +48,10 @@ class StreamDependency:
 
 def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return one tensor for each storage. Views of one buffer share its storage."""
-    return list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
+    tensor_of_address = {}
+    for tensor in tensors:
+        tensor_of_address[tensor.untyped_storage().data_ptr()] = tensor
+    return list(tensor_of_address.values())
 
 
 def stream_of(stream_id: int) -> torch.cuda.Stream:

@@ -15,10 +15,12 @@ codes. Gathering it too would double the bytes, to as many as bf16 takes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
@@ -31,7 +33,7 @@ from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import wrap
 
 _amax = torch.ops.fp8rs.amax.default
-_all_gather = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
+_all_gather_coalesced = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -88,26 +90,36 @@ class _Gather(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: DTensor, dim: int, operand: Operand) -> DTensor:
-        ctx.placements, ctx.operand = [Shard(dim)], operand
+        ctx.placements = [Shard(dim)]
+        ctx.operand = operand
         return y.redistribute(placements=ctx.placements)
 
     @staticmethod
     def backward(ctx: Any, dy: DTensor) -> tuple[Any, ...]:
-        return gathered(dy.redistribute(placements=ctx.placements), ctx.operand), None, None
+        dy = dy.redistribute(placements=ctx.placements)
+        return gathered(dy, ctx.operand), None, None
 
 
 def gathered(x: DTensor, operand: Operand) -> DTensor:
     """Quantize and gather a tensor that is sharded by rows. The result is replicated."""
-    mesh, (placement,) = x.device_mesh, x.placements
+    mesh = x.device_mesh
+    (placement,) = x.placements
     dim = check_rows(placement, x.ndim)
-    group = mesh.get_group().group_name
     local = x.to_local()
     spec = operand.spec(local.device)
-    own, noted = _quantized(local, spec, operand, group)
-    row = _gather(own, dim, x.shape, noted is None, mesh)
-    planes = row, _columnwise(row, spec, x.dtype) if operand.columnwise else None
-    whole = wrap(PlaneStorage(*planes, spec, noted), x.shape, x.dtype)
-    return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+
+    scale = _tensor_scale(local, spec, operand, mesh.get_group().group_name)
+    local_planes = quantize_planes(spec, local, True, False, scale=scale, amax=operand.amax)
+    is_delayed = operand.scale is not None
+    row = _gather_plane(cast(Plane, local_planes[0]), dim, x.shape, not is_delayed, mesh)
+
+    columnwise = _columnwise(row, spec, x.dtype) if operand.columnwise else None
+    # With delayed scaling, sibling layers reuse the scale and the amax slot.
+    slots = None
+    if scale is not None and operand.scale is not None and operand.amax is not None:
+        slots = scale, operand.amax
+    whole_tensor = wrap(PlaneStorage(row, columnwise, spec, slots), x.shape, x.dtype)
+    return DTensor.from_local(whole_tensor, mesh, [Replicate()], run_check=False)
 
 
 def check_rows(placement: Placement, ndim: int) -> int:
@@ -125,34 +137,29 @@ def check_rows(placement: Placement, ndim: int) -> int:
     )
 
 
-def _quantized(
-    x: Tensor, spec: QuantSpec, operand: Operand, group: str
-) -> tuple[Plane, tuple[Tensor, Tensor] | None]:
-    """Quantize this rank's rows with the whole tensor's scale.
+def _tensor_scale(x: Tensor, spec: QuantSpec, operand: Operand, group: str) -> Tensor | None:
+    """Return the scale of the whole tensor. None for formats with scales of rows or blocks.
 
-    With delayed scaling, also return the scale and the amax slot, for sibling layers.
+    Args:
+        x: this rank's rows.
+        spec: how the tensor is quantized.
+        operand: with delayed scaling, it has the scale, if there is one already.
+        group: the name of the process group of the ranks that have the other rows.
     """
-    known: Tensor | None = operand.scale
     if not spec.format.per_tensor:
-        planes = quantize_planes(spec, x, True, False)
-    elif known is None:
-        planes = quantize_planes(spec, x, True, False, scale=_scale(x, spec, group))
-    else:
-        assert operand.amax is not None
-        if not operand.ready:
-            known = torch.where(known > 0, known, _scale(x, spec, group))
-        planes = quantize_planes(spec, x, True, False, scale=known, amax=operand.amax)
-        return cast(Plane, planes[0]), (known, operand.amax)
-    return cast(Plane, planes[0]), None
+        return None
+    delayed_scale = operand.scale
+    if delayed_scale is not None and operand.ready:
+        return delayed_scale
 
-
-def _scale(x: Tensor, spec: QuantSpec, group: str) -> Tensor:
-    """Compute the scale of the whole tensor."""
     amax = _amax(x)
     for name in (group, spec.group):
         if name is not None:
             amax = reduce_amax(amax, name)
-    return spec.scale_from_amax(amax)
+    current_scale = spec.scale_from_amax(amax)
+    if delayed_scale is None:
+        return current_scale
+    return torch.where(delayed_scale > 0, delayed_scale, current_scale)
 
 
 def _columnwise(row: Plane, spec: QuantSpec, dtype: torch.dtype) -> Plane:
@@ -166,58 +173,84 @@ def _columnwise(row: Plane, spec: QuantSpec, dtype: torch.dtype) -> Plane:
 # --- collectives ----------------------------------------------------------------------------------
 
 
-def _gather(own: Plane, dim: int, shape: torch.Size, shared: bool, mesh: Any) -> Plane:
+class RankPart(NamedTuple):
+    """This rank's part of a tensor, as `torch.chunk` divides it.
+
+    Attributes:
+        data: the part.
+        dim: the sharded dimension, not the last.
+        extent: the whole tensor's extent along it.
+    """
+
+    data: Tensor
+    dim: int
+    extent: int
+
+
+def _gather_plane(
+    part: Plane, dim: int, shape: torch.Size, has_common_scale: bool, mesh: DeviceMesh
+) -> Plane:
     """Gather the plane of a whole tensor.
 
     Args:
-        own: the plane of this rank's part.
+        part: the plane of this rank's part.
         dim: the sharded dimension.
         shape: the shape of the whole tensor.
-        shared: whether all ranks have the same scale.
+        has_common_scale: for formats with one scale per tensor, whether all ranks have the same
+            bits.
         mesh: the tensor-parallel mesh.
     """
-    if own.format.per_tensor:
-        if shared:
-            (codes,) = _all([(own.data, dim, shape[dim])], mesh)
-            return Plane(codes, own.scale, own.format)
+    format = part.format
+    codes_part = RankPart(part.data, dim, shape[dim])
+    if format.per_tensor and has_common_scale:
+        (codes,) = _all_gather([codes_part], mesh)
+        return Plane(codes, part.scale, format)
+
+    if format.per_tensor:
         # The scale was known beforehand. On ranks whose values are not finite, it is NaN.
-        parts = [(own.data, dim, shape[dim]), (own.scale.view(1, 1), 0, mesh.size())]
-        codes, scales = _all(parts, mesh)
+        scale_part = RankPart(part.scale.view(1, 1), 0, mesh.size())
+        codes, scales = _all_gather([codes_part, scale_part], mesh)
         largest = scales.view(torch.int32).amax()  # NaN is above all numbers, as in `reduce_amax`
-        return Plane(codes, largest.view(torch.float32), own.format)
-    blocks = own.scale.shape[1]
-    scale = own.scale.reshape(*own.data.shape[:-1], blocks)
-    codes, scales = _all([(own.data, dim, shape[dim]), (scale, dim, shape[dim])], mesh)
-    scales = scales.reshape(-1, blocks)
-    if own.scale.stride(0) == 1:  # the layout that the GEMM reads
+        return Plane(codes, largest.view(torch.float32), format)
+
+    # Scales belong to rows. Give them the dimensions of the codes.
+    blocks_per_row = part.scale.shape[1]
+    scale = part.scale.reshape(*part.data.shape[:-1], blocks_per_row)
+    codes, scales = _all_gather([codes_part, RankPart(scale, dim, shape[dim])], mesh)
+    scales = scales.reshape(-1, blocks_per_row)
+    if part.scale.stride(0) == 1:  # the layout that the GEMM reads
         scales = scales.t().contiguous().t()
-    return Plane(codes, scales, own.format)
+    return Plane(codes, scales, format)
 
 
-def _all(parts: list[tuple[Tensor, int, int]], mesh: Any) -> list[Tensor]:
-    """Gather several tensors in one collective.
+def _all_gather(parts: Sequence[RankPart], mesh: DeviceMesh) -> list[Tensor]:
+    """Gather several tensors in one collective. Short parts are padded."""
+    ranks = mesh.size()
+    inputs = []
+    for part in parts:
+        padded_extent = -(-part.extent // ranks)
+        inputs.append(_padded_bytes(part, padded_extent))
+    outputs = _all_gather_coalesced(inputs, ranks, mesh.get_group().group_name)
 
-    Args:
-        parts: for each tensor this rank's part, the sharded dimension (not the last), and the whole
-            tensor's extent along it. Parts are `torch.chunk`'s. Short parts are padded.
-        mesh: the tensor-parallel mesh.
-    """
-    world = mesh.size()
-    sent = [_padded(t, dim, -(-extent // world)) for t, dim, extent in parts]
-    gathered = _all_gather(sent, world, mesh.get_group().group_name)
-    whole = []
-    for (part, dim, extent), own, received in zip(parts, sent, gathered, strict=True):
-        every = _wait(received).view(world, *own.shape)
-        joined = every.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, extent)
-        whole.append(joined.contiguous().view(part.dtype))
-    return whole
+    tensors = []
+    for part, input, output in zip(parts, inputs, outputs, strict=True):
+        dim = part.dim
+        bytes_per_rank = _wait(output).view(ranks, *input.shape)
+        padded = bytes_per_rank.movedim(0, dim).flatten(dim, dim + 1)
+        tensor = padded.narrow(dim, 0, part.extent).contiguous()
+        tensors.append(tensor.view(part.data.dtype))
+    return tensors
 
 
-def _padded(part: Tensor, dim: int, extent: int) -> Tensor:
-    """Return a part's bytes, padded to ``extent`` elements along a dimension."""
-    sizes = *part.shape[:-1], part.shape[-1] * part.element_size()
-    part = part.contiguous().view(-1).view(torch.uint8).view(sizes)
-    missing = extent - part.shape[dim]
-    if missing:
-        part = functional.pad(part, [0, 0] * (part.ndim - 1 - dim) + [0, missing])
-    return part
+def _padded_bytes(part: RankPart, padded_extent: int) -> Tensor:
+    """Return a part's bytes, with ``padded_extent`` elements along the sharded dimension."""
+    data = part.data
+    shape = (*data.shape[:-1], data.shape[-1] * data.element_size())
+    # Viewing the flat tensor as bytes works for parts without elements, too.
+    data_bytes = data.contiguous().view(-1).view(torch.uint8).view(shape)
+    missing = padded_extent - data.shape[part.dim]
+    if not missing:
+        return data_bytes
+    # `pad` takes two numbers for each dimension, from the last one.
+    padding = [0, 0] * (data.ndim - 1 - part.dim) + [0, missing]
+    return functional.pad(data_bytes, padding)

@@ -34,7 +34,8 @@ def _operand(layer: Float8Linear, role: int, columnwise: bool) -> Operand:
     if state.delayed is None:
         return Operand(state.key, role, columnwise)
     scales, amaxes = layer._begin_delayed(state.delayed)
-    amax = amaxes[role if layer.training else -1]
+    # The last slot receives amaxes that are not recorded.
+    amax = amaxes[role] if layer.training else amaxes[-1]
     return Operand(state.key, role, columnwise, scales[role], amax, layer.fp8_ready[role])
 
 
@@ -180,16 +181,21 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        names = [n for n, m in module.named_modules() if isinstance(m, Float8Linear)]
-        if (chosen := self.fwd_config_submodule_fqn) is not None:
-            if chosen not in names:
-                raise ValueError(f"fwd_config_submodule_fqn {chosen!r} is not one of {names}")
-            names = [chosen]
-        recipes = {cast(Float8Linear, module.get_submodule(n))._fp8_state.key for n in names}
-        if len(recipes) != 1:
+        names = []
+        for name, layer in module.named_modules():
+            if isinstance(layer, Float8Linear):
+                names.append(name)
+        config_fqn = self.fwd_config_submodule_fqn
+        if config_fqn is not None:
+            if config_fqn not in names:
+                raise ValueError(f"fwd_config_submodule_fqn {config_fqn!r} is not one of {names}")
+            names = [config_fqn]
+
+        recipe_keys = {layer._fp8_state.key for layer in _layers(module, names)}
+        if len(recipe_keys) != 1:
             raise ValueError(
                 f"{type(self).__name__} requires a module whose FP8 layers have one recipe, but "
-                f"{names} have {len(recipes)}. Choose a layer with fwd_config_submodule_fqn"
+                f"{names} have {len(recipe_keys)}. Choose a layer with fwd_config_submodule_fqn"
             )
         allow_in_graph(gather_input)
         # By name, because copies of the module share this hook.
@@ -208,15 +214,18 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                     f"the module was called with {len(args)} inputs, but input_layouts has "
                     f"{len(self.input_layouts)}"
                 )
-            desired = cast(Any, self.desired_input_layouts)
-            layouts = zip(args, self.input_layouts, desired, strict=True)
-            args = tuple(self._input(names, mesh, module, *one) for one in layouts)
-        placed = dict(kwargs)
+            desired_layouts = cast(Any, self.desired_input_layouts)
+            new_args = []
+            for x, layout, desired in zip(args, self.input_layouts, desired_layouts, strict=True):
+                new_args.append(self._input(names, mesh, module, x, layout, desired))
+            args = tuple(new_args)
+
+        new_kwargs = dict(kwargs)
         for name, layout in self.input_kwarg_layouts.items():
             if name in kwargs:
-                wanted = self.desired_input_kwarg_layouts.get(name)
-                placed[name] = self._input(names, mesh, module, kwargs[name], layout, wanted)
-        return args, placed
+                desired = self.desired_input_kwarg_layouts.get(name)
+                new_kwargs[name] = self._input(names, mesh, module, kwargs[name], layout, desired)
+        return args, new_kwargs
 
     def _input(
         self,
@@ -227,31 +236,38 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         layout: Placement | None,
         desired: Placement | None,
     ) -> Any:
+        """Return an input in its desired layout. ``names`` are the layers that read it."""
         if layout is None or x is None:
             return x
         x = _distributed(x, mesh, (layout,))
         if desired is not None and x.placements != (desired,):
-            if x.dtype not in INPUT_DTYPES or x.placements[0].is_replicate():
+            placement = x.placements[0]
+            if x.dtype not in INPUT_DTYPES or placement.is_replicate():
                 x = x.redistribute(placements=(desired,))
             elif desired.is_replicate():
                 x = self._gather(names, module, x)
             else:
                 raise UnsupportedError(
-                    f"an input that goes from {x.placements[0]} to {desired} would be "
+                    f"an input that goes from {placement} to {desired} would be "
                     "redistributed in high precision. Supported is Shard to Replicate(). "
                     "Otherwise use torch's style"
                 )
         return x.to_local() if self.use_local_output else x
 
     def _gather(self, names: list[str], module: nn.Module, x: DTensor) -> DTensor:
-        layers = [cast(Float8Linear, module.get_submodule(name)) for name in names]
+        """Quantize and gather an input by the recipe of the first of the layers that read it."""
+        layers = _layers(module, names)
         if self.fwd_config_submodule_fqn is None:
             layers = [layer for layer in layers if _is_column_parallel(layer)]
         if not layers:
             raise ValueError(f"{type(self).__name__}: none of {names} is column-parallel")
-        trained = any(layer.weight.requires_grad for layer in layers)
-        columnwise = torch.is_grad_enabled() and trained
+        is_trained = any(layer.weight.requires_grad for layer in layers)
+        columnwise = torch.is_grad_enabled() and is_trained
         return _gather_for(layers[0], x, columnwise)
+
+
+def _layers(module: nn.Module, names: list[str]) -> list[Float8Linear]:
+    return [cast(Float8Linear, module.get_submodule(name)) for name in names]
 
 
 def _distributed(x: Any, mesh: DeviceMesh, layouts: Any) -> DTensor:
