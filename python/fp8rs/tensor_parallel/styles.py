@@ -33,9 +33,15 @@ def _operand(layer: Float8Linear, role: int, columnwise: bool) -> Operand:
     state = layer._fp8_state
     if state.delayed is None:
         return Operand(state.key, role, columnwise)
-    scales, amaxes = layer._begin_delayed(state.delayed)
-    amax = amaxes[role if layer.training else -1]
-    return Operand(state.key, role, columnwise, scales[role], amax, layer.fp8_ready[role])
+    slots = layer._begin_delayed(state.delayed)
+    return Operand(
+        state.key,
+        role,
+        columnwise,
+        slots.scales[role],
+        slots.amax_of(role),
+        slots.ready[role],
+    )
 
 
 def _gather_for(layer: Float8Linear, x: DTensor, columnwise: bool) -> DTensor:
