@@ -30,7 +30,7 @@ from fp8rs.nn.experts import (
     uses_registry,
 )
 from fp8rs.nn.fp8_params import Float8Params, add_fp8_params
-from fp8rs.nn.grouped import Gemms
+from fp8rs.nn.grouped_function import Gemms
 from fp8rs.nn.grouped_linear import GroupedLinear
 from fp8rs.quantize.formats import INPUT_DTYPES
 from fp8rs.quantize.recipes import Recipe, describe

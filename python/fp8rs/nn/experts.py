@@ -4,7 +4,7 @@ Three kinds of modules are supported:
 
 - Experts of transformers 5 call `experts_forward`, which transformers finds in its registry by the
   name in `ExpertsConfig`.
-- `fp8rs.nn.GroupedLinear` calls `fp8rs.nn.grouped.grouped`.
+- `fp8rs.nn.GroupedLinear` calls `fp8rs.nn.grouped_function.grouped`.
 - Other modules call ``torch.nn.functional.grouped_mm`` or ``torch._grouped_mm``. `GroupedGemms`
   replaces these calls while the module's forward runs.
 
@@ -29,7 +29,13 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from .backward import refuse_double_backward
 from .fp8_params import Float8Params
 from .functional import as_stored, cast_input, key_of, local_part
-from .grouped import Gemms, check, gated_mlp, grouped, prefers_gated_mlp
+from .grouped_function import (
+    Gemms,
+    check_arguments,
+    gated_mlp,
+    grouped,
+    prefers_gated_mlp,
+)
 
 #: The name of `experts_forward` in the registry of transformers.
 TRANSFORMERS_KEY = "fp8rs"
@@ -148,7 +154,7 @@ class GroupedGemms(TorchFunctionMode):
             return out
         assert offs is not None
         weight, transposed = as_stored(mat_b.transpose(-2, -1))
-        check(mat_a, weight, offs, None, transposed)
+        check_arguments(mat_a, weight, offs, None, transposed)
         return grouped(mat_a, weight, offs, None, self.key, transposed, self.gemms, False)
 
 

@@ -35,7 +35,7 @@ from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .backward import gathered_weight, read_weight, refuse_double_backward
-from .grouped import gated_mlp, grouped
+from .grouped_function import gated_mlp, grouped
 from .observe import OperandStats
 
 _amax = torch.ops.fp8rs.amax.default

@@ -14,7 +14,7 @@ from fp8rs.model.spec import register
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
 from .function import prepare_compilers
-from .grouped import check, check_sizes, grouped
+from .grouped_function import check_arguments, check_sizes, grouped
 
 __all__ = ["check_offsets", "grouped_linear"]
 
@@ -66,7 +66,7 @@ def grouped_linear(
             number of rows. See `check_offsets`.
     """
     weight, transposed = as_stored(weight)
-    check(x, weight, offs, bias, transposed)
+    check_arguments(x, weight, offs, bias, transposed)
     check_sizes(weight)
     key = key_of("current" if recipe is None else recipe)
     return grouped(cast_input(x), weight, offs, bias, key, transposed)

@@ -13,7 +13,7 @@ from fp8rs.quantize.recipes import Recipe, RecipeName, describe, resolve_recipe
 
 from .function import prepare_compilers
 from .functional import cast_input, key_of, local_part
-from .grouped import Gemms, check, grouped
+from .grouped_function import Gemms, check_arguments, grouped
 from .init import reset_linear
 
 
@@ -98,7 +98,7 @@ class GroupedLinear(nn.Module):
         """
         weight = local_part(self.weight)
         bias = None if self.bias is None else local_part(self.bias)
-        check(input, weight, offs, bias)
+        check_arguments(input, weight, offs, bias)
         values = cast_input(input)
         return grouped(values, weight, offs, bias, self._key, gemms=self._gemms)
 

@@ -15,6 +15,7 @@ run in the dtype of ``x``, which is then saved for the backward instead of codes
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any, Literal, NamedTuple, cast
@@ -77,24 +78,32 @@ def grouped(
     """
     spec = grouped_spec_for(key)
     if not weight.shape[0]:  # no row belongs to a group
-        y: Tensor = x[:, :0] @ _values(weight, x.dtype, not transposed).sum(0)[:0]
+        y: Tensor = x[:, :0] @ _weight_values(weight, x.dtype, not transposed).sum(0)[:0]
         return y if bias is None else y + bias.to(y.dtype).sum(0)
+
     choice = estimates.HIGH_PRECISION
     if gemms != "gather" and _has_fp8_gemms(spec, weight):
-        choice = estimates.FP8 if gemms == "fp8" else _choose(x, weight, spec)
-    if not torch.is_grad_enabled():  # ctx.needs_input_grad would be True all the same
-        weight = weight.detach()
+        choice = estimates.FP8 if gemms == "fp8" else _fastest_choice(spec, x, weight)
     if choice != estimates.FP8:  # torch's GEMMs of other layouts require aligned groups
         x = x.contiguous()
-    out: Tensor = _Grouped.apply(x, weight, offs, bias, _How(spec, transposed, zero_tail, choice))
+    if not torch.is_grad_enabled():  # ctx.needs_input_grad would be True all the same
+        weight = weight.detach()
+    call = GroupedCall(spec, transposed, zero_tail, choice)
+    out: Tensor = _Grouped.apply(x, weight, offs, bias, call)
     return out
 
 
-def _choose(x: Tensor, weight: Tensor, spec: GroupedSpec) -> estimates.GroupedChoice:
-    sizes = weight.shape[0], prod(weight.shape[1:-1]), weight.shape[-1]
-    gathered = isinstance(weight, QuantizedTensor)
-    given = estimates.GroupedWeight(*sizes, gathered, spec.weight.format.per_row)
-    return cast(estimates.GroupedChoice, _estimate(estimates.choose, x.shape[0], given))
+def _fastest_choice(spec: GroupedSpec, x: Tensor, weight: Tensor) -> estimates.GroupedChoice:
+    """Return which GEMMs of a weight are faster on FP8 operands."""
+    estimated_weight = estimates.GroupedWeight(
+        experts=weight.shape[0],
+        n=prod(weight.shape[1:-1]),
+        k=weight.shape[-1],
+        gathered=isinstance(weight, QuantizedTensor),
+        row_scales=spec.weight.format.per_row,
+    )
+    choice = _estimate(estimates.choose, x.shape[0], estimated_weight)
+    return cast(estimates.GroupedChoice, choice)
 
 
 def prefers_gated_mlp(rows: int, gate_up: Tensor, down: Tensor, gemms: Gemms) -> bool:
@@ -111,8 +120,8 @@ def prefers_gated_mlp(rows: int, gate_up: Tensor, down: Tensor, gemms: Gemms) ->
     """
     if gemms == "auto":
         experts, hidden, width = down.shape
-        given = estimates.GroupedWeight(experts, hidden, width, isinstance(down, QuantizedTensor))
-        if not _estimate(estimates.gated_mlp_is_faster, rows, given):
+        weight = estimates.GroupedWeight(experts, hidden, width, isinstance(down, QuantizedTensor))
+        if not _estimate(estimates.gated_mlp_is_faster, rows, weight):
             return False
     return has_grouped_gemm(down.device) and _are_supported(gate_up) and _are_supported(down)
 
@@ -127,8 +136,9 @@ def _estimate(function: Callable[..., Any], rows: int, weight: estimates.Grouped
         return _cached(function, rows, weight)
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    known = rows if has_static_value(rows) else estimates.TYPICAL_ROWS * weight.experts
-    return function(known, weight)
+    if not has_static_value(rows):
+        rows = estimates.TYPICAL_ROWS * weight.experts
+    return function(rows, weight)
 
 
 @lru_cache(maxsize=1024)
@@ -140,8 +150,8 @@ def gated_mlp(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    index: Tensor,
-    places: Tensor,
+    row_tokens: Tensor,
+    token_rows: Tensor,
     offs: Tensor,
     activation: str,
     key: str,
@@ -157,8 +167,8 @@ def gated_mlp(
         x: the tokens (T, H), float32, bfloat16 or float16.
         gate_up: (E, 2 * I, H), the gate's rows first, with one scale per expert.
         down: (E, H, I), with one scale per expert.
-        index: int32 (rows,), the token of each row. Rows are sorted by expert.
-        places: (T, k), the rows of each token.
+        row_tokens: int32 (rows,), the token of each row. Rows are sorted by expert.
+        token_rows: (T, k), the rows of each token.
         offs: int32 (E,), the row after the last one of each expert.
         activation: "silu" or "gelu_tanh".
         key: the key of a recipe.
@@ -168,9 +178,10 @@ def gated_mlp(
         (rows, H), with the dtype of ``x``.
     """
     if not torch.is_grad_enabled():  # as in `grouped`
-        gate_up, down = gate_up.detach(), down.detach()
-    how = _How(grouped_spec_for(key), False, zero_tail, estimates.FP8)
-    y: Tensor = _GatedMlp.apply(x, gate_up, down, index, places, offs, activation, how)
+        gate_up = gate_up.detach()
+        down = down.detach()
+    call = GroupedCall(grouped_spec_for(key), False, zero_tail, estimates.FP8)
+    y: Tensor = _GatedMlp.apply(x, gate_up, down, row_tokens, token_rows, offs, activation, call)
     return y
 
 
@@ -181,7 +192,9 @@ def check_sizes(weight: Tensor) -> None:
         ValueError: they do not.
     """
     if not _are_supported(weight):
-        n, k, experts = prod(weight.shape[1:-1]), weight.shape[-1], weight.shape[0]
+        experts = weight.shape[0]
+        n = prod(weight.shape[1:-1])
+        k = weight.shape[-1]
         raise ValueError(
             f"weight has {experts} matrices of {n} x {k}; there must be fewer than {MAX_GROUPS} "
             f"experts, and both sizes must be multiples of {ALIGNMENT}"
@@ -189,11 +202,13 @@ def check_sizes(weight: Tensor) -> None:
 
 
 def _are_supported(weight: Tensor) -> bool:
-    n, k = prod(weight.shape[1:-1]), weight.shape[-1]
-    return not (n % ALIGNMENT or k % ALIGNMENT) and weight.shape[0] < MAX_GROUPS
+    """Whether FP8 GEMMs support the sizes of a weight."""
+    n = prod(weight.shape[1:-1])
+    k = weight.shape[-1]
+    return n % ALIGNMENT == 0 and k % ALIGNMENT == 0 and weight.shape[0] < MAX_GROUPS
 
 
-def check(
+def check_arguments(
     x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, transposed: bool = False
 ) -> None:
     """Check the arguments of `grouped`, except the values of ``offs``.
@@ -202,12 +217,15 @@ def check(
         ValueError: a shape or device does not fit.
         TypeError: an argument is not a tensor, or a dtype is not supported.
     """
-    for name, given in (("x", x), ("offs", offs), ("bias", bias)):
-        if not isinstance(given, Tensor) and (name != "bias" or given is not None):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(given).__name__}")
+    for name, value in (("x", x), ("offs", offs), ("bias", bias)):
+        if not isinstance(value, Tensor) and (name != "bias" or value is not None):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+
     if weight.dim() < 3:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be (experts, out, in)")
-    experts, n, k = weight.shape[0], prod(weight.shape[1:-1]), weight.shape[-1]
+    experts = weight.shape[0]
+    n = prod(weight.shape[1:-1])
+    k = weight.shape[-1]
     if transposed:
         n, k = k, n
     if x.dim() != 2 or x.shape[1] != k:
@@ -216,11 +234,12 @@ def check(
         raise ValueError(f"offs has shape {tuple(offs.shape)}; it must be ({experts},)")
     if offs.dtype != torch.int32:
         raise TypeError(f"offs is {offs.dtype}; it must be torch.int32")
-    for name, given in (("x", x), ("weight", weight)):
-        if given.dtype not in INPUT_DTYPES:
-            raise TypeError(f"{name} is {given.dtype}; it must be float32, bfloat16 or float16")
+    for name, value in (("x", x), ("weight", weight)):
+        if value.dtype not in INPUT_DTYPES:
+            raise TypeError(f"{name} is {value.dtype}; it must be float32, bfloat16 or float16")
     if bias is not None and bias.shape != (experts, n):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({experts}, {n})")
+
     for name, other in (("weight", weight), ("offs", offs), ("bias", bias)):
         if other is not None and other.device != x.device:
             raise ValueError(f"{name} is on {other.device} and x is on {x.device}")
@@ -231,13 +250,33 @@ def check(
             raise TypeError(f"{name} is {other.dtype} and x is {x.dtype}: both must have one dtype")
 
 
-class _How(NamedTuple):
-    """The arguments of an autograd Function that are not tensors."""
+@dataclass(eq=False, slots=True)
+class GroupedCall:
+    """The arguments of one call of the grouped layer that are not tensors.
+
+    Attributes:
+        spec: how operands are quantized.
+        transposed: whether the weight's matrices are stored transposed.
+        zero_tail: whether rows after the last group are 0.
+        choice: which GEMMs run on FP8 operands.
+    """
 
     spec: GroupedSpec
     transposed: bool
     zero_tail: bool
     choice: estimates.GroupedChoice
+
+
+class _GroupBounds(NamedTuple):
+    """Where groups end.
+
+    Attributes:
+        ends: (E,), the row after the last one of each group.
+        padded_ends: (E,), the same with each group padded to the multiple that wgrad requires.
+    """
+
+    ends: Tensor
+    padded_ends: Tensor
 
 
 # --- operands ------------------------------------------------------------------------------------
@@ -249,38 +288,38 @@ def _has_fp8_gemms(spec: GroupedSpec, weight: Tensor) -> bool:
     Views that are not whole matrices have no codes of their own, for example of gate and up in one
     parameter.
     """
-    of: Any = spec.weight
     if isinstance(weight, QuantizedTensor):
         if weight.rowwise is None:
             return False
-        of = weight
-    known = reads_format(of.format) and of.fp8_dtype == _E4M3
-    return known and _are_supported(weight) and has_grouped_gemm(weight.device)
+        has_readable_codes = reads_format(weight.format) and weight.fp8_dtype == _E4M3
+    else:
+        has_readable_codes = reads_format(spec.weight.format) and spec.weight.fp8_dtype == _E4M3
+    return has_readable_codes and _are_supported(weight) and has_grouped_gemm(weight.device)
 
 
-class _Operand(NamedTuple):
+class _WeightOperand(NamedTuple):
     """A weight as an operand of a GEMM.
 
     Attributes:
         codes: (E, n, k), contiguous.
         scale: fp32 (E, n) or (E, 1).
         factors: fp32 (E, k) by which the columns of the other operand are multiplied, or None.
-        known: the scales as quantized.
+        quantized_scale: the scales that the weight was quantized with, in their own shape.
     """
 
     codes: Tensor
     scale: Tensor
     factors: Tensor | None
-    known: Tensor
+    quantized_scale: Tensor
 
 
-def _operand(
+def _weight_operand(
     spec: QuantSpec,
     weight: Tensor,
     transposed: bool,
-    known: Tensor | None = None,
+    quantized_scale: Tensor | None = None,
     after: Tensor | None = None,
-) -> _Operand:
+) -> _WeightOperand:
     """Return a weight, or its transpose, as an operand.
 
     If the weight has a scale per row, the GEMM with the transpose contracts over these rows. Their
@@ -290,7 +329,7 @@ def _operand(
         spec: how a high-precision weight is quantized.
         weight: as it is stored.
         transposed: whether the transpose is requested.
-        known: the scales of a weight that was quantized before, for one scale per expert.
+        quantized_scale: the scales of a weight that was quantized before, for one scale per expert.
         after: a tensor that a compiler must have before this is computed.
     """
     if isinstance(weight, QuantizedTensor):
@@ -298,30 +337,44 @@ def _operand(
         if after is None:  # in a backward, `read_weight` has checked it
             check_has_memory(weight, "experts")
     else:
-        values = weight if weight.dim() == 3 else weight.flatten(1, -2)
-        directly = transposed and spec.format.per_tensor
-        if not spec.format.per_tensor:
-            known = None
-        row, col = quantize_planes(spec, values, not directly, directly, scale=known, after=after)
-        if directly:
+        values_EnK = weight if weight.dim() == 3 else weight.flatten(1, -2)
+        per_tensor = spec.format.per_tensor
+        if transposed and per_tensor:
+            # The columnwise codes are the transpose.
+            _, col = quantize_planes(
+                spec, values_EnK, False, True, scale=quantized_scale, after=after
+            )
             assert col is not None
-            return _Operand(col.data, col.scale.view(-1, 1), None, col.scale)
+            return _WeightOperand(col.data, col.scale.view(-1, 1), None, col.scale)
+        row, _ = quantize_planes(
+            spec,
+            values_EnK,
+            True,
+            False,
+            scale=quantized_scale if per_tensor else None,
+            after=after,
+        )
         assert row is not None
         plane = row
-    codes, scale = plane.data.flatten(1, -2), plane.scale
-    per_row = scale.view(codes.shape[0], 1 if plane.format.per_tensor else codes.shape[1])
+
+    codes = plane.data.flatten(1, -2).contiguous()
+    per_tensor = plane.format.per_tensor
+    scale = plane.scale.view(codes.shape[0], 1 if per_tensor else codes.shape[1])
     if not transposed:
-        return _Operand(codes.contiguous(), per_row, None, scale)
-    codes = _transpose(codes.contiguous(), after, True)
-    if plane.format.per_tensor:
-        return _Operand(codes, per_row, None, scale)
-    return _Operand(codes, per_row.new_ones(per_row.shape[0], 1), per_row, scale)
+        return _WeightOperand(codes, scale, None, plane.scale)
+    codes = _transpose(codes, after, True)
+    if per_tensor:
+        return _WeightOperand(codes, scale, None, plane.scale)
+    ones = scale.new_ones(scale.shape[0], 1)
+    return _WeightOperand(codes, ones, scale, plane.scale)
 
 
-def _values(weight: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+def _weight_values(weight: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
     """Return the values of a weight as (E, rows, cols), or of its transpose."""
     values = weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.to(dtype)
-    values = (values if values.dim() == 3 else values.flatten(1, -2)).contiguous()
+    if values.dim() > 3:
+        values = values.flatten(1, -2)
+    values = values.contiguous()
     return values.transpose(-2, -1) if transposed else values
 
 
@@ -337,20 +390,36 @@ class _Codes(NamedTuple):
 def _quantize(
     spec: GroupedSpec,
     x: Tensor,
-    bounds: tuple[Tensor, Tensor],
+    bounds: _GroupBounds,
     rowwise: bool,
     columnwise: bool,
     factors: Tensor | None = None,
-    index: Tensor | None = None,
+    row_tokens: Tensor | None = None,
 ) -> _Codes:
-    """Quantize rows. ``factors`` are multiplied into the columns of the rowwise codes only."""
-    options: dict[str, Any] = {"index": index, **spec.scale_options}
+    """Quantize rows.
+
+    Args:
+        spec: how they are quantized.
+        x: the rows, or the tokens that ``row_tokens`` refers to.
+        bounds: the bounds of the groups.
+        rowwise: whether to make rowwise codes.
+        columnwise: whether to make columnwise codes.
+        factors: fp32 (E, cols), multiplied into the columns of the rowwise codes only.
+        row_tokens: int32 (rows,), the token of each row, or None.
+    """
+    ends, padded_ends = bounds
+    options: dict[str, Any] = {"index": row_tokens, **spec.scale_options}
     if factors is None or not rowwise:
-        return _Codes(*_quantize_groups(x, *bounds, _E4M3, rowwise, columnwise, **options))
-    group, _ = _groups(bounds[0], x.shape[0])
-    codes = _Codes(*_quantize_groups(x * factors[group], *bounds, _E4M3, True, False, **options))
+        return _Codes(
+            *_quantize_groups(x, ends, padded_ends, _E4M3, rowwise, columnwise, **options)
+        )
+
+    group, _ = _group_of_rows(ends, x.shape[0])
+    codes = _Codes(
+        *_quantize_groups(x * factors[group], ends, padded_ends, _E4M3, True, False, **options)
+    )
     if columnwise:
-        _, _, col, col_scale = _quantize_groups(x, *bounds, _E4M3, False, True, **options)
+        _, _, col, col_scale = _quantize_groups(x, ends, padded_ends, _E4M3, False, True, **options)
         codes = codes._replace(col=col, col_scale=col_scale)
     return codes
 
@@ -363,66 +432,91 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, how: _How
+        ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, call: GroupedCall
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        ends, padded_ends = _group_bounds(offs.contiguous(), x)
-        codes = needs_w and how.choice.wgrad
+        save_codes = needs_w and call.choice.wgrad
+        bounds = _GroupBounds(*_group_bounds(offs.contiguous(), x))
+        ends = bounds.ends
+
         # Without FP8 codes for wgrad, the input itself is saved.
-        saved_x, x_scale, known = x if needs_w else None, None, None
+        saved_x = x if needs_w else None
+        x_scale = w_scale = None
         y: Tensor
-        if how.choice.rows:
-            b = _operand(how.spec.weight, weight, how.transposed)
-            a = _quantize(how.spec, x, (ends, padded_ends), True, codes, b.factors)
-            y = _grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, how.zero_tail)
-            known = b.known
-            if codes:
-                saved_x, x_scale = a.col, a.col_scale
+        if call.choice.rows:
+            w = _weight_operand(call.spec.weight, weight, call.transposed)
+            w_scale = w.quantized_scale
+            a = _quantize(call.spec, x, bounds, True, save_codes, w.factors)
+            y = _grouped_mm(a.row, a.row_scale, w.codes, w.scale, ends, x.dtype, call.zero_tail)
+            if save_codes:
+                saved_x = a.col
+                x_scale = a.col_scale
         else:
-            y = _grouped_mm_plain(
-                x, _values(weight, x.dtype, not how.transposed), ends, how.zero_tail
-            )
+            values = _weight_values(weight, x.dtype, not call.transposed)
+            y = _grouped_mm_plain(x, values, ends, call.zero_tail)
         if bias is not None:
-            y = y + _of_rows(bias.to(y.dtype), ends, x.shape[0])
-        ctx.gathered = gathered_weight(weight)
-        saved_weight = (weight, known) if needs_x and ctx.gathered is None else (None, None)
-        ctx.save_for_backward(saved_x, x_scale, *saved_weight, ends, padded_ends)
-        ctx.rest = how, weight.shape, x.dtype, weight.dtype, None if bias is None else bias.dtype
+            y = y + _bias_of_rows(bias.to(y.dtype), ends, x.shape[0])
+
+        gathered = gathered_weight(weight)
+        saved_weight = None
+        if needs_x and gathered is None:
+            saved_weight = weight
+        else:
+            w_scale = None
+        ctx.save_for_backward(saved_x, x_scale, saved_weight, w_scale, *bounds)
+        ctx.call = call
+        ctx.gathered_weight = gathered
+        ctx.weight_shape = weight.shape
+        ctx.x_dtype = x.dtype
+        ctx.weight_dtype = weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("grouped linear layers")
-        x, x_scale, weight, known, ends, padded_ends = ctx.saved_tensors
-        how, shape, x_dtype, weight_dtype, bias_dtype = ctx.rest
+        call: GroupedCall = ctx.call
+        x, x_scale, weight, w_scale, ends, padded_ends = ctx.saved_tensors
         needs_x, needs_w, _, needs_bias, _ = gradients_needed(ctx)
-        fp8_dgrad, fp8_wgrad = needs_x and how.choice.rows, needs_w and how.choice.wgrad
-        dx = dw = db = factors = None
+        fp8_dgrad = needs_x and call.choice.rows
+        fp8_wgrad = needs_w and call.choice.wgrad
         dy = dy.contiguous()
         if needs_x:
-            weight = read_weight(ctx.gathered, weight, "experts")
+            weight = read_weight(ctx.gathered_weight, weight, "experts")
+
+        factors = None
         if fp8_dgrad:
-            b = _operand(how.spec.weight, weight, not how.transposed, known, dy)
-            factors = b.factors
+            w = _weight_operand(call.spec.weight, weight, not call.transposed, w_scale, dy)
+            factors = w.factors
         if fp8_dgrad or fp8_wgrad:
-            bounds = ends, padded_ends
-            grads = _quantize(how.spec, dy, bounds, fp8_dgrad, fp8_wgrad, factors)
+            bounds = _GroupBounds(ends, padded_ends)
+            grads = _quantize(call.spec, dy, bounds, fp8_dgrad, fp8_wgrad, factors)
+
+        dx = dw = db = None
         if fp8_dgrad:
             dx = _grouped_mm(
-                grads.row, grads.row_scale, b.codes, b.scale, ends, x_dtype, how.zero_tail
+                grads.row, grads.row_scale, w.codes, w.scale, ends, ctx.x_dtype, call.zero_tail
             )
         elif needs_x:
-            values = _values(weight, dy.dtype, how.transposed)
-            dx = _grouped_mm_plain(dy, values, ends, how.zero_tail)
+            values = _weight_values(weight, dy.dtype, call.transposed)
+            dx = _grouped_mm_plain(dy, values, ends, call.zero_tail)
+
+        # The gradient of a transposed weight is transposed.
         if fp8_wgrad:
-            pair = (grads.col, grads.col_scale), (x, x_scale)
-            left, right = pair[::-1] if how.transposed else pair
-            dw = _grouped_wgrad(*left, *right, padded_ends, weight_dtype).view(shape)
+            if call.transposed:
+                operands = (x, x_scale, grads.col, grads.col_scale)
+            else:
+                operands = (grads.col, grads.col_scale, x, x_scale)
+            dw = _grouped_wgrad(*operands, padded_ends, ctx.weight_dtype).view(ctx.weight_shape)
         elif needs_w:
-            operands = (x.t(), dy) if how.transposed else (dy.t(), x)
-            dw = _grouped_mm_plain(*operands, ends, False).to(weight_dtype).view(shape)
+            if call.transposed:
+                dw = _grouped_mm_plain(x.t(), dy, ends, False)
+            else:
+                dw = _grouped_mm_plain(dy.t(), x, ends, False)
+            dw = dw.to(ctx.weight_dtype).view(ctx.weight_shape)
+
         if needs_bias:
-            db = _sums(dy, ends, bias_dtype)
+            db = _sum_groups(dy, ends, ctx.bias_dtype)
         return dx, dw, None, db, None
 
 
@@ -433,100 +527,139 @@ class _GatedMlp(torch.autograd.Function):
         x: Tensor,
         gate_up: Tensor,
         down: Tensor,
-        index: Tensor,
-        places: Tensor,
+        row_tokens: Tensor,
+        token_rows: Tensor,
         offs: Tensor,
         activation: str,
-        how: _How,
+        call: GroupedCall,
     ) -> Tensor:
         needs_x, needs_gate_up, needs_down = ctx.needs_input_grad[:3]
-        spec = how.spec
-        # The bounds depend on the number of rows only, which `index` has too.
-        ends, padded_ends = _group_bounds(offs.contiguous(), index)
-        bounds = ends, padded_ends
-        a = _quantize(spec, x, bounds, True, needs_gate_up, index=index)
-        b = _operand(spec.weight, gate_up, False)
+        spec = call.spec
+        # The bounds depend on the number of rows only, which `row_tokens` has too.
+        bounds = _GroupBounds(*_group_bounds(offs.contiguous(), row_tokens))
+        ends = bounds.ends
+
+        # h (rows, 2 * I) is the first GEMM's output, g (rows, I) the quantized activation.
+        a = _quantize(spec, x, bounds, True, needs_gate_up, row_tokens=row_tokens)
+        b = _weight_operand(spec.weight, gate_up, False)
         h = _grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, False)
         g = _Codes(
             *_quantize_gated(h, *bounds, activation, _E4M3, True, needs_down, **spec.scale_options)
         )
-        c = _operand(spec.weight, down, False)
-        y: Tensor = _grouped_mm(g.row, g.row_scale, c.codes, c.scale, ends, x.dtype, how.zero_tail)
-        if any(ctx.needs_input_grad):
-            ctx.gathered = gathered_weight(gate_up), gathered_weight(down)
-            first = (gate_up, b.known) if ctx.gathered[0] is None else (None, None)
-            second = (down, c.known) if ctx.gathered[1] is None else (None, None)
-            ctx.save_for_backward(
-                *((a.col, a.col_scale) if needs_gate_up else (None, None)),
-                *((g.col, g.col_scale) if needs_down else (None, None)),
-                h if needs_x or needs_gate_up else None,
-                *(*first, *second, places, ends, padded_ends),
-            )
-            ctx.rest = how, activation, x.dtype, (gate_up.dtype, down.dtype)
+        c = _weight_operand(spec.weight, down, False)
+        y: Tensor = _grouped_mm(g.row, g.row_scale, c.codes, c.scale, ends, x.dtype, call.zero_tail)
+        if not any(ctx.needs_input_grad):
+            return y
+
+        ctx.gathered_gate_up = gathered_weight(gate_up)
+        ctx.gathered_down = gathered_weight(down)
+        saves_gate_up = ctx.gathered_gate_up is None
+        saves_down = ctx.gathered_down is None
+        ctx.save_for_backward(
+            a.col if needs_gate_up else None,
+            a.col_scale if needs_gate_up else None,
+            g.col if needs_down else None,
+            g.col_scale if needs_down else None,
+            h if needs_x or needs_gate_up else None,
+            gate_up if saves_gate_up else None,
+            b.quantized_scale if saves_gate_up else None,
+            down if saves_down else None,
+            c.quantized_scale if saves_down else None,
+            token_rows,
+            *bounds,
+        )
+        ctx.call = call
+        ctx.activation = activation
+        ctx.x_dtype = x.dtype
+        ctx.gate_up_dtype = gate_up.dtype
+        ctx.down_dtype = down.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("experts")
-        how, activation, x_dtype, weight_dtypes = ctx.rest
-        x_col, x_scale, g_col, g_scale, h, *weights, places, ends, padded_ends = ctx.saved_tensors
-        gate_up, gate_up_known, down, down_known = weights
+        (
+            x_col,
+            x_scale,
+            g_col,
+            g_scale,
+            h,
+            gate_up,
+            gate_up_scale,
+            down,
+            down_scale,
+            token_rows,
+            ends,
+            padded_ends,
+        ) = ctx.saved_tensors
+        call: GroupedCall = ctx.call
+        spec = call.spec
+        bounds = _GroupBounds(ends, padded_ends)
         needs_x, needs_gate_up, needs_down, *_ = gradients_needed(ctx)
-        spec, bounds = how.spec, (ends, padded_ends)
+        needs_dh = needs_x or needs_gate_up
         dx = d_gate_up = d_down = None
+
         dy = dy.contiguous()
-        before = needs_x or needs_gate_up
-        grads = _quantize(spec, dy, bounds, before, needs_down)
+        grads = _quantize(spec, dy, bounds, needs_dh, needs_down)
         if needs_down:
             d_down = _grouped_wgrad(
-                grads.col, grads.col_scale, g_col, g_scale, padded_ends, weight_dtypes[1]
+                grads.col, grads.col_scale, g_col, g_scale, padded_ends, ctx.down_dtype
             )
+
         # Tensors of all rows and of all weights are large. Each is freed after its last use.
-        if before:
-            down = read_weight(ctx.gathered[1], down, "experts")
-            c = _operand(spec.weight, down, True, down_known, dy)
+        if needs_dh:
+            down = read_weight(ctx.gathered_down, down, "experts")
+            c = _weight_operand(spec.weight, down, True, down_scale, dy)
             dg = _grouped_mm(grads.row, grads.row_scale, c.codes, c.scale, ends, h.dtype, False)
             del c, grads
-            options = spec.scale_options
             dh = _Codes(
                 *_quantize_gated(
-                    h, *bounds, activation, _E4M3, needs_x, needs_gate_up, dy=dg, **options
+                    h,
+                    *bounds,
+                    ctx.activation,
+                    _E4M3,
+                    needs_x,
+                    needs_gate_up,
+                    dy=dg,
+                    **spec.scale_options,
                 )
             )
             del dg
         if needs_x:
-            gate_up = read_weight(ctx.gathered[0], gate_up, "experts")
-            b = _operand(spec.weight, gate_up, True, gate_up_known, dy)
-            rows = _grouped_mm(dh.row, dh.row_scale, b.codes, b.scale, ends, x_dtype, how.zero_tail)
+            gate_up = read_weight(ctx.gathered_gate_up, gate_up, "experts")
+            b = _weight_operand(spec.weight, gate_up, True, gate_up_scale, dy)
+            dx_rows = _grouped_mm(
+                dh.row, dh.row_scale, b.codes, b.scale, ends, ctx.x_dtype, call.zero_tail
+            )
             del b
-            dx = _combine_rows(rows, places)
-            del rows
+            dx = _combine_rows(dx_rows, token_rows)
+            del dx_rows
         if needs_gate_up:
             d_gate_up = _grouped_wgrad(
-                dh.col, dh.col_scale, x_col, x_scale, padded_ends, weight_dtypes[0]
+                dh.col, dh.col_scale, x_col, x_scale, padded_ends, ctx.gate_up_dtype
             )
-        return dx, d_gate_up, d_down, *[None] * 5
+        return dx, d_gate_up, d_down, None, None, None, None, None
 
 
 # --- biases --------------------------------------------------------------------------------------
 
 
-def _groups(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def _group_of_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Return the group of each row, and whether it has one (rows, 1)."""
-    index = torch.arange(rows, device=ends.device, dtype=ends.dtype)
-    group = torch.searchsorted(ends, index, right=True)
+    row_indices = torch.arange(rows, device=ends.device, dtype=ends.dtype)
+    group = torch.searchsorted(ends, row_indices, right=True)
     inside = (group < ends.shape[0]).unsqueeze(1)
     return group.clamp_max(max(ends.shape[0] - 1, 0)), inside
 
 
-def _of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
+def _bias_of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
     """Return the bias of each row, 0 for rows without a group."""
-    group, inside = _groups(ends, rows)
+    group, inside = _group_of_rows(ends, rows)
     return torch.where(inside, bias[group], 0)
 
 
-def _sums(dy: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum_groups(dy: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum the rows of each group in fp32."""
-    group, inside = _groups(ends, dy.shape[0])
+    group, inside = _group_of_rows(ends, dy.shape[0])
     sums = dy.new_zeros((ends.shape[0], dy.shape[1]), dtype=torch.float32)
     return sums.index_add_(0, group, torch.where(inside, dy.float(), 0)).to(dtype)
