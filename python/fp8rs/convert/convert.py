@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch import nn
 
-from fp8rs.convert.experts import convert_experts
+from fp8rs.convert.expert_selection import convert_experts
 from fp8rs.convert.fp8_weights import check_weight, quantize_weight
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.select import FILTERED, SHARDED, Selection, converted, listed, record, select

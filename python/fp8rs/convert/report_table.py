@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8rs.convert.experts import IF_CALLED
+from fp8rs.convert.expert_selection import IF_CALLED
 from fp8rs.convert.memory import Memory
 from fp8rs.convert.select import counted, listed
 from fp8rs.gemm.estimates import CHOICE

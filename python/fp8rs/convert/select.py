@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from fp8rs.convert.experts import NAMED, Experts, is_expert, select_experts
+from fp8rs.convert.expert_selection import NAMED, Experts, is_expert, select_experts
 from fp8rs.convert.options import ModuleFilter, Options, fqn_of
 from fp8rs.convert.routers import routers_and_gates
 from fp8rs.gemm.estimates import linear_us
 from fp8rs.model.state import state_of
-from fp8rs.nn.experts import batched_parameters
+from fp8rs.nn.expert_modules import batched_parameters
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.formats import INPUT_DTYPES
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_int, resolve_recipe

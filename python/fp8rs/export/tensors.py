@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8rs._torch import dtensor_like, own_part, plain_name, reshard, unwrapped
 from fp8rs.model.spec import spec_for
 from fp8rs.model.state import state_of
-from fp8rs.nn.experts import is_transposed
+from fp8rs.nn.expert_modules import is_transposed
 from fp8rs.quantize.cast import quantize_planes
 from fp8rs.quantize.formats import INPUT_DTYPES, split_batch
 from fp8rs.quantize.planes import Plane, as_bytes

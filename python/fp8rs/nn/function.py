@@ -161,7 +161,7 @@ def prepare_compilers() -> None:
     """
     for function in (linear, grouped, gated_mlp):
         allow_in_graph(function)
-    dispatch_when_traced(torch._grouped_mm)  # for `fp8rs.nn.experts.GroupedGemms`
+    dispatch_when_traced(torch._grouped_mm)  # for `fp8rs.nn.expert_modules.GroupedGemms`
     fuse_maxima()
 
 

@@ -131,7 +131,9 @@ def as_stored(weight: Tensor) -> tuple[Tensor, bool]:
     if weight.dim() != 3:
         return weight, False
     transposed = weight.stride(-1) != 1 and weight.stride(-2) == 1
-    return (weight.transpose(-2, -1), True) if transposed else (weight, False)
+    if transposed:
+        return weight.transpose(-2, -1), True
+    return weight, False
 
 
 def local_part(parameter: Any) -> Tensor:

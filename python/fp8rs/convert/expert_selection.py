@@ -20,7 +20,7 @@ from fp8rs.gemm.estimates import (
 )
 from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS
 from fp8rs.model.state import ModelState, state_of
-from fp8rs.nn.experts import (
+from fp8rs.nn.expert_modules import (
     ExpertsConfig,
     Float8Experts,
     GroupedExperts,
