@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_like, own_part, plain_name, reshard, unwrapped
-from fp8rs.model.spec import spec_for
+from fp8rs.model.linear_spec import spec_for
 from fp8rs.model.state import state_of
 from fp8rs.nn.expert_modules import is_transposed
 from fp8rs.quantize.cast import quantize_planes

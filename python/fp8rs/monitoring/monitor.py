@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8rs._torch import is_distributed, keep_address, own_part
-from fp8rs.model.spec import ROLES
+from fp8rs.model.linear_spec import ROLES
 from fp8rs.nn import observe
 from fp8rs.nn.debug import set_debug
 from fp8rs.nn.linear import Float8Linear

@@ -27,7 +27,7 @@ from fp8rs._torch import (
 from fp8rs.gemm.operands import contracted_multiple, dgrad_column_scale, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.model.input_cache import input_token, this_thread
-from fp8rs.model.spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
+from fp8rs.model.linear_spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
 from fp8rs.ops.inductor import fuse_maxima
 from fp8rs.quantize.cast import quantize_planes
 from fp8rs.quantize.planes import Plane, Planes
@@ -103,7 +103,7 @@ def linear(
         x: (..., in), fp32, bf16 or fp16, or a QuantizedTensor in the recipe's format for inputs.
         weight: (out, in), in high precision or a QuantizedTensor.
         bias: (out,) or None.
-        key: the key of the `LinearSpec` (`fp8rs.model.spec.register`).
+        key: the key of the `LinearSpec` (`fp8rs.model.linear_spec.register`).
         out_dtype: dtype of y. Gradients have the dtypes of their tensors.
         delayed: with delayed scaling, the layer's slots.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8rs._core import check_offsets as native_check_offsets
 from fp8rs._torch import autocast_dtype, constant_when_traced, is_distributed
-from fp8rs.model.spec import register
+from fp8rs.model.linear_spec import register
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
 from .function import prepare_compilers

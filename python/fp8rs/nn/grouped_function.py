@@ -26,7 +26,7 @@ from torch import Tensor
 from fp8rs._torch import autocast_dtype, gradients_needed
 from fp8rs.gemm import estimates
 from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS, has_grouped_gemm, reads_format
-from fp8rs.model.spec import GroupedSpec, grouped_spec_for
+from fp8rs.model.linear_spec import GroupedSpec, grouped_spec_for
 from fp8rs.quantize.cast import quantize_planes
 from fp8rs.quantize.formats import INPUT_DTYPES
 from fp8rs.quantize.spec import QuantSpec
@@ -67,7 +67,7 @@ def grouped(
             stored. If ``transposed``, (E, in, out).
         offs: int32 (E,), the row after the last one of each group.
         bias: (E, out) or None.
-        key: the key of a recipe (`fp8rs.model.spec.register`).
+        key: the key of a recipe (`fp8rs.model.linear_spec.register`).
         transposed: whether the matrices are stored transposed.
         gemms: which GEMMs run on FP8 operands, if recipe and device have such GEMMs.
         zero_tail: whether rows after the last group are 0 in the output and in the gradient of

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8rs.model.spec import GRAD, WEIGHT
+from fp8rs.model.linear_spec import GRAD, WEIGHT
 from fp8rs.ops.define import python_op
 from fp8rs.quantize import formats
 from fp8rs.quantize.formats import FP8_BOUND, FP8_MAX

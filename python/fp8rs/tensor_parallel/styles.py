@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from fp8rs._core import UnsupportedError
 from fp8rs._torch import allow_in_graph
-from fp8rs.model.spec import GRAD, INPUT, spec_for
+from fp8rs.model.linear_spec import GRAD, INPUT, spec_for
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.formats import INPUT_DTYPES
 from fp8rs.quantize.recipes import describe
