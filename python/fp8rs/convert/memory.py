@@ -26,13 +26,15 @@ class States:
     element_bytes: int = 0
     masters: bool = False
 
-    def nbytes(self, p: ShardedParameter) -> float:
+    def nbytes(self, sharded: ShardedParameter) -> float:
         """Return the bytes of the state for a shard."""
-        is_plain_fp32 = p.parameter.dtype == torch.float32 and not p.is_fp8_weight
+        is_plain_fp32 = sharded.parameter.dtype == torch.float32 and not sharded.is_fp8_weight
         element_bytes = self.element_bytes
         if self.masters and not is_plain_fp32:
             element_bytes += 4
-        return self.parameter_copies * p.plain_bytes + element_bytes * p.spec.padded_numel
+        return (
+            self.parameter_copies * sharded.plain_bytes + element_bytes * sharded.spec.padded_numel
+        )
 
 
 #: torch's optimizers, and `fp8rs.optim.AdamW` with its ``state_dtype`` and ``master_weights``.
@@ -88,11 +90,11 @@ def memory_of(groups: Sequence[Group], reduce_dtype: torch.dtype | None, states:
     gradients = 0
     optimizer = 0.0
     for group in groups:
-        for p in group.parameters:
-            parameters += p.shard_bytes
-            if p.trained:
-                gradients += p.plain_bytes
-                optimizer += states.nbytes(p)
+        for sharded in group.parameters:
+            parameters += sharded.shard_bytes
+            if sharded.trained:
+                gradients += sharded.plain_bytes
+                optimizer += states.nbytes(sharded)
 
     gathered = 0
     resharded_units = Counter[str]()
@@ -105,6 +107,6 @@ def memory_of(groups: Sequence[Group], reduce_dtype: torch.dtype | None, states:
 
     reduced = 0
     for group in groups:
-        gradient_bytes = sum(p.gradient_bytes for p in group.parameters)
+        gradient_bytes = sum(sharded.gradient_bytes for sharded in group.parameters)
         reduced = max(reduced, gradient_bytes + group.reduced_bytes(reduce_dtype))
     return Memory(parameters, gradients, round(optimizer), gathered, reduced)

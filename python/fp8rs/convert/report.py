@@ -151,8 +151,8 @@ def report(
 def _trains_fp8_weights(groups: Iterable[Group]) -> bool:
     """Return whether a trained parameter is an FP8 weight."""
     for group in groups:
-        for p in group.parameters:
-            if p.trained and p.is_fp8_weight:
+        for parameter in group.parameters:
+            if parameter.trained and parameter.is_fp8_weight:
                 return True
     return False
 

@@ -210,10 +210,10 @@ def experts_forward(
         y = gated_mlp(x, up, down, row_tokens, routing.token_rows, offs, activation, key, parallel)
     else:
         x = _Gather.apply(x, routing.row_tokens, routing.token_rows)
-        h = grouped(x, up, offs, up_bias, key, transposed, gemms, parallel)
-        h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-        h = cast_input(h, down.dtype)
-        y = grouped(h, down, offs, down_bias, key, transposed, gemms, parallel)
+        hidden = grouped(x, up, offs, up_bias, key, transposed, gemms, parallel)
+        hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+        hidden = cast_input(hidden, down.dtype)
+        y = grouped(hidden, down, offs, down_bias, key, transposed, gemms, parallel)
 
     if getattr(self, "has_post_expert_norm", False):
         y = self.post_expert_norm(y)

@@ -539,15 +539,19 @@ class _GatedMlp(torch.autograd.Function):
         bounds = _GroupBounds(*_group_bounds(offs.contiguous(), row_tokens))
         ends = bounds.ends
 
-        # h (rows, 2 * I) is the first GEMM's output, g (rows, I) the quantized activation.
+        # gate_up_out is (rows, 2 * I), and activated has the codes of the activation (rows, I).
         a = _quantize(spec, x, bounds, True, needs_gate_up, row_tokens=row_tokens)
         b = _weight_operand(spec.weight, gate_up, False)
-        h = _grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, False)
-        g = _Codes(
-            *_quantize_gated(h, *bounds, activation, _E4M3, True, needs_down, **spec.scale_options)
+        gate_up_out = _grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, False)
+        activated = _Codes(
+            *_quantize_gated(
+                gate_up_out, *bounds, activation, _E4M3, True, needs_down, **spec.scale_options
+            )
         )
         c = _weight_operand(spec.weight, down, False)
-        y: Tensor = _grouped_mm(g.row, g.row_scale, c.codes, c.scale, ends, x.dtype, call.zero_tail)
+        y: Tensor = _grouped_mm(
+            activated.row, activated.row_scale, c.codes, c.scale, ends, x.dtype, call.zero_tail
+        )
         if not any(ctx.needs_input_grad):
             return y
 
@@ -558,9 +562,9 @@ class _GatedMlp(torch.autograd.Function):
         ctx.save_for_backward(
             a.col if needs_gate_up else None,
             a.col_scale if needs_gate_up else None,
-            g.col if needs_down else None,
-            g.col_scale if needs_down else None,
-            h if needs_x or needs_gate_up else None,
+            activated.col if needs_down else None,
+            activated.col_scale if needs_down else None,
+            gate_up_out if needs_x or needs_gate_up else None,
             gate_up if saves_gate_up else None,
             b.quantized_scale if saves_gate_up else None,
             down if saves_down else None,
@@ -581,9 +585,9 @@ class _GatedMlp(torch.autograd.Function):
         (
             x_col,
             x_scale,
-            g_col,
-            g_scale,
-            h,
+            activated_col,
+            activated_scale,
+            gate_up_out,
             gate_up,
             gate_up_scale,
             down,
@@ -596,47 +600,65 @@ class _GatedMlp(torch.autograd.Function):
         spec = call.spec
         bounds = _GroupBounds(ends, padded_ends)
         needs_x, needs_gate_up, needs_down, *_ = gradients_needed(ctx)
-        needs_dh = needs_x or needs_gate_up
+        needs_d_gate_up_out = needs_x or needs_gate_up
         dx = d_gate_up = d_down = None
 
         dy = dy.contiguous()
-        grads = _quantize(spec, dy, bounds, needs_dh, needs_down)
+        grads = _quantize(spec, dy, bounds, needs_d_gate_up_out, needs_down)
         if needs_down:
             d_down = _grouped_wgrad(
-                grads.col, grads.col_scale, g_col, g_scale, padded_ends, ctx.down_dtype
+                grads.col,
+                grads.col_scale,
+                activated_col,
+                activated_scale,
+                padded_ends,
+                ctx.down_dtype,
             )
 
         # Tensors of all rows and of all weights are large. Each is freed after its last use.
-        if needs_dh:
+        if needs_d_gate_up_out:
             down = read_weight(ctx.gathered_down, down, "experts")
             c = _weight_operand(spec.weight, down, True, down_scale, dy)
-            dg = _grouped_mm(grads.row, grads.row_scale, c.codes, c.scale, ends, h.dtype, False)
+            d_activated = _grouped_mm(
+                grads.row, grads.row_scale, c.codes, c.scale, ends, gate_up_out.dtype, False
+            )
             del c, grads
-            dh = _Codes(
+            d_gate_up_out = _Codes(
                 *_quantize_gated(
-                    h,
+                    gate_up_out,
                     *bounds,
                     ctx.activation,
                     _E4M3,
                     needs_x,
                     needs_gate_up,
-                    dy=dg,
+                    dy=d_activated,
                     **spec.scale_options,
                 )
             )
-            del dg
+            del d_activated
         if needs_x:
             gate_up = read_weight(ctx.gathered_gate_up, gate_up, "experts")
             b = _weight_operand(spec.weight, gate_up, True, gate_up_scale, dy)
             dx_rows = _grouped_mm(
-                dh.row, dh.row_scale, b.codes, b.scale, ends, ctx.x_dtype, call.zero_tail
+                d_gate_up_out.row,
+                d_gate_up_out.row_scale,
+                b.codes,
+                b.scale,
+                ends,
+                ctx.x_dtype,
+                call.zero_tail,
             )
             del b
             dx = _combine_rows(dx_rows, token_rows)
             del dx_rows
         if needs_gate_up:
             d_gate_up = _grouped_wgrad(
-                dh.col, dh.col_scale, x_col, x_scale, padded_ends, ctx.gate_up_dtype
+                d_gate_up_out.col,
+                d_gate_up_out.col_scale,
+                x_col,
+                x_scale,
+                padded_ends,
+                ctx.gate_up_dtype,
             )
         return dx, d_gate_up, d_down, None, None, None, None, None
 

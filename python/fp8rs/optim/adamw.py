@@ -139,20 +139,20 @@ class AdamW(MasterWeightOptimizer):
 
         # Check all gradients before any state is created.
         grads: dict[int, Tensor] = {}  # by the parameter's index in the optimizer
-        for index, p in enumerate(params):
-            if p.param.grad is not None:
-                grads[index] = local_grad(p)
+        for index, optim_param in enumerate(params):
+            if optim_param.param.grad is not None:
+                grads[index] = local_grad(optim_param)
 
         updates: dict[torch.device, list[ParamUpdate]] = {}
         options: dict[tuple[int, torch.device], Options] = {}
         for index, grad in grads.items():
             group = groups[index]
-            p = params[index]
-            device = p.local.device
+            optim_param = params[index]
+            device = optim_param.local.device
             key = (id(group), device)
             if key not in options:
                 options[key] = self._options(group, device)
-            update = self._param_update(group, p, grad, index, options[key])
+            update = self._param_update(group, optim_param, grad, index, options[key])
             updates.setdefault(device, []).append(update)
 
         for device_updates in updates.values():
@@ -207,19 +207,26 @@ class AdamW(MasterWeightOptimizer):
         return bool(not group["master_weights"] if stochastic is None else stochastic)
 
     def _param_update(
-        self, group: dict[str, Any], p: OptimParam, grad: Tensor, index: int, options: Options
+        self,
+        group: dict[str, Any],
+        optim_param: OptimParam,
+        grad: Tensor,
+        index: int,
+        options: Options,
     ) -> ParamUpdate:
         """Return the update of a parameter. Create its state if it is missing."""
-        state = self.state[p.param]
+        state = self.state[optim_param.param]
         is_new_master = "master" not in state
         if "step" not in state:
             moment_dtype = getattr(torch, group["state_dtype"])
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.local.device)
-            state["exp_avg"] = state_like(p, moment_dtype)
-            state["exp_avg_sq"] = state_like(p, moment_dtype)
-        master = self._master(p, group["master_weights"], self._rounds_stochastically(group))
+            state["step"] = torch.zeros((), dtype=torch.float32, device=optim_param.local.device)
+            state["exp_avg"] = state_like(optim_param, moment_dtype)
+            state["exp_avg_sq"] = state_like(optim_param, moment_dtype)
+        master = self._master(
+            optim_param, group["master_weights"], self._rounds_stochastically(group)
+        )
         return ParamUpdate(
-            param=p,
+            param=optim_param,
             grad=grad,
             exp_avg=own_part(state["exp_avg"]),
             exp_avg_sq=own_part(state["exp_avg_sq"]),
@@ -326,22 +333,21 @@ def check_rule(group: dict[str, Any]) -> None:
         )
 
 
-def local_grad(p: OptimParam) -> Tensor:
+def local_grad(optim_param: OptimParam) -> Tensor:
     """Return the local part of a parameter's gradient.
 
     Raises:
         TypeError: the gradient has an unsupported layout, or the gradient or the parameter has an
             unsupported dtype.
     """
-    grad: Any = p.param.grad  # a tensor or a DTensor
+    grad: Any = optim_param.param.grad  # a tensor or a DTensor
     if grad.layout != torch.strided:
         raise TypeError(f"a gradient is of layout {grad.layout}; it must be strided")
-    if p.local.dtype not in INPUT_DTYPES:
-        raise TypeError(
-            f"a parameter has dtype {p.local.dtype}; it must be float32, bfloat16 or float16"
-        )
+    dtype = optim_param.local.dtype
+    if dtype not in INPUT_DTYPES:
+        raise TypeError(f"a parameter has dtype {dtype}; it must be float32, bfloat16 or float16")
     if is_distributed(grad):
-        placements = cast(Any, p.param).placements
+        placements = cast(Any, optim_param.param).placements
         if grad.placements != placements:  # the gradient of a row-wise parallel embedding
             grad = grad.redistribute(placements=placements)
         grad = grad.to_local()  # waits for the redistribution
@@ -352,10 +358,12 @@ def local_grad(p: OptimParam) -> Tensor:
     return cast(Tensor, grad)
 
 
-def state_like(p: OptimParam, dtype: torch.dtype) -> Tensor:
+def state_like(optim_param: OptimParam, dtype: torch.dtype) -> Tensor:
     """Return zeros for a parameter, with the layout of its local part, distributed as it is."""
-    if p.weight is not None:
-        zeros = torch.zeros(p.local.shape, dtype=dtype, device=p.local.device)
+    if optim_param.weight is not None:
+        zeros = torch.zeros(optim_param.local.shape, dtype=dtype, device=optim_param.local.device)
     else:
-        zeros = torch.zeros_like(p.local, dtype=dtype, memory_format=torch.preserve_format)
-    return p.like(zeros)
+        zeros = torch.zeros_like(
+            optim_param.local, dtype=dtype, memory_format=torch.preserve_format
+        )
+    return optim_param.like(zeros)

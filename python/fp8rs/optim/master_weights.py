@@ -89,32 +89,40 @@ class MasterWeights(MasterWeightOptimizer):
         fp8_weights.prepare(params)
         params = [p for p in params if p.param.grad is not None]
 
-        # torch takes a step with a learning rate of 0 to create the state of a fresh optimizer.
+        # torch takes a step with a learning rate of 0 to create the state of a fresh optimizer. It
+        # leaves weights without a master as they are.
         unwritten: set[OptimParam] = set()
         if has_zero_lr(self):
-            for p in params:
-                if p.weight is not None and "master" not in self.state[p.param]:
-                    unwritten.add(p)
+            for optim_param in params:
+                has_master = "master" in self.state[optim_param.param]
+                if optim_param.weight is not None and not has_master:
+                    unwritten.add(optim_param)
 
-        masters: dict[OptimParam, Tensor] = {}
         stepped: dict[Tensor, Tensor] = {}
-        for p in params:
-            master = self._master(p)
-            if master is not None:
-                masters[p] = master
-                stepped[p.param] = master
-            else:
+        plain: list[OptimParam] = []
+        plain_masters: list[Tensor] = []
+        fp8: list[OptimParam] = []
+        fp8_masters: list[Tensor] = []
+        for optim_param in params:
+            master = self._master(optim_param)
+            if master is None:
                 # The alias receives the converted gradient.
-                stepped[p.param] = p.like(p.local.detach())
+                stepped[optim_param.param] = optim_param.like(optim_param.local.detach())
+                continue
+            stepped[optim_param.param] = master
+            if optim_param.weight is None:
+                plain.append(optim_param)
+                plain_masters.append(master)
+            elif optim_param not in unwritten:
+                fp8.append(optim_param)
+                fp8_masters.append(master)
         self._step(stepped)
 
-        plain = [p for p in masters if p.weight is None]
         if plain:
-            plain_masters = [own_part(masters[p]) for p in plain]
-            torch._foreach_copy_([p.local for p in plain], plain_masters)
-        fp8 = [p for p in masters if p.weight is not None and p not in unwritten]
+            local_masters = [own_part(master) for master in plain_masters]
+            torch._foreach_copy_([p.local for p in plain], local_masters)
         if fp8:
-            fp8_weights.write_masters(fp8, [own_part(masters[p]) for p in fp8])
+            fp8_weights.write_masters(fp8, [own_part(master) for master in fp8_masters])
         self._mark_written([p for p in params if p not in unwritten])
 
     def _step(self, stepped: dict[Tensor, Tensor]) -> None:

@@ -95,55 +95,55 @@ class MasterWeightOptimizer(Optimizer):
     # --- masters ---------------------------------------------------------------------------------
 
     def _master(
-        self, p: OptimParam, create: bool = True, stochastic: bool = False
+        self, optim_param: OptimParam, create: bool = True, stochastic: bool = False
     ) -> Tensor | None:
         """Return the master of a parameter, including writes of other code to the parameter.
 
         Args:
-            p: the parameter.
+            optim_param: the parameter.
             create: create a missing master, unless the parameter is exact without one.
             stochastic: whether the optimizer rounds codes stochastically.
         """
-        state = self.state[p.param]
-        if create and "master" not in state and not p.is_exact:
-            state["master"] = p.new_master()
-            if p.weight is not None:
-                self._last_writes[p.param] = p.last_write
-            if p.delayed is not None:
-                state["scale"] = p.plane.scale.clone()
+        state = self.state[optim_param.param]
+        if create and "master" not in state and not optim_param.is_exact:
+            state["master"] = optim_param.new_master()
+            if optim_param.weight is not None:
+                self._last_writes[optim_param.param] = optim_param.last_write
+            if optim_param.delayed is not None:
+                state["scale"] = optim_param.plane.scale.clone()
 
         master: Tensor | None = state.get("master")
-        if p.handle is not None:  # also if masters were loaded
+        if optim_param.handle is not None:  # also if masters were loaded
             if master is None:
-                p.handle.forget_init()
+                optim_param.handle.forget_init()
             else:
-                p.handle.use_master(self, p.param)
+                optim_param.handle.use_master(self, optim_param.param)
         if master is None:
             return None
 
-        if "scale" not in state and p.delayed is not None:
-            state["scale"] = torch.zeros((), dtype=torch.float32, device=p.local.device)
-        self._read_writes(p, own_part(master), stochastic)
-        if p.weight is None and p.param in self._last_writes:
-            del self._last_writes[p.param]
+        if "scale" not in state and optim_param.delayed is not None:
+            state["scale"] = torch.zeros((), dtype=torch.float32, device=optim_param.local.device)
+        self._read_writes(optim_param, own_part(master), stochastic)
+        if optim_param.weight is None and optim_param.param in self._last_writes:
+            del self._last_writes[optim_param.param]
             # The update may be skipped. The parameter must then not look written since.
-            p.local.copy_(own_part(master))
+            optim_param.local.copy_(own_part(master))
         return master
 
-    def _read_writes(self, p: OptimParam, master: Tensor, stochastic: bool) -> None:
+    def _read_writes(self, optim_param: OptimParam, master: Tensor, stochastic: bool) -> None:
         """Update a master (a local tensor) by what other code has written to its parameter."""
-        last_write = self._last_writes.get(p.param)
-        if p.weight is None:
+        last_write = self._last_writes.get(optim_param.param)
+        if optim_param.weight is None:
             assert last_write is None or isinstance(last_write, PlainWrite)
-            p.read_plain(master, last_write)
-        elif last_write != p.last_write:
-            p.read_codes(master, stochastic, self.state[p.param].get("scale"))
+            optim_param.read_plain(master, last_write)
+        elif last_write != optim_param.last_write:
+            optim_param.read_codes(master, stochastic, self.state[optim_param.param].get("scale"))
 
-    def _is_current(self, p: OptimParam, master: Tensor) -> bool:
+    def _is_current(self, optim_param: OptimParam, master: Tensor) -> bool:
         """Return whether `_read_writes` would change nothing. May synchronize with the device."""
-        if p.weight is not None:
-            return self._last_writes.get(p.param) == p.last_write
-        return p.is_rounded(master)
+        if optim_param.weight is not None:
+            return self._last_writes.get(optim_param.param) == optim_param.last_write
+        return optim_param.is_rounded(master)
 
     def local_master(self, parameter: Tensor) -> Tensor | None:
         """Return the master of this rank's part of a parameter, float32, or None."""
@@ -164,13 +164,13 @@ class MasterWeightOptimizer(Optimizer):
 
         codes_scales = []
         master_scales = []
-        for p in params:
-            state = self.state[p.param]
-            if p.weight is None or "master" not in state:
+        for optim_param in params:
+            state = self.state[optim_param.param]
+            if optim_param.weight is None or "master" not in state:
                 continue
-            self._last_writes[p.param] = p.last_write
-            if p.delayed is not None:
-                codes_scales.append(p.plane.scale)
+            self._last_writes[optim_param.param] = optim_param.last_write
+            if optim_param.delayed is not None:
+                codes_scales.append(optim_param.plane.scale)
                 master_scales.append(state["scale"])
         if master_scales:
             torch._foreach_copy_(master_scales, codes_scales)
@@ -247,16 +247,18 @@ class MasterWeightOptimizer(Optimizer):
             last_writes_before: the value of ``_last_writes`` before loading.
         """
         for key, param in parameters_by_key(self, state_dict):
-            p = OptimParam(param)
+            optim_param = OptimParam(param)
             saved = state_dict["state"].get(key, {})
             if saved:
-                self._take_param_state(p, saved)
+                self._take_param_state(optim_param, saved)
 
             if "master" in saved:
-                if p.weight is not None or not p.is_rounded(own_part(self.state[param]["master"])):
-                    self._last_writes[param] = p.last_write
-                if p.handle is not None:
-                    p.handle.use_master(self, param)
+                if optim_param.weight is not None or not optim_param.is_rounded(
+                    own_part(self.state[param]["master"])
+                ):
+                    self._last_writes[param] = optim_param.last_write
+                if optim_param.handle is not None:
+                    optim_param.handle.use_master(self, param)
             elif "master" in state_before.get(param, {}):
                 for name in MASTER_STATE_KEYS:
                     if name in state_before[param]:
@@ -264,11 +266,11 @@ class MasterWeightOptimizer(Optimizer):
                 if param in last_writes_before:
                     self._last_writes[param] = last_writes_before[param]
 
-    def _take_param_state(self, p: OptimParam, saved: dict[str, Any]) -> None:
+    def _take_param_state(self, optim_param: OptimParam, saved: dict[str, Any]) -> None:
         """Copy the saved state of one parameter, in the dtypes that it was saved in."""
-        device = p.local.device
+        device = optim_param.local.device
         copy = partial(Tensor.to, device=device, copy=True)
-        state = self.state[p.param]
+        state = self.state[optim_param.param]
         for name, value in saved.items():
             if name == "step":
                 state[name] = self._loaded_step(deepcopy(state[name]), device)
@@ -288,12 +290,12 @@ def _make_masters_current(optimizer: Any, state_dict: dict[str, Any]) -> None:
         state = state_dict["state"].get(key, {})
         if "master" not in state:
             continue
-        p = OptimParam(param)
+        optim_param = OptimParam(param)
         master = own_part(state["master"])
-        if not optimizer._is_current(p, master):
+        if not optimizer._is_current(optim_param, master):
             master = master.clone()
-            optimizer._read_writes(p, master, optimizer._rounds_stochastically(group))
-            state_dict["state"][key] = {**state, "master": p.like(master)}
+            optimizer._read_writes(optim_param, master, optimizer._rounds_stochastically(group))
+            state_dict["state"][key] = {**state, "master": optim_param.like(master)}
 
 
 def parameters_by_key(
