@@ -112,7 +112,11 @@ def linear(
             recipe's.
         UnsupportedError: the device cannot run the recipe.
     """
-    return run_linear(x, weight, bias, linear_call(key, x.device, out_dtype, delayed))
+    if delayed is None:
+        call = _plain_call(key, x.device, out_dtype)
+    else:
+        call = linear_call(key, x.device, out_dtype, delayed)
+    return run_linear(x, weight, bias, call)
 
 
 def linear_call(
@@ -149,7 +153,7 @@ def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall)
             "FP8 linear layers do not support forward-mode differentiation (torch.func.jvp, "
             "jacfwd): apply it before the conversion"
         )
-    y, _, _ = _forward(call, x, weight, bias, columnwise=False)
+    y, _, _ = _forward(call, x, weight, bias, False)
     return y
 
 
