@@ -249,13 +249,9 @@ class ParamHandle:
             changed: whether the write changed any value, bool (). None if it was not compared.
         """
         slots = self.slots
-        if slots is None:
-            return
-        history = cast(Tensor, self.module._buffers["fp8_amax_history"])
-        weight_history = history[:, 0]
-        fit_history(
-            slots, weight_history, scale, amax, exact=exact, partial=partial, changed=changed
-        )
+        if slots is not None:
+            history = cast(Tensor, self.module._buffers["fp8_amax_history"])[:, 0]
+            fit_history(slots, history, scale, amax, exact=exact, partial=partial, changed=changed)
 
     # --- copies ----------------------------------------------------------------------------------
 
