@@ -19,9 +19,9 @@ about 25 ms in bf16 are left out.
 
 **mlp** times the forward and backward of gate_up, SwiGLU and down, with the gradients of the input
 and of both weights. bf16 is transformers' computation, without its permutation of tokens. FP8 is
-``fp8rs.nn.grouped.gated_mlp`` on gathered codes, whose backward sums rows into tokens. "permuting"
-is the time of that sum, which bf16 does not have here. ``experts`` is the whole forward and
-backward of a transformers module, permutation included.
+``fp8rs.nn.grouped_function.gated_mlp`` on gathered codes, whose backward sums rows into tokens.
+"permuting" is the time of that sum, which bf16 does not have here. ``experts`` is the whole forward
+and backward of a transformers module, permutation included.
 
 **kernels** times the kernels that quantize, and the kernels that sum each token's rows. "fraction"
 is the time of a device copy that reads and writes as many bytes as the kernel's inputs and outputs
@@ -64,7 +64,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fp8rs.nn.functional import key_of
-from fp8rs.nn.grouped import gated_mlp
+from fp8rs.nn.grouped_function import gated_mlp
 from fp8rs.quantize.recipes import quant_spec, resolve_recipe
 from fp8rs.tensor.quantizer import Quantizer
 

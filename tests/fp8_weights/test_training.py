@@ -34,7 +34,7 @@ from distributed.models import (
     train,
 )
 from fp8rs.optim import AdamW, MasterWeights
-from fp8rs.optim.param import Param
+from fp8rs.optim.optim_param import OptimParam
 from fp8rs.tensor.quantized import QuantizedTensor
 from internals import local_of, storage_of
 
@@ -282,8 +282,8 @@ def test_masters_are_read_from_fp8_weights_only_after_foreign_writes(rig, hidden
     shard(model, rig)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     followed = []
-    read_codes = Param.read_codes
-    Param.read_codes = lambda *args: followed.append(args) or read_codes(*args)
+    read_codes = OptimParam.read_codes
+    OptimParam.read_codes = lambda *args: followed.append(args) or read_codes(*args)
     try:
         for n in range(3):
             if n:  # a step before the first forward, at which FSDP2 pads
@@ -297,7 +297,7 @@ def test_masters_are_read_from_fp8_weights_only_after_foreign_writes(rig, hidden
         set_gradients(model, rig, 3)
         optimizer.step()
     finally:
-        Param.read_codes = read_codes
+        OptimParam.read_codes = read_codes
     assert len(followed) == sum("master" in state for state in optimizer.state.values()) > 3
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8rs
 from cases import skip_without_block_gemms
-from fp8rs.model.spec import ROLES
+from fp8rs.model.linear_spec import ROLES
 from fp8rs.nn import observe
 from fp8rs.quantize.recipes import quant_spec, resolve_recipe
 from internals import debug_of

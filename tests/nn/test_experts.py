@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8rs
 from cases import pad_tokens
 from fp8rs.gemm import estimates
-from fp8rs.nn import grouped
+from fp8rs.nn import grouped_function
 from fp8rs.nn.functional import grouped_linear
 from language_models import mixture
 
@@ -249,7 +249,7 @@ def test_auto_computes_what_it_chooses(device, kind, fused, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parallel", [False, True])
 def test_devices_without_fp8_gemms_compute_in_high_precision(device, kind, parallel, monkeypatch):
-    monkeypatch.setattr(grouped, "has_grouped_gemm", lambda device: False)
+    monkeypatch.setattr(grouped_function, "has_grouped_gemm", lambda device: False)
     results = []
     for mode in (None, "fp8"):
         experts = block_of(kind, device, mode).experts
@@ -374,7 +374,7 @@ def test_rows_of_a_token_are_summed_by_one_operator_each_way(device, mode, suppo
     Or it adds them in any order, so that gradients differ from run to run.
     """
     if not supported:
-        monkeypatch.setattr(grouped, "has_grouped_gemm", lambda device: False)
+        monkeypatch.setattr(grouped_function, "has_grouped_gemm", lambda device: False)
     block = block_of("qwen3_moe", device, mode)
     x, index, weights = routed(block, tokens(device))
     with Operators() as seen:

@@ -17,7 +17,7 @@ from distributed import ranks
 from fp8rs.gemm import estimates
 from fp8rs.gemm import grouped as grouped_gemm
 from fp8rs.nn.functional import grouped_linear, key_of
-from fp8rs.nn.grouped import grouped
+from fp8rs.nn.grouped_function import grouped
 from fp8rs.quantize.recipes import quant_spec, resolve_recipe
 from fp8rs.tensor.quantizer import Quantizer
 from oracle.elements import encode

@@ -6,7 +6,7 @@ from torch.library import opcheck
 
 import fp8rs.gemm.grouped  # noqa: F401, registers operators
 from cases import data, scalar
-from fp8rs.nn.observe import KEPT
+from fp8rs.nn.observe import STATISTICS
 from ops.operator_checks import (
     BLOCK_NAMES,
     EVERYTHING,
@@ -47,7 +47,7 @@ def samples(device):
         for bias, dtype in ((None, torch.bfloat16), (torch.ones(7, device=device), torch.float32)):
             given = (a, scale, "tensor", b_codes, b_scale, "tensor", bias, dtype)
             yield ops._scaled_mm, (*given, True, False)
-    slots = torch.zeros(3, KEPT, dtype=torch.float64, device=device)
+    slots = torch.zeros(3, STATISTICS, dtype=torch.float64, device=device)
     for values in (data(device, 2, 3, 16), None):
         yield ops._observe, (values, codes, scale, [-1, -1], 0, 0, None, slots, 1)
     # torch 2.11 casts values over 448 to NaN.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8rs import QuantizedTensor, convert_to_float8_training
-from fp8rs.optim import AdamW, MasterWeights, param
+from fp8rs.optim import AdamW, MasterWeights, optim_param
 from internals import storage_of
 from optim.weights import (
     E4M3,
@@ -545,8 +545,8 @@ def test_shards_round_as_the_unsharded_weight_does(cols, name, block, cuts):
 def test_codes_rounded_by_torch_equal_those_of_the_kernel(device, name, fp8_dtype, monkeypatch):
     """Shards that split blocks are rounded by torch. They get the codes of the unsharded weight."""
     found = []
-    for own in (param.BLOCK_SCALE_FORMATS, ()):
-        monkeypatch.setattr(param, "BLOCK_SCALE_FORMATS", own)
+    for one_pass_formats in (optim_param.BLOCK_SCALE_FORMATS, ()):
+        monkeypatch.setattr(optim_param, "BLOCK_SCALE_FORMATS", one_pass_formats)
         torch.manual_seed(1)
         start = torch.randn(300, 132) * torch.randn(300, 132).mul(3).exp()
         start[7, 40] = float("nan")

@@ -19,7 +19,7 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import same_bytes
-from fp8rs.model.spec import GRAD, INPUT
+from fp8rs.model.linear_spec import GRAD, INPUT
 from fp8rs.optim import AdamW
 from fp8rs.quantize.cast import quantize_planes
 from fp8rs.quantize.recipes import resolve_recipe

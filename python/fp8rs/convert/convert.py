@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch import nn
 
-from fp8rs.convert.experts import convert_experts
+from fp8rs.convert.expert_selection import convert_experts
 from fp8rs.convert.fp8_weights import check_weight, quantize_weight
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.select import FILTERED, SHARDED, Selection, converted, listed, record, select
@@ -142,12 +142,18 @@ def check_conversion(root: nn.Module, options: Options, selected: Selection) -> 
     Raises:
         ValueError, RuntimeError, TypeError: see ``convert_to_float8_training``.
     """
-    for name, reason in selected.left.items():
+    for name, reason in selected.unconverted.items():
         if reason == SHARDED:
             raise ValueError(f"{name} is sharded already: convert before fully_shard")
-    weights = selected.parameters()
-    for name, module, key in weights:
-        check_weight(module, key, fqn_of(name), options.recipe, options.fp8_weights)
+    weights = selected.weights()
+    for weight in weights:
+        check_weight(
+            weight.module,
+            weight.name,
+            fqn_of(weight.module_name),
+            options.recipe,
+            options.fp8_weights,
+        )
     # Deriving a class fails if the original one forbids it.
     for _, layer in selected.layers:
         if not isinstance(layer, Float8Linear):
@@ -157,16 +163,16 @@ def check_conversion(root: nn.Module, options: Options, selected: Selection) -> 
 
     for message in (*selected.unused, *selected.warnings):
         warnings.warn(message, stacklevel=3)
-    if not weights and not converted(root).parameters():
+    if not weights and not converted(root).weights():
         warnings.warn(f"no layer was converted: {_why_none(selected)}", stacklevel=3)
 
 
 def _why_none(selected: Selection) -> str:
     """Return why a conversion selected no layer and no experts."""
-    if not selected.left:
+    if not selected.unconverted:
         return "the module has no nn.Linear and no experts"
     names_by_reason: dict[str, list[str]] = {}
-    for name, reason in selected.left.items():
+    for name, reason in selected.unconverted.items():
         names_by_reason.setdefault(reason, []).append(name)
     return "; ".join(f"{listed(names)} ({reason})" for reason, names in names_by_reason.items())
 
@@ -180,14 +186,14 @@ def convert_model(root: nn.Module, options: Options, selected: Selection, keep_i
         selected: the layers and experts to convert.
         keep_init: whether to keep the weights' values before quantization on the CPU.
     """
-    if not selected.parameters():
+    if not selected.weights():
         return
     state = ModelState(options.recipe, amax_reduction_group=options.amax_reduction_group)
     state.fp8_gather = bool(options.enable_fsdp_float8_all_gather)
     state.experts = options.experts
     _convert(state, selected, options.fp8_weights, keep_init)
     state.attach(root)
-    record(root, selected.left)
+    record(root, selected.unconverted)
     _log_conversion(root, options.recipe)
 
 
@@ -198,8 +204,8 @@ def _convert(state: ModelState, selected: Selection, fp8_weights: bool, keep_ini
     """
     amaxes = []
     if fp8_weights:
-        for _, module, key in selected.parameters():
-            amaxes.append(quantize_weight(module, key, state.recipe, keep_init))
+        for weight in selected.weights():
+            amaxes.append(quantize_weight(weight.module, weight.name, state.recipe, keep_init))
 
     standalone_states = []
     for name, layer in selected.layers:
@@ -232,31 +238,43 @@ def _log_conversion(root: nn.Module, recipe: Recipe) -> None:
     If the program has not configured logging, rank 0 prints the first line to stderr, so that a
     conversion is visible by default. A level above INFO on the logger silences it.
     """
-    found = converted(root)
-    weights = sum(module._parameters[key].numel() for _, module, key in found.parameters())
-    parameters = sum(0 if nn.parameter.is_lazy(p) else p.numel() for p in root.parameters())
+    selection = converted(root)
+    converted_numel = sum(weight.parameter.numel() for weight in selection.weights())
+    model_numel = 0
+    for parameter in root.parameters():
+        if not nn.parameter.is_lazy(parameter):
+            model_numel += parameter.numel()
     summary = (
-        f"recipe {recipe.name!r}: {found} converted, whose weights are "
-        f"{weights / max(parameters, 1):.1%} of {parameters:,} parameters"
+        f"recipe {recipe.name!r}: {selection} converted, whose weights are "
+        f"{converted_numel / max(model_numel, 1):.1%} of {model_numel:,} parameters"
     )
-    if found.left:
-        summary += f"; {len(found.left)} left in high precision"
-    if found.experts and FILTERED in found.left.values():
+    if selection.unconverted:
+        summary += f"; {len(selection.unconverted)} left in high precision"
+    if selection.experts and FILTERED in selection.unconverted.values():
         summary += "; module_filter_fn does not select experts: experts= and filter_fqns do"
-    if found.experts and recipe.delayed:
+    if selection.experts and recipe.delayed:
         summary += "; experts have current scales, because their rows have no history"
+
     if _log.hasHandlers():
-        gemms = {"auto": "FP8 where it is faster", "fp8": "FP8", "gather": "high precision"}
-        lines: dict[str, list[str]] = {}
-        for one in found.experts:
-            reason = f" ({one.reason})" if one.reason else ""
-            text = f"experts with grouped GEMMs in {gemms[one.gemms]}{reason}"
-            lines.setdefault(text, []).extend(one.fqns)
-        for name, reason in found.left.items():
-            lines.setdefault(f"left in high precision ({reason})", []).append(name)
-        _log.info("%s", "\n".join([summary, *(f"  {t}: {listed(n)}" for t, n in lines.items())]))
+        lines = [summary]
+        for text, names in _log_details(selection).items():
+            lines.append(f"  {text}: {listed(names)}")
+        _log.info("%s", "\n".join(lines))
     elif _log.level <= logging.INFO and _rank() == 0:
         print(f"fp8rs: {summary}", file=sys.stderr)
+
+
+def _log_details(selection: Selection) -> dict[str, list[str]]:
+    """Return the names of weights of experts and of unconverted layers, by what happens to them."""
+    gemms = {"auto": "FP8 where it is faster", "fp8": "FP8", "gather": "high precision"}
+    names_by_text: dict[str, list[str]] = {}
+    for experts in selection.experts:
+        reason = f" ({experts.reason})" if experts.reason else ""
+        text = f"experts with grouped GEMMs in {gemms[experts.gemms]}{reason}"
+        names_by_text.setdefault(text, []).extend(experts.fqns)
+    for name, reason in selection.unconverted.items():
+        names_by_text.setdefault(f"left in high precision ({reason})", []).append(name)
+    return names_by_text
 
 
 def _rank() -> int:

@@ -151,7 +151,8 @@ def quantize_weight(module: nn.Module, name: str, recipe: Recipe, keep_init: boo
     del values, local  # so that `become` frees the memory
     become(weight, quantized)
     handle: Any = handle_for(module, name)
-    handle.keep_init, handle.init_value = keep_init, init_value
+    handle.keep_init = keep_init
+    handle.init_value = init_value
     return amax
 
 
@@ -167,9 +168,9 @@ def new_weight(values: Tensor, recipe: Recipe) -> QuantizedTensor:
     """
     spec = quant_spec(recipe, "weight")
     format = spec.format
-    both = not format.square and not format.per_row
+    needs_columnwise = not format.square and not format.per_row
     with torch.inference_mode(False), torch.no_grad():
-        row, col = quantize_planes(spec, values.contiguous(), True, both)
+        row, col = quantize_planes(spec, values.contiguous(), True, needs_columnwise)
         return wrap(PlaneStorage(row, col, spec), values.shape, values.dtype)
 
 

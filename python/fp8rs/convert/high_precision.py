@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fp8rs._torch import is_distributed
-from fp8rs.convert.experts import restore_experts
+from fp8rs.convert.expert_selection import restore_experts
 from fp8rs.convert.fp8_weights import check_can_be_replaced, dequantize_weight
 from fp8rs.convert.options import fqn_of
-from fp8rs.nn.experts import Float8Experts, uses_registry
+from fp8rs.nn.expert_modules import Float8Experts, uses_registry
 from fp8rs.nn.fp8_params import Float8Params, class_before_conversion, remove_fp8_params
 from fp8rs.quantize.recipes import check_module
 from fp8rs.tensor.quantized import QuantizedTensor

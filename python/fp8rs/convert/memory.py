@@ -16,21 +16,25 @@ class States:
     """The state that an optimizer keeps for a parameter.
 
     Attributes:
-        alike: number of tensors with the parameter's size and dtype. For an FP8 weight, this is its
-            logical dtype.
-        own: bytes per element of tensors whose dtype the optimizer chooses.
+        parameter_copies: number of tensors with the parameter's size and dtype. For an FP8 weight,
+            this is its logical dtype.
+        element_bytes: bytes per element of tensors whose dtype the optimizer chooses.
         masters: whether it keeps fp32 copies of parameters that are not plain fp32.
     """
 
-    alike: float = 0
-    own: int = 0
+    parameter_copies: float = 0
+    element_bytes: int = 0
     masters: bool = False
 
-    def nbytes(self, p: ShardedParameter) -> float:
+    def nbytes(self, sharded: ShardedParameter) -> float:
         """Return the bytes of the state for a shard."""
-        exact = p.parameter.dtype == torch.float32 and not p.is_fp8_weight
-        own = self.own + (4 if self.masters and not exact else 0)
-        return self.alike * p.plain_bytes + own * p.spec.padded_numel
+        is_plain_fp32 = sharded.parameter.dtype == torch.float32 and not sharded.is_fp8_weight
+        element_bytes = self.element_bytes
+        if self.masters and not is_plain_fp32:
+            element_bytes += 4
+        return (
+            self.parameter_copies * sharded.plain_bytes + element_bytes * sharded.spec.padded_numel
+        )
 
 
 #: torch's optimizers, and `fp8rs.optim.AdamW` with its ``state_dtype`` and ``master_weights``.
@@ -41,10 +45,10 @@ STATES = {
     "muon": States(1),
     "momentum": States(1),
     "sgd": States(),
-    "fp8rs-adamw": States(own=8, masters=True),
-    "fp8rs-adamw-bf16": States(own=4, masters=True),
-    "fp8rs-adamw-no-masters": States(own=8),
-    "fp8rs-adamw-bf16-no-masters": States(own=4),
+    "fp8rs-adamw": States(element_bytes=8, masters=True),
+    "fp8rs-adamw-bf16": States(element_bytes=4, masters=True),
+    "fp8rs-adamw-no-masters": States(element_bytes=8),
+    "fp8rs-adamw-bf16-no-masters": States(element_bytes=4),
 }
 
 
@@ -82,25 +86,27 @@ def memory_of(groups: Sequence[Group], reduce_dtype: torch.dtype | None, states:
         reduce_dtype: ``reduce_dtype`` of the mixed-precision policy.
         states: the state that the optimizer keeps for a parameter.
     """
-    parameters = gradients = 0
+    parameters = 0
+    gradients = 0
     optimizer = 0.0
-    for p in (p for group in groups for p in group.parameters):
-        parameters += p.shard_bytes
-        if p.trained:
-            gradients += p.plain_bytes
-            optimizer += states.nbytes(p)
-    gathered, others = 0, Counter[str]()
+    for group in groups:
+        for sharded in group.parameters:
+            parameters += sharded.shard_bytes
+            if sharded.trained:
+                gradients += sharded.plain_bytes
+                optimizer += states.nbytes(sharded)
+
+    gathered = 0
+    resharded_units = Counter[str]()
     for group in groups:
         if group.gathers == 1 or not group.name:
             gathered += group.gathered_bytes
         else:
-            others[group.name] += group.gathered_bytes
-    gathered += sum(sorted(others.values())[-2:])
-    reduced = max(
-        (
-            sum(p.gradient_bytes for p in group.parameters) + group.reduced_bytes(reduce_dtype)
-            for group in groups
-        ),
-        default=0,
-    )
+            resharded_units[group.name] += group.gathered_bytes
+    gathered += sum(sorted(resharded_units.values())[-2:])
+
+    reduced = 0
+    for group in groups:
+        gradient_bytes = sum(sharded.gradient_bytes for sharded in group.parameters)
+        reduced = max(reduced, gradient_bytes + group.reduced_bytes(reduce_dtype))
     return Memory(parameters, gradients, round(optimizer), gathered, reduced)

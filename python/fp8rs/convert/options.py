@@ -47,8 +47,9 @@ class Options:
         if self.enable_fsdp_float8_all_gather is not None:
             check_bool("enable_fsdp_float8_all_gather", self.enable_fsdp_float8_all_gather)
         filters = tuple(self.filter_fqns)
-        if wrong := [part for part in filters if not isinstance(part, str)]:
-            raise TypeError(f"filter_fqns must have names, not {wrong[0]!r}")
+        for pattern in filters:
+            if not isinstance(pattern, str):
+                raise TypeError(f"filter_fqns must have names, not {pattern!r}")
         if not (self.module_filter_fn is None or callable(self.module_filter_fn)):
             raise TypeError(f"module_filter_fn must be callable, not {self.module_filter_fn!r}")
         group = self.amax_reduction_group
@@ -64,21 +65,21 @@ class Options:
         else:
             if self.recipe is not None:
                 raise ValueError("recipe and config are both given: give one")
-            recipe, of_config = from_float8_linear_config(self.config)
-            if gather not in (None, of_config):
+            recipe, config_gather = from_float8_linear_config(self.config)
+            if gather not in (None, config_gather):
                 raise ValueError(
                     f"enable_fsdp_float8_all_gather={gather} contradicts "
-                    f"config.enable_fsdp_float8_all_gather={of_config}: give one of them"
+                    f"config.enable_fsdp_float8_all_gather={config_gather}: give one of them"
                 )
-            gather = of_config
+            gather = config_gather
         if self.fp8_weights and not gather:
             raise ValueError(
                 "enable_fsdp_float8_all_gather=False cannot be combined with fp8_weights=True: FP8 "
                 "weights have no high-precision values to gather"
             )
         if self.experts not in get_args(ExpertsMode):
-            known = ", ".join(map(repr, get_args(ExpertsMode)))
-            raise ValueError(f"experts must be one of {known}, not {self.experts!r}")
+            modes = ", ".join(map(repr, get_args(ExpertsMode)))
+            raise ValueError(f"experts must be one of {modes}, not {self.experts!r}")
         if self.experts == "fp8" and not has_fp8_gemms(recipe):
             raise ValueError(
                 f"experts='fp8' requires a recipe with grouped FP8 GEMMs: 'current', 'delayed' or "
@@ -91,7 +92,7 @@ class Options:
 
     def names(self, fqn: str) -> bool:
         """Whether ``filter_fqns`` excludes a name."""
-        return any(part in fqn for part in self.filter_fqns)
+        return any(pattern in fqn for pattern in self.filter_fqns)
 
     def check(self, name: str, module: Float8Params) -> None:
         """Check that a module with FP8 parameters was converted or built with these options.
@@ -100,24 +101,29 @@ class Options:
             ValueError: an option differs.
         """
         state = module._fp8_state
-        recipes = describe(state.recipe), describe(self.recipe)
-        given: dict[str, tuple[Any, Any]] = {"recipe": recipes}
+        # The value of each option in the earlier conversion and in this one.
+        values: dict[str, tuple[Any, Any]] = {}
+        values["recipe"] = (describe(state.recipe), describe(self.recipe))
         if not state.standalone:
-            gather = state.fp8_gather, self.enable_fsdp_float8_all_gather
-            given["enable_fsdp_float8_all_gather"] = gather
-            given["amax_reduction_group"] = state.group, self.amax_reduction_group
+            values["enable_fsdp_float8_all_gather"] = (
+                state.fp8_gather,
+                self.enable_fsdp_float8_all_gather,
+            )
+            values["amax_reduction_group"] = (state.group, self.amax_reduction_group)
             if not isinstance(module, nn.Linear):
-                given["experts"] = state.experts, self.experts
-            weights = [own_part(module._parameters[key]) for key in module._fp8_params]
-            if self.fp8_weights and not all(isinstance(w, QuantizedTensor) for w in weights):
-                given["fp8_weights"] = False, True
-        for option, (before, now) in given.items():
-            if before != now:
+                values["experts"] = (state.experts, self.experts)
+            weights = [own_part(module._parameters[name]) for name in module._fp8_params]
+            are_fp8 = all(isinstance(weight, QuantizedTensor) for weight in weights)
+            if self.fp8_weights and not are_fp8:
+                values["fp8_weights"] = (False, True)
+
+        for option, (earlier, requested) in values.items():
+            if earlier != requested:
                 raise ValueError(
-                    f"{name or 'the root'} is already in FP8, with {option}={before!r}, not "
-                    f"{now!r}. To change it, call fp8rs.convert_to_high_precision before. If the "
-                    "model is sharded, load the state dict into an unconverted model and convert "
-                    "that. To keep it, exclude it with filter_fqns"
+                    f"{name or 'the root'} is already in FP8, with {option}={earlier!r}, not "
+                    f"{requested!r}. To change it, call fp8rs.convert_to_high_precision before. If "
+                    "the model is sharded, load the state dict into an unconverted model and "
+                    "convert that. To keep it, exclude it with filter_fqns"
                 )
 
 

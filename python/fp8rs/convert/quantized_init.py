@@ -80,28 +80,27 @@ def quantized_init(
         if quantizes_early and id(child) in built and _can_be_converted(child):
             quantize_weight(child, "weight", options.recipe, preserve_high_precision_init_val)
 
-    def keep(module: nn.Module, name: str) -> bool:
+    def is_selected(module: nn.Module, name: str) -> bool:
         return id(module) in built and (module_filter_fn is None or module_filter_fn(module, name))
 
-    hooks = (
-        register_module_parameter_registration_hook(on_parameter),
-        register_module_module_registration_hook(on_child),
-    )
+    parameter_hook = register_module_parameter_registration_hook(on_parameter)
+    child_hook = register_module_module_registration_hook(on_child)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        parameter_hook.remove()
+        child_hook.remove()
+
     roots = [module for key, module in {**built, **parents}.items() if key not in children]
-    layers = [m for m in built.values() if isinstance(m, nn.Linear)]
-    at_exit = replace(options, module_filter_fn=keep)
+    layers = [module for module in built.values() if isinstance(module, nn.Linear)]
+    exit_options = replace(options, module_filter_fn=is_selected)
     try:
-        selections = _select_all(roots, at_exit, built)
+        selections = _select_all(roots, exit_options, built)
     except BaseException:
         _dequantize_unconverted(layers)
         raise
     for root, selected in selections:
-        convert_model(root, at_exit, selected, preserve_high_precision_init_val)
+        convert_model(root, exit_options, selected, preserve_high_precision_init_val)
     _dequantize_unconverted(layers)  # layers that were tied or changed after they were registered
 
 
@@ -123,15 +122,19 @@ def _select_all(
     for root in roots:
         selected = select(root, options)
         # Roots may share modules. The first one converts them.
-        selected.layers[:] = [(n, m) for n, m in selected.layers if id(m) not in selected_ids]
+        selected.layers[:] = [
+            (name, layer) for name, layer in selected.layers if id(layer) not in selected_ids
+        ]
         selected.experts[:] = [
             experts
             for experts in selected.experts
             if id(experts.module) in built and id(experts.module) not in selected_ids
         ]
-        selected_ids.update(id(module) for _, module, _ in selected.parameters())
+        selected_ids.update(id(weight.module) for weight in selected.weights())
 
-        has_layers = any(isinstance(m, nn.Linear) and id(m) in built for m in root.modules())
+        has_layers = any(
+            isinstance(module, nn.Linear) and id(module) in built for module in root.modules()
+        )
         if has_layers or selected.experts:
             check_conversion(root, options, selected)
             selections.append((root, selected))

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fp8rs.convert.expert_selection import Experts
 from fp8rs.convert.memory import STATES, States, memory_of
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import Selection, converted, select
-from fp8rs.convert.sizes import Layouts, groups_of, is_sharded_by_fsdp, layouts_of
+from fp8rs.convert.sizes import Group, Layouts, groups_of, is_sharded_by_fsdp, layouts_of
 from fp8rs.model.shard_spec import ShardSpec
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_module, describe
 
@@ -99,9 +99,9 @@ def report(
         fp8_weights=fp8_weights,
         experts=experts,
     )
-    found, options, layouts = _modules(model, options)
+    selection, options, layouts = _modules(model, options)
     world_size = _ranks(world_size, model)
-    groups = partial(
+    groups_with_layouts = partial(
         groups_of,
         model,
         world_size=world_size,
@@ -110,11 +110,20 @@ def report(
         unit_fn=fsdp_unit_fn,
         fp8_weights=fp8_weights,
     )
-    fp8, plain = groups(layouts), groups({})
+    groups = groups_with_layouts(layouts)
+    plain_groups = groups_with_layouts({})
     if optimizer is None:
-        trained = (p for group in fp8 for p in group.parameters if p.trained)
-        optimizer = "fp8rs-adamw" if any(p.is_fp8_weight for p in trained) else "adamw"
+        optimizer = "fp8rs-adamw" if _trains_fp8_weights(groups) else "adamw"
     states = _states(optimizer)
+
+    weights = selection.weights()
+    gemms: dict[str, dict[int, str]] = {}
+    gemm_reasons: dict[str, str] = {}
+    for experts_module in selection.experts:
+        gemms.update(_gemms(experts_module, options.recipe))
+        if experts_module.reason:
+            gemm_reasons.update(dict.fromkeys(experts_module.fqns, experts_module.reason))
+
     return Report(
         recipe=options.recipe,
         world_size=world_size,
@@ -122,33 +131,61 @@ def report(
         reduce_dtype=reduce_dtype,
         optimizer=optimizer,
         experts=options.experts,
-        summary=str(found),
-        converted=tuple(dict.fromkeys(name for name, _, _ in found.parameters())),
-        converted_parameters=sum(getattr(m, key).numel() for _, m, key in found.parameters()),
+        summary=str(selection),
+        converted=tuple(dict.fromkeys(weight.module_name for weight in weights)),
+        # A parametrized weight is an attribute.
+        converted_parameters=sum(getattr(w.module, w.name).numel() for w in weights),
         parameters=sum(p.numel() for p in model.parameters()),
-        gemms={
-            fqn: {rows: str(one.choices(rows, options.recipe)[key]) for rows in ROWS_PER_EXPERT}
-            for one in found.experts
-            for fqn, key in zip(one.fqns, one.parameters, strict=True)
-        },
-        gemm_reasons={fqn: one.reason for one in found.experts for fqn in one.fqns if one.reason},
-        left=_left(model, found),
-        units=tuple(group.name for group in fp8),
-        gathered=sum(g.gathers * g.gathered_bytes for g in fp8 if g.is_sharded),
-        gathered_high_precision=sum(g.gathers * g.gathered_bytes for g in plain if g.is_sharded),
-        scattered=sum(group.reduced_bytes(reduce_dtype) for group in fp8 if group.is_sharded),
-        memory=memory_of(fp8, reduce_dtype, states),
-        memory_high_precision=memory_of(plain, reduce_dtype, states),
+        gemms=gemms,
+        gemm_reasons=gemm_reasons,
+        left=_unconverted(model, selection),
+        units=tuple(group.name for group in groups),
+        gathered=_gathered_bytes(groups),
+        gathered_high_precision=_gathered_bytes(plain_groups),
+        scattered=sum(group.reduced_bytes(reduce_dtype) for group in groups if group.is_sharded),
+        memory=memory_of(groups, reduce_dtype, states),
+        memory_high_precision=memory_of(plain_groups, reduce_dtype, states),
     )
+
+
+def _trains_fp8_weights(groups: Iterable[Group]) -> bool:
+    """Return whether a trained parameter is an FP8 weight."""
+    for group in groups:
+        for parameter in group.parameters:
+            if parameter.trained and parameter.is_fp8_weight:
+                return True
+    return False
+
+
+def _gathered_bytes(groups: Iterable[Group]) -> int:
+    """Return the bytes that the all-gathers of one step return."""
+    return sum(group.gathers * group.gathered_bytes for group in groups if group.is_sharded)
+
+
+def _gemms(experts: Experts, recipe: Recipe) -> dict[str, dict[int, str]]:
+    """Return the GEMMs of each weight of experts, by rows per expert."""
+    gemms: dict[str, dict[int, str]] = {fqn: {} for fqn in experts.fqns}
+    for rows in ROWS_PER_EXPERT:
+        choices = experts.choices(rows, recipe)
+        for fqn, name in zip(experts.fqns, experts.parameters, strict=True):
+            gemms[fqn][rows] = str(choices[name])
+    return gemms
 
 
 def _modules(model: nn.Module, options: Options) -> tuple[Selection, Options, Layouts]:
     """Return what is converted or will be, with which options, and the layouts of FP8 gathers."""
-    found = converted(model)
-    states = [m._fp8_state for _, m, _ in reversed(found.parameters())]
-    states = [state for state in states if not state.standalone]
+    selection = converted(model)
+    states = []
+    for weight in reversed(selection.weights()):
+        state = weight.module._fp8_state
+        if not state.standalone:
+            states.append(state)
+
     if states:
-        names = [f.name for f in fields(Options) if getattr(options, f.name) not in (f.default, [])]
+        names = []
+        for option in fields(Options):
+            if getattr(options, option.name) not in (option.default, []):
+                names.append(option.name)
         if names:
             raise ValueError(
                 f"the model is converted and is reported as it is: omit {', '.join(names)}"
@@ -162,41 +199,48 @@ def _modules(model: nn.Module, options: Options) -> tuple[Selection, Options, La
         options = Options(states[0].recipe, experts=states[0].experts)  # of experts, if any
     else:
         options = options.resolved()
-        found = select(model, options)
-        for message in found.unused:  # the table shows the other reasons
+        selection = select(model, options)
+        for message in selection.unused:  # the table shows the other reasons
             warnings.warn(message, stacklevel=3)
-    gathered = (
-        (m, key)
-        for _, m, key in found.parameters()
-        if (m._fp8_state.fp8_gather if states else options.enable_fsdp_float8_all_gather)
-    )
-    return found, options, layouts_of(options.recipe, gathered)
+
+    gathered_in_fp8 = []
+    for weight in selection.weights():
+        if states:
+            fp8_gather = weight.module._fp8_state.fp8_gather
+        else:
+            fp8_gather = options.enable_fsdp_float8_all_gather
+        if fp8_gather:
+            gathered_in_fp8.append((weight.module, weight.name))
+    return selection, options, layouts_of(options.recipe, gathered_in_fp8)
 
 
 def _states(optimizer: str | float) -> States:
+    """Return the states of an optimizer, from the argument of `report`."""
     if isinstance(optimizer, str):
-        try:
-            return STATES[optimizer]
-        except KeyError:
-            known = ", ".join(map(repr, STATES))
+        if optimizer not in STATES:
+            names = ", ".join(map(repr, STATES))
             raise ValueError(
-                f"optimizer {optimizer!r} is not known; the names are {known}. For another "
+                f"optimizer {optimizer!r} is not known; the names are {names}. For another "
                 "optimizer, pass the number of states that it keeps for a parameter"
-            ) from None
+            )
+        return STATES[optimizer]
     if not 0 <= optimizer < float("inf"):
         raise ValueError(f"optimizer must be finite and not negative, not {optimizer!r}")
     return States(optimizer)
 
 
 def _ranks(world_size: int | None, model: nn.Module) -> int:
-    for parameter in model.parameters() if is_sharded_by_fsdp(model) else ():
-        if isinstance(parameter, DTensor):
-            found = ShardSpec.from_dtensor(parameter).num_shards
-            if world_size not in (None, found):
-                raise ValueError(
-                    f"world_size is {world_size}, but the model is sharded over {found} ranks"
-                )
-            return found
+    """Return the number of shards: of a sharded model, or as requested, or the default."""
+    if is_sharded_by_fsdp(model):
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor):
+                num_shards = ShardSpec.from_dtensor(parameter).num_shards
+                if world_size not in (None, num_shards):
+                    raise ValueError(
+                        f"world_size is {world_size}, but the model is sharded over {num_shards} "
+                        "ranks"
+                    )
+                return num_shards
     if world_size is None:
         return dist.get_world_size() if dist.is_initialized() else DEFAULT_RANKS
     if world_size < 1:
@@ -204,24 +248,34 @@ def _ranks(world_size: int | None, model: nn.Module) -> int:
     return world_size
 
 
-def _left(model: nn.Module, found: Selection) -> tuple[Left, ...]:
+def _unconverted(model: nn.Module, selection: Selection) -> tuple[Left, ...]:
     """Return the parameters that are not converted, each once, grouped by reason."""
-    owned = {n or "the root": list(m.parameters(False)) for n, m in model.named_modules()}
-    owned.update({n: [p] for n, p in model.named_parameters(remove_duplicate=False)})
-    biases = (
-        (fqn_of(name, key), "biases of converted layers")
-        for name, module, _ in found.parameters()
-        for key, parameter in module._parameters.items()
-        if key.endswith("bias") and parameter is not None
-    )
-    others = ((name, "not in a linear layer") for name, _ in model.named_parameters())
-    names: dict[str, list[str]] = {}
+    # A name is that of a module or of a parameter.
+    parameters_of: dict[str, list[nn.Parameter]] = {}
+    for name, module in model.named_modules():
+        parameters_of[name or "the root"] = list(module.parameters(recurse=False))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameters_of[name] = [parameter]
+
+    # Names with their reasons. Earlier reasons win.
+    reasons = list(selection.unconverted.items())
+    for weight in selection.weights():
+        for key, parameter in weight.module._parameters.items():
+            if key.endswith("bias") and parameter is not None:
+                fqn = fqn_of(weight.module_name, key)
+                reasons.append((fqn, "biases of converted layers"))
+    for name, _ in model.named_parameters():
+        reasons.append((name, "not in a linear layer"))
+
+    names_by_reason: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
-    seen = {id(getattr(m, key)) for _, m, key in found.parameters()}
-    for name, reason in chain(found.left.items(), biases, others):
-        fresh = [p for p in owned[name] if id(p) not in seen]
-        seen.update(map(id, fresh))
-        if fresh or found.left.get(name) == reason:
-            names.setdefault(reason, []).append(name)
-            sizes[reason] = sizes.get(reason, 0) + sum(p.numel() for p in fresh)
-    return tuple(Left(reason, tuple(n), sizes[reason]) for reason, n in names.items())
+    counted_ids = {id(getattr(weight.module, weight.name)) for weight in selection.weights()}
+    for name, reason in reasons:
+        uncounted = [p for p in parameters_of[name] if id(p) not in counted_ids]
+        counted_ids.update(id(p) for p in uncounted)
+        if uncounted or selection.unconverted.get(name) == reason:
+            names_by_reason.setdefault(reason, []).append(name)
+            sizes[reason] = sizes.get(reason, 0) + sum(p.numel() for p in uncounted)
+    return tuple(
+        Left(reason, tuple(names), sizes[reason]) for reason, names in names_by_reason.items()
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8rs.convert.experts import IF_CALLED
+from fp8rs.convert.expert_selection import IF_CALLED
 from fp8rs.convert.memory import Memory
 from fp8rs.convert.select import counted, listed
 from fp8rs.gemm.estimates import CHOICE
@@ -84,10 +84,11 @@ class Report:
     memory_high_precision: Memory
 
     def __str__(self) -> str:
-        high = _dtype(self.param_dtype)
         parameters = [(f"converted: {self.summary}", self.converted_parameters, "")]
-        parameters += [(left.reason, left.parameters, listed(left.names)) for left in self.left]
-        width = max(40, *(len(row[0]) for row in parameters))
+        for unconverted in self.left:
+            names = listed(unconverted.names)
+            parameters.append((unconverted.reason, unconverted.parameters, names))
+        width = max(40, *(len(label) for label, _, _ in parameters))
         mode = f"experts={self.experts!r}; " if self.gemms or self.experts != "auto" else ""
         lines = [
             f"recipe {describe(self.recipe)}; {counted(self.world_size, 'rank')}; "
@@ -96,11 +97,14 @@ class Report:
             "",
             f"{'parameters':<{width + 2}}{'elements':>18}{'share':>8}",
         ]
-        for what, elements, names in parameters:
+        for label, elements, names in parameters:
             share = elements / max(self.parameters, 1)
-            lines.append(f"  {what:<{width}}{elements:>18,}{share:>8.1%}  {names}".rstrip())
+            lines.append(f"  {label:<{width}}{elements:>18,}{share:>8.1%}  {names}".rstrip())
+
         lines += _gemms(self)
-        plain, fp8 = self.memory_high_precision, self.memory
+
+        plain = self.memory_high_precision
+        fp8 = self.memory
         sizes = [
             ("all-gathers of a step", self.gathered_high_precision, self.gathered),
             ("reduce-scatters of a step", self.scattered, self.scattered),
@@ -111,11 +115,12 @@ class Report:
             ("  gathered: root and two largest units", plain.gathered, fp8.gathered),
             ("  gradients in reduction", plain.reduced, fp8.reduced),
         ]
-        width = max(40, *(len(row[0]) for row in sizes))
-        lines += ["", f"{'bytes per rank':<{width + 2}}{high:>14}{'FP8':>14}{'ratio':>8}"]
-        for what, before, after in sizes:
-            ratio = f"{after / before:>8.3f}" if before else ""
-            lines.append(f"  {what:<{width}}{_size(before):>14}{_size(after):>14}{ratio}")
+        width = max(40, *(len(label) for label, _, _ in sizes))
+        dtype = _dtype(self.param_dtype)
+        lines += ["", f"{'bytes per rank':<{width + 2}}{dtype:>14}{'FP8':>14}{'ratio':>8}"]
+        for label, plain_bytes, fp8_bytes in sizes:
+            ratio = f"{fp8_bytes / plain_bytes:>8.3f}" if plain_bytes else ""
+            lines.append(f"  {label:<{width}}{_size(plain_bytes):>14}{_size(fp8_bytes):>14}{ratio}")
         return "\n".join([*lines, f"Not counted: {NOT_COUNTED}."])
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,19 +132,26 @@ class Report:
         return fields
 
 
-def _gemms(r: Report) -> list[str]:
+def _gemms(report: Report) -> list[str]:
     """Return the table of grouped GEMMs, with a line for each choice and reason."""
-    if not r.gemms:
+    if not report.gemms:
         return []
-    rows: dict[tuple[str, str], list[str]] = {}
-    for name, gemms in r.gemms.items():
-        cells, reason = "".join(f"{text:<27}" for text in gemms.values()), r.gemm_reasons.get(name)
-        rows.setdefault((cells, f": {reason}" if reason else ""), []).append(name)
-    counts = "".join(f"{count:<27,}" for count in next(iter(r.gemms.values())))
-    lines = ["", "grouped GEMMs on Hopper, by rows per expert", f"  {counts}".rstrip()]
-    lines += [f"  {cells}{listed(names)}{reason}" for (cells, reason), names in rows.items()]
-    if r.experts == "auto" and any(r.gemm_reasons.get(n, IF_CALLED) == IF_CALLED for n in r.gemms):
-        lines.append(CHOICE)
+    row_counts = "".join(f"{count:<27,}" for count in next(iter(report.gemms.values())))
+    lines = ["", "grouped GEMMs on Hopper, by rows per expert", f"  {row_counts}".rstrip()]
+
+    names_by_row: dict[tuple[str, str], list[str]] = {}
+    for name, gemms in report.gemms.items():
+        cells = "".join(f"{text:<27}" for text in gemms.values())
+        reason = report.gemm_reasons.get(name)
+        suffix = f": {reason}" if reason else ""
+        names_by_row.setdefault((cells, suffix), []).append(name)
+    for (cells, suffix), names in names_by_row.items():
+        lines.append(f"  {cells}{listed(names)}{suffix}")
+
+    if report.experts == "auto":
+        reasons = [report.gemm_reasons.get(name, IF_CALLED) for name in report.gemms]
+        if IF_CALLED in reasons:
+            lines.append(CHOICE)
     return lines
 
 

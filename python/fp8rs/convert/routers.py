@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fp8rs.convert.experts import may_have_experts
-from fp8rs.nn.experts import batched_parameters
+from fp8rs.convert.expert_selection import may_have_experts
+from fp8rs.nn.expert_modules import batched_parameters
 
 #: Reasons for reports and logs.
 ROUTER = "it is a router: its outputs select experts"

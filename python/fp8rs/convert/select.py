@@ -8,17 +8,18 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from fp8rs.convert.experts import NAMED, Experts, is_expert, select_experts
+from fp8rs.convert.expert_selection import NAMED, Experts, is_expert, select_experts
 from fp8rs.convert.options import ModuleFilter, Options, fqn_of
 from fp8rs.convert.routers import routers_and_gates
 from fp8rs.gemm.estimates import linear_us
 from fp8rs.model.state import state_of
-from fp8rs.nn.experts import batched_parameters
+from fp8rs.nn.expert_modules import batched_parameters
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.formats import INPUT_DTYPES
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_int, resolve_recipe
 
-#: Reasons. The last one is of layers outside a converted part, or added after the conversion.
+#: Why a layer stays in high precision. `NOT_SEEN`: the layer was outside the converted module, or
+#: was added later.
 FILTERED = "excluded by module_filter_fn"
 SHARDED = "it is sharded already"
 TORCHAO = "torchao has converted it"
@@ -78,8 +79,9 @@ def min_speedup(
                 f"min_speedup estimates nn.Linear layers, not {fqn!r}, a {type(module).__name__}. "
                 "GEMMs of experts are chosen by the argument experts of the conversion"
             )
-        sizes = tokens, module.out_features, module.in_features
-        return linear_us("bf16", *sizes) >= speedup * linear_us(name, *sizes)
+        n = module.out_features
+        k = module.in_features
+        return linear_us("bf16", tokens, n, k) >= speedup * linear_us(name, tokens, n, k)
 
     return keep
 
@@ -125,6 +127,26 @@ def why_not(layer: nn.Linear, tied: Iterable[str] = ()) -> Reason | None:
     return None
 
 
+class SelectedWeight(NamedTuple):
+    """A weight that a conversion converts, or has converted.
+
+    Attributes:
+        module_name: the module's fully qualified name.
+        module: the module. Its class is that of the module before or after the conversion.
+        name: the weight's name in the module.
+    """
+
+    module_name: str
+    module: Any
+    name: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The weight."""
+        parameter: nn.Parameter = self.module._parameters[self.name]
+        return parameter
+
+
 @dataclass(frozen=True)
 class Selection:
     """The layers and experts of a model that a conversion converts, or has converted.
@@ -132,7 +154,7 @@ class Selection:
     Attributes:
         layers: names and linear layers in model order.
         experts: modules with weights of experts in model order.
-        left: the reason for each linear layer and each weight of experts that stays in high
+        unconverted: the reason for each linear layer and each weight of experts that stays in high
             precision, by name.
         unused: warnings about strings in ``filter_fqns`` that match no layer.
         warnings: other warnings.
@@ -140,19 +162,24 @@ class Selection:
 
     layers: list[tuple[str, nn.Linear]] = field(default_factory=list)
     experts: list[Experts] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
+    unconverted: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def parameters(self) -> list[tuple[str, Any, str]]:
-        """Return the module's name, the module and the parameter's name of each weight."""
-        weights: list[tuple[str, Any, str]] = [(name, m, "weight") for name, m in self.layers]
-        return weights + [(e.name, e.module, key) for e in self.experts for key in e.parameters]
+    def weights(self) -> list[SelectedWeight]:
+        """Return the weights of the layers, then those of the experts."""
+        weights = [SelectedWeight(name, layer, "weight") for name, layer in self.layers]
+        for experts in self.experts:
+            for name in experts.parameters:
+                weights.append(SelectedWeight(experts.name, experts.module, name))
+        return weights
 
     def __str__(self) -> str:
-        layers, weights = len(self.layers), len(self.parameters()) - len(self.layers)
-        text = counted(layers, "linear layer")
-        return f"{text} and {counted(weights, 'weight')} of experts" if weights else text
+        text = counted(len(self.layers), "linear layer")
+        expert_weights = len(self.weights()) - len(self.layers)
+        if expert_weights:
+            text += f" and {counted(expert_weights, 'weight')} of experts"
+        return text
 
 
 def counted(number: int, noun: str) -> str:
@@ -179,64 +206,86 @@ def select(root: nn.Module, options: Options) -> Selection:
         ValueError: a module was converted with other options, or ``experts="fp8"`` is requested for
             a weight without FP8 GEMMs.
     """
-    found = Selection()
-    filtered = {n for n, m in root.named_modules() if isinstance(m, nn.Linear)}
-    filtered |= {fqn_of(n, key) for n, m in root.named_modules() for key in batched_parameters(m)}
-    unused = [part for part in options.filter_fqns if not any(part in name for name in filtered)]
-    if unused:
-        found.unused.append(
-            f"filter_fqns has {', '.join(map(repr, unused))}, but no linear layer and no parameter "
-            "of experts has that in its name"
-        )
-    sharded, names = _sharded_prefixes(root), _parameter_names(root)
+    selection = Selection()
+    _warn_of_unused_filters(selection, root, options)
+    sharded_prefixes = _sharded_prefixes(root)
+    parameter_names = _parameter_names(root)
     next_to_experts = routers_and_gates(root)
-    unexpected: dict[str, list[str]] = {}
+
+    layers_by_details: dict[str, list[str]] = {}
     has_experts = False
     for name, module in root.named_modules():
-        is_sharded = f"{name}.".startswith(sharded)
-        if isinstance(module, nn.Linear):
-            reason = _why_excluded(name, module, options)
-            if isinstance(module, Float8Linear):
-                if reason is None:
-                    options.check(name, module)
-                if not module._fp8_state.standalone:
-                    continue
-            elif reason is None and module in next_to_experts:
-                reason = Reason(next_to_experts[module])
-            elif reason is None:
-                tied = names.get(id(module._parameters.get("weight")), ())
-                tied = [other for other in tied if other != fqn_of(name, "weight")]
-                reason = Reason(SHARDED) if is_sharded else why_not(module, tied)
-            if reason is None:
-                found.layers.append((name, module))
-                continue
-            found.left[fqn_of(name)] = reason.text
-            if reason.details:
-                unexpected.setdefault(reason.details, []).append(fqn_of(name))
-        else:
-            experts, left = select_experts(name, module, options, names)
-            has_experts = has_experts or bool(experts or left) or state_of(module) is not None
-            found.left.update(left)
+        is_sharded = f"{name}.".startswith(sharded_prefixes)
+        if not isinstance(module, nn.Linear):
+            experts, reasons = select_experts(name, module, options, parameter_names)
+            if experts or reasons or state_of(module) is not None:
+                has_experts = True
+            selection.unconverted.update(reasons)
             if experts and is_sharded:
-                found.left.update(dict.fromkeys(experts.fqns, SHARDED))
+                selection.unconverted.update(dict.fromkeys(experts.fqns, SHARDED))
             elif experts:
-                found.experts.append(experts)
+                selection.experts.append(experts)
+            continue
+
+        reason = _why_excluded(name, module, options)
+        if isinstance(module, Float8Linear):
+            if reason is None:
+                options.check(name, module)
+            if not module._fp8_state.standalone:
+                continue
+        elif reason is None and module in next_to_experts:
+            reason = Reason(next_to_experts[module])
+        elif reason is None and is_sharded:
+            reason = Reason(SHARDED)
+        elif reason is None:
+            weight_names = parameter_names.get(id(module._parameters.get("weight")), [])
+            weight_fqn = fqn_of(name, "weight")
+            reason = why_not(module, [other for other in weight_names if other != weight_fqn])
+
+        if reason is None:
+            selection.layers.append((name, module))
+            continue
+        selection.unconverted[fqn_of(name)] = reason.text
+        if reason.details:
+            layers_by_details.setdefault(reason.details, []).append(fqn_of(name))
+
     if options.experts in ("gather", "fp8") and not has_experts:
-        found.unused.append(
+        selection.unused.append(
             f"experts={options.experts!r} has no effect, because the module has no weights of "
             "experts: parameters (E, N, K) outside of linear layers"
         )
-    _check_whole(found.layers)
-    for details, layers in unexpected.items():
-        verb = "is" if len(layers) == 1 else "are"
-        found.warnings.append(f"{listed(layers)} {verb} not converted: {details}")
-    if torchao := [name for name, reason in found.left.items() if reason == TORCHAO]:
-        found.warnings.append(
-            f"{len(torchao)} layers are not converted (the first is {torchao[0]}): torchao has "
-            "already converted them to FP8. Remove torchao's conversion. To keep its "
+    _check_whole(selection.layers)
+    for details, names in layers_by_details.items():
+        verb = "is" if len(names) == 1 else "are"
+        selection.warnings.append(f"{listed(names)} {verb} not converted: {details}")
+    torchao_layers = [name for name, text in selection.unconverted.items() if text == TORCHAO]
+    if torchao_layers:
+        selection.warnings.append(
+            f"{len(torchao_layers)} layers are not converted (the first is {torchao_layers[0]}): "
+            "torchao has already converted them to FP8. Remove torchao's conversion. To keep its "
             "Float8LinearConfig, pass it as config"
         )
-    return found
+    return selection
+
+
+def _warn_of_unused_filters(selection: Selection, root: nn.Module, options: Options) -> None:
+    """Add a warning if strings in ``filter_fqns`` match no layer and no weight of experts."""
+    names: set[str] = set()
+    for module_name, module in root.named_modules():
+        if isinstance(module, nn.Linear):
+            names.add(module_name)
+        for parameter_name in batched_parameters(module):
+            names.add(fqn_of(module_name, parameter_name))
+
+    unused = []
+    for pattern in options.filter_fqns:
+        if not any(pattern in name for name in names):
+            unused.append(repr(pattern))
+    if unused:
+        selection.unused.append(
+            f"filter_fqns has {', '.join(unused)}, but no linear layer and no parameter of experts "
+            "has that in its name"
+        )
 
 
 def _why_excluded(name: str, layer: nn.Linear, options: Options) -> Reason | None:
@@ -250,41 +299,51 @@ def _why_excluded(name: str, layer: nn.Linear, options: Options) -> Reason | Non
 # --- converted models ----------------------------------------------------------------------------
 
 
-def record(root: nn.Module, left: dict[str, str]) -> None:
+def record(root: nn.Module, unconverted: dict[str, str]) -> None:
     """Record why a conversion left out layers and experts.
 
     The reasons are kept on the modules, because wrappers change names.
     """
-    for name, module in root.named_modules():
-        keys = ("",) if isinstance(module, nn.Linear) else tuple(module._parameters)
-        reasons = {key: left[fqn] for key in keys if (fqn := fqn_of(name, key)) in left}
+    for module_name, module in root.named_modules():
+        names = [""] if isinstance(module, nn.Linear) else list(module._parameters)
+        reasons: dict[str, str] = {}
+        for name in names:
+            fqn = fqn_of(module_name, name)
+            if fqn in unconverted:
+                reasons[name] = unconverted[fqn]
         if reasons:
             module.__dict__["_fp8_left_out"] = reasons
 
 
 def converted(root: nn.Module) -> Selection:
     """Return what is converted in a model, and the recorded reasons for the rest."""
-    found = Selection()
-    for name, module in root.named_modules():
-        fp8: Any = {} if state_of(module) is None else module._fp8_params
+    selection = Selection()
+    for module_name, module in root.named_modules():
         if isinstance(module, Float8Linear):
-            found.layers.append((name, module))
+            selection.layers.append((module_name, module))
             continue
-        if fp8:
-            found.experts.append(Experts.of(name, module))
+        fp8_params: Any = {} if state_of(module) is None else module._fp8_params
+        if fp8_params:
+            selection.experts.append(Experts.of(module_name, module))
+
         reasons = module.__dict__.get("_fp8_left_out", {})
-        keys = [""] if isinstance(module, nn.Linear) else batched_parameters(module)
-        for key in (key for key in keys if key not in fp8):
-            if not key or key in reasons or is_expert(module, module._parameters[key]):
-                found.left[fqn_of(name, key)] = reasons.get(key, NOT_SEEN)
-    for name in _replaced(root, found):
-        found.left[name] = REPLACED
-    return found
+        if isinstance(module, nn.Linear):
+            selection.unconverted[fqn_of(module_name)] = reasons.get("", NOT_SEEN)
+            continue
+        for name, parameter in batched_parameters(module).items():
+            if name in fp8_params:
+                continue
+            if name in reasons or is_expert(module, parameter):
+                selection.unconverted[fqn_of(module_name, name)] = reasons.get(name, NOT_SEEN)
+
+    for name in _replaced(root, selection):
+        selection.unconverted[name] = REPLACED
+    return selection
 
 
-def _replaced(root: nn.Module, found: Selection) -> list[str]:
+def _replaced(root: nn.Module, selection: Selection) -> list[str]:
     """Return the names of plain layers in the places of layers that were converted."""
-    states = {cast(Any, module)._fp8_state for _, module, _ in found.parameters()}
+    states = {cast(Any, weight.module)._fp8_state for weight in selection.weights()}
     names = []
     for state in states:
         if state.root is root:
@@ -300,11 +359,13 @@ def _check_whole(layers: Iterable[tuple[str, nn.Linear]]) -> None:
 
     The layers of such a module share one state, and adding some to a model detaches that state.
     """
-    selected = {id(layer) for _, layer in layers}
+    selected_ids = {id(layer) for _, layer in layers}
     for name, layer in layers:
-        state = layer._fp8_state if isinstance(layer, Float8Linear) else None
-        for other in () if state is None else state.layers():
-            if state_of(other) is state and id(other) not in selected:
+        if not isinstance(layer, Float8Linear):
+            continue
+        state = layer._fp8_state
+        for other in state.layers():
+            if state_of(other) is state and id(other) not in selected_ids:
                 raise ValueError(
                     f"{name or 'the root'} is in a module that was built with recipe=, and another "
                     "layer of that module is excluded. Build the module without recipe, or convert "

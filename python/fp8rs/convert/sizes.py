@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -77,12 +78,12 @@ class ShardedParameter:
         """Bytes of the unsharded parameter, as it is gathered."""
         if self.layout is not None:
             return self.spec.num_shards * self.layout.nbytes(self.spec)
-        return self._padded * self.gathered_dtype.itemsize
+        return self._padded_numel * self.gathered_dtype.itemsize
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the unsharded gradient, as the backward computes it."""
-        return self._padded * self.gathered_dtype.itemsize if self.trained else 0
+        return self._padded_numel * self.gathered_dtype.itemsize if self.trained else 0
 
     def reduced_bytes(self, reduce_dtype: torch.dtype | None) -> int:
         """Return the bytes of the unsharded gradient as it is reduced.
@@ -91,12 +92,15 @@ class ShardedParameter:
             reduce_dtype: ``reduce_dtype`` of the mixed-precision policy.
         """
         if reduce_dtype is None:
-            stored = reduces_in_stored_dtype()
-            reduce_dtype = self.parameter.dtype if stored else self.gathered_dtype
-        return self._padded * reduce_dtype.itemsize if self.trained else 0
+            if reduces_in_stored_dtype():
+                reduce_dtype = self.parameter.dtype
+            else:
+                reduce_dtype = self.gathered_dtype
+        return self._padded_numel * reduce_dtype.itemsize if self.trained else 0
 
     @property
-    def _padded(self) -> int:
+    def _padded_numel(self) -> int:
+        """Number of elements of the unsharded parameter with FSDP2's padding."""
         return self.spec.num_shards * self.spec.padded_numel
 
 
@@ -169,26 +173,40 @@ def groups_of(
             it. The default is `usual_units`. The root is always sharded.
         fp8_weights: count all weights with a layout as FP8 weights, not only those that are.
     """
+    is_sharded = is_sharded_by_fsdp(root)
 
-    def sharded(module: nn.Module, name: str, parameter: nn.Parameter) -> ShardedParameter:
+    def sharded(member: _Member) -> ShardedParameter:
+        parameter = member.parameter
         if is_sharded and isinstance(parameter, DTensor):
             spec = ShardSpec.from_dtensor(parameter)
         else:
             # FSDP2 shards the part of this rank if another parallelism has divided a parameter.
             shape = tuple(own_part(parameter).shape) or (1,)
-            start = (0,) * len(shape)
-            kind = parameter.device.type
-            spec = ShardSpec(kind, (), (), world_size, 0, 0, shape, shape, start)
-        stored = parameter.dtype
-        gathered = param_dtype if param_dtype and stored.is_floating_point else stored
-        layout = layouts.get((id(module), name))
+            spec = ShardSpec(
+                device_type=parameter.device.type,
+                matrix_groups=(),
+                shard_groups=(),
+                num_shards=world_size,
+                shard_rank=0,
+                shard_dim=0,
+                global_shape=shape,
+                unsharded_shape=shape,
+                global_offset=(0,) * len(shape),
+            )
+        gathered_dtype = parameter.dtype
+        if param_dtype and gathered_dtype.is_floating_point:
+            gathered_dtype = param_dtype
+        layout = layouts.get((id(member.module), member.name))
         is_fp8 = fp8_weights or isinstance(own_part(parameter), QuantizedTensor)
-        return ShardedParameter(parameter, spec, gathered, layout, layout is not None and is_fp8)
+        return ShardedParameter(
+            parameter, spec, gathered_dtype, layout, layout is not None and is_fp8
+        )
 
-    groups, is_sharded = [], is_sharded_by_fsdp(root)
-    for unit, parameters, reshards in _owned(root, unit_fn):
-        again = reshards if reshard_after_forward is None else reshard_after_forward
-        groups.append(Group(unit, tuple(sharded(*p) for p in parameters), 2 if again else 1))
+    groups = []
+    for unit in _fsdp_units(root) if is_sharded else _planned_units(root, unit_fn):
+        reshards = unit.reshards if reshard_after_forward is None else reshard_after_forward
+        parameters = tuple(sharded(member) for member in unit.members)
+        groups.append(Group(unit.name, parameters, 2 if reshards else 1))
     return groups
 
 
@@ -198,10 +216,16 @@ def usual_units(root: nn.Module) -> set[str]:
     These are modules of the classes in ``_no_split_modules``, which transformers' models define. If
     there are none, they are the members of each outermost nn.ModuleList.
     """
-    kinds = {kind for m in root.modules() for kind in getattr(m, "_no_split_modules", None) or ()}
-    units = {name for name, m in root.named_modules() if name and type(m).__name__ in kinds}
+    class_names: set[str] = set()
+    for module in root.modules():
+        class_names.update(getattr(module, "_no_split_modules", None) or ())
+    units: set[str] = set()
+    for name, module in root.named_modules():
+        if name and type(module).__name__ in class_names:
+            units.add(name)
     if units:
         return units
+
     lists: tuple[str, ...] = ()
     for name, module in root.named_modules():
         if isinstance(module, nn.ModuleList) and not name.startswith(lists):
@@ -211,39 +235,56 @@ def usual_units(root: nn.Module) -> set[str]:
     return units
 
 
-#: A module, and the name and value of one of its parameters.
-_Place = tuple[nn.Module, str, nn.Parameter]
+class _Member(NamedTuple):
+    """A module, and the name and value of one of its parameters."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
 
 
-#: A unit's name, the parameters that FSDP2 gathers for it, and whether they are resharded after the
-#: forward.
-_Unit = tuple[str, list[_Place], bool]
+@dataclass(frozen=True, eq=False)
+class _Unit:
+    """A module that ``fully_shard`` is called on.
+
+    Attributes:
+        name: the module's name. The root is "".
+        members: the parameters that FSDP2 gathers for it.
+        reshards: whether they are resharded after the forward.
+    """
+
+    name: str
+    members: list[_Member]
+    reshards: bool
 
 
-def _owned(root: nn.Module, unit_fn: UnitFn | None) -> list[_Unit]:
-    """Return the units of a model, as they are sharded or will be."""
-    if is_sharded_by_fsdp(root):
-        return _fsdp_groups(root)
+def _planned_units(root: nn.Module, unit_fn: UnitFn | None) -> list[_Unit]:
+    """Return the units of a model that is not sharded yet."""
     usual = usual_units(root)
     is_unit = unit_fn or (lambda _, name: name in usual)
-    units = ["", *(name for name, m in root.named_modules() if name and is_unit(m, name))]
-    owned: dict[str, list[_Place]] = {unit: [] for unit in units}
-    seen: set[int] = set()
-    for prefix, module in root.named_modules():
+    units = {"": _Unit("", [], reshards=False)}
+    for name, module in root.named_modules():
+        if name and is_unit(module, name):
+            units[name] = _Unit(name, [], reshards=True)
+
+    assigned_ids: set[int] = set()
+    for module_name, module in root.named_modules():
         # A module's parameters belong to the innermost unit around it.
-        owner = max((u for u in units if not u or f"{prefix}.".startswith(f"{u}.")), key=len)
+        around = [unit for unit in units if not unit or f"{module_name}.".startswith(f"{unit}.")]
+        unit = units[max(around, key=len)]
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                owned[owner].append((module, name, parameter))
-    return [(name, parameters, name != "") for name, parameters in owned.items() if parameters]
+            if parameter is not None and id(parameter) not in assigned_ids:
+                assigned_ids.add(id(parameter))
+                unit.members.append(_Member(module, name, parameter))
+    return [unit for unit in units.values() if unit.members]
 
 
-def _fsdp_groups(root: nn.Module) -> list[_Unit]:
-    """Return the groups of a sharded model, with the sharded parameters."""
+def _fsdp_units(root: nn.Module) -> list[_Unit]:
+    """Return the units of a sharded model, with the sharded parameters."""
     # Modules that are sharded together share a group. It is listed under the first of them.
     units: dict[int, _Unit] = {}
-    for unit, group in fsdp_groups(root):
-        places = [fsdp_place(p) for p in group.fsdp_params]
-        units.setdefault(id(group), (unit, places, reshards_after_forward(root, unit, group)))
+    for name, group in fsdp_groups(root):
+        if id(group) not in units:
+            members = [_Member(*fsdp_place(fsdp_param)) for fsdp_param in group.fsdp_params]
+            units[id(group)] = _Unit(name, members, reshards_after_forward(root, name, group))
     return list(units.values())

@@ -64,10 +64,9 @@ def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
                 else f"config.{name} differs from config.{first}, but recipes cast an operand "
                 "alike for both GEMMs"
             )
-    dtypes = [
-        getattr(getattr(config, name), "target_dtype", None) or default
-        for name, default in _CASTS.items()
-    ]
+    dtypes = []
+    for name, default_dtype in _CASTS.items():
+        dtypes.append(getattr(getattr(config, name), "target_dtype", None) or default_dtype)
     if dtypes[:2] != [formats.E4M3] * 2 or dtypes[2] not in formats.FP8_MAX:
         raise ValueError(
             "config.cast_config_input.target_dtype and config.cast_config_weight.target_dtype must "
@@ -98,9 +97,9 @@ def _granularity(config: Any, name: str) -> str:
         )
     granularity = _value(getattr(cast, "scaling_granularity", "tensorwise"))
     if granularity not in _GRANULARITIES:
-        known = ", ".join(repr(g) for g in _GRANULARITIES)
+        supported = ", ".join(map(repr, _GRANULARITIES))
         raise ValueError(
-            f"config.{name}.scaling_granularity must be one of {known}, not {granularity!r}"
+            f"config.{name}.scaling_granularity must be one of {supported}, not {granularity!r}"
         )
     return str(granularity)
 

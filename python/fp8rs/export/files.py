@@ -75,18 +75,18 @@ def save_pretrained(
     import_safetensors()  # raises on every rank, like the following lines
     path = locate(directory)
     config = json_of(config_of(unwrapped(model), serving, dtype))
-    each = tensors(model, format, dtype=dtype, scale_fmt=scale_fmt)
+    named_tensors = tensors(model, format, dtype=dtype, scale_fmt=scale_fmt)
     writes = not dist.is_initialized() or dist.get_rank() == 0
     error: Exception | None = None
     try:
         try:
             if writes:
                 with ExportWriter(path, max_shard_bytes) as files:
-                    for name, tensor in each:
+                    for name, tensor in named_tensors:
                         files.add(name, tensor)
                     files.finish(config)
         finally:
-            for _ in each:  # all ranks join the gathers, also after an error
+            for _ in named_tensors:  # all ranks join the gathers, also after an error
                 pass
     except Exception as e:
         error = e
@@ -99,17 +99,20 @@ def raise_on_all(error: Exception | None) -> None:
     Errors of stores may not be picklable. Other ranks raise the class of Python that they extend,
     or ValueError for a UnicodeError, whose subclasses need more arguments than a message.
     """
-    found = None
+    report: tuple[type[Exception], str] | None = None
     if error is not None:
-        builtin: list[Any] = [c for c in type(error).__mro__ if c.__module__ == "builtins"]
-        found = next(c for c in builtin if not issubclass(c, UnicodeError)), str(error)
-    errors = on_all_ranks(found)
+        bases: Any = type(error).__mro__
+        for cls in bases:
+            if cls.__module__ == "builtins" and not issubclass(cls, UnicodeError):
+                report = (cls, str(error))
+                break
+    reports = on_all_ranks(report)
     if error is not None:
         raise error
-    for rank, other in enumerate(errors):
+    for rank, other in enumerate(reports):
         if other is not None:
-            kind, text = other
-            raise kind(f"rank {rank}: {text}")
+            cls, text = other
+            raise cls(f"rank {rank}: {text}")
 
 
 def on_all_ranks(value: _T) -> list[_T]:
@@ -163,9 +166,12 @@ class ExportWriter:
     """
 
     def __init__(self, directory: Path | str, max_bytes: int) -> None:
-        self._local, self._max_bytes = isinstance(directory, Path), max_bytes
+        self._is_local = isinstance(directory, Path)
+        self._max_bytes = max_bytes
+        #: The tensors of the file that is written next.
         self._part: dict[str, Tensor] = {}
-        self._part_bytes = self._total_bytes = 0
+        self._part_bytes = 0
+        self._total_bytes = 0
         #: The names of the tensors in each written file.
         self._written: list[list[str]] = []
         with _os_errors(directory):
@@ -185,16 +191,18 @@ class ExportWriter:
     def _write(self) -> None:
         from safetensors.torch import save_file
 
-        path, metadata = f"{self._new}/{len(self._written)}.safetensors", {"format": "pt"}
+        path = f"{self._new}/{len(self._written)}.safetensors"
+        metadata = {"format": "pt"}
         with _os_errors(path):
-            if self._local:
+            if self._is_local:
                 save_file(self._part, path, metadata)
             else:
                 with tempfile.TemporaryDirectory() as folder:
                     save_file(self._part, f"{folder}/part.safetensors", metadata)
                     self._store.put_file(f"{folder}/part.safetensors", path)
         self._written.append(list(self._part))
-        self._part, self._part_bytes = {}, 0
+        self._part = {}
+        self._part_bytes = 0
 
     def finish(self, config: str) -> None:
         """Write the remaining files, then replace the earlier export.
@@ -205,17 +213,23 @@ class ExportWriter:
         """
         if self._part:
             self._write()
+
+        # The names of the files with tensors, and the contents of the others.
         count = len(self._written)
-        names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        texts: dict[str, str] = {}
         if count == 1:
-            names = [SINGLE]
-        texts = {}
+            files = [SINGLE]
+        else:
+            files = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
         if count > 1:
-            where = {t: file for file, held in zip(names, self._written, strict=True) for t in held}
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": where}
-            texts[INDEX] = json_of(index)
+            file_of_tensor: dict[str, str] = {}
+            for file, tensor_names in zip(files, self._written, strict=True):
+                file_of_tensor.update(dict.fromkeys(tensor_names, file))
+            metadata = {"total_size": self._total_bytes}
+            texts[INDEX] = json_of({"metadata": metadata, "weight_map": file_of_tensor})
         texts[CONFIG] = config
-        moves = {f"{i}.safetensors": name for i, name in enumerate(names)}
+
+        moves = {f"{i}.safetensors": file for i, file in enumerate(files)}
         moves.update((name, name) for name in texts)
         with _os_errors(self._directory):
             for name, text in texts.items():

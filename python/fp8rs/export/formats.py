@@ -22,8 +22,8 @@ from fp8rs.quantize.formats import BlockFormat
 from fp8rs.quantize.planes import Plane
 from fp8rs.quantize.spec import QuantSpec
 
-#: Returns ``quantization_config`` for the names of modules that stay in high precision, and of
-#: those with experts among them.
+#: Returns ``quantization_config`` for the names of modules that are not quantized, and of those
+#: with experts among them.
 Config = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]
 
 
@@ -52,17 +52,20 @@ class ServingFormat:
         """Return whether codes that were quantized by ``spec`` are stored unchanged."""
         if self.spec is None or spec.fp8_dtype != self.spec.fp8_dtype:
             return False
-        powers = spec.power_2_scale or spec.format.microscaled
-        return spec.format in self.accepts and (powers or not self.spec.power_2_scale)
+        if self.spec.power_2_scale and not (spec.power_2_scale or spec.format.microscaled):
+            return False
+        return spec.format in self.accepts
 
 
-def _block_config(kept: Sequence[str], experts: Sequence[str], **more: str) -> dict[str, Any]:
+def _block_config(
+    unquantized: Sequence[str], experts: Sequence[str], **options: str
+) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
-        "modules_to_not_convert": list(kept),
-        **more,
+        "modules_to_not_convert": list(unquantized),
+        **options,
     }
 
 
@@ -70,7 +73,7 @@ def _compressed(stored_as: str, weights: dict[str, Any], inputs: dict[str, Any])
     """Return a config of compressed-tensors, with one group for all quantized linear layers."""
     common = {"num_bits": 8, "type": "float", "symmetric": True}
 
-    def config(kept: Sequence[str], experts: Sequence[str]) -> dict[str, Any]:
+    def config(unquantized: Sequence[str], experts: Sequence[str]) -> dict[str, Any]:
         group = {
             "targets": ["Linear"],
             "weights": {**common, "dynamic": False, **weights},
@@ -83,7 +86,7 @@ def _compressed(stored_as: str, weights: dict[str, Any], inputs: dict[str, Any])
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
             # Files and servers have a layer for each matrix of an expert.
-            "ignore": [*kept, *(f"re:{re.escape(name)}[.].*" for name in experts)],
+            "ignore": [*unquantized, *(f"re:{re.escape(name)}[.].*" for name in experts)],
         }
 
     return config
@@ -154,17 +157,20 @@ def serving_format(name: str, scale_fmt: str | None = None) -> ServingFormat:
     Raises:
         ValueError: an argument is not one of these. The message lists the names.
     """
-    found = FORMATS.get(name)
-    if found is None:
-        known = ", ".join(map(repr, FORMATS))
-        raise ValueError(f"format is {name!r}; it must be one of {known}")
+    if name not in FORMATS:
+        names = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"format is {name!r}; it must be one of {names}")
+    serving = FORMATS[name]
     if scale_fmt is None:
-        return found
+        return serving
     if scale_fmt != "ue8m0" or name != "fp8-block":
         raise ValueError(
             f"scale_fmt is {scale_fmt!r} with format {name!r}; it must be None, or 'ue8m0' with "
             "format 'fp8-block'"
         )
-    assert found.spec is not None
-    config = partial(_block_config, scale_fmt=scale_fmt)
-    return replace(found, spec=replace(found.spec, power_2_scale=True), config=config)
+    assert serving.spec is not None
+    return replace(
+        serving,
+        spec=replace(serving.spec, power_2_scale=True),
+        config=partial(_block_config, scale_fmt=scale_fmt),
+    )

@@ -28,9 +28,19 @@ Tensors = dict[str, Tensor]
 
 _ALL = slice(None)
 
-#: The name of a tensor of the files, a range of rows of a tensor of the model, and the shape that
-#: the numbers of these rows have in the files.
-Range = tuple[str, slice, tuple[int, ...]]
+
+class StoredRange(NamedTuple):
+    """A range of rows of a tensor of the model that one tensor of the files contains.
+
+    Attributes:
+        stored_name: the name of the files' tensor.
+        rows: the rows, over all dimensions but the last.
+        shape: the shape that the numbers of these rows have in the files.
+    """
+
+    stored_name: str
+    rows: slice
+    shape: tuple[int, ...]
 
 
 class Part(NamedTuple):
@@ -59,12 +69,12 @@ class Part(NamedTuple):
             values = values[self.matrix].reshape(-1, values.shape[-1])
         return values[self.rows]
 
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+    def shape(self, model_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the part, for the shape of the tensor of the model."""
         if self.is_whole:
-            return whole
-        others = whole[1:] if self.matrix is None else whole[-1:]
-        return self.rows.stop - self.rows.start, *others
+            return model_shape
+        row_shape = model_shape[1:] if self.matrix is None else model_shape[-1:]
+        return self.rows.stop - self.rows.start, *row_shape
 
     @property
     def module(self) -> str:
@@ -240,7 +250,8 @@ class _Numbers:
         if not stored.numel() or not self.are_rows(stored):
             return None
         numbers = self.of(stored)
-        first, last = int(numbers[0]), int(numbers[-1])
+        first = int(numbers[0])
+        last = int(numbers[-1])
         name = self._names[bisect_right(self._begins, first) - 1] if first else ""
         start = first - self.starts.get(name, 0)
         stop = start + len(numbers)
@@ -258,14 +269,15 @@ def _layout(
     to_files: Callable[[Tensors], Tensors],
 ) -> Layout:
     """Return the layout that a conversion of numbers shows."""
-    ranges: dict[str, list[Range]] = {}
-    groups: list[set[str]] = []
+    ranges: dict[str, list[StoredRange]] = {}
+    groups: list[set[str]] = []  # names of tensors that files store together
     scattered: set[str] = set()
-    for stored, tensor in files.items():
-        found = numbers.range_in(tensor)
-        if found is not None:
-            name, rows = found
-            ranges.setdefault(name, []).append((stored, rows, tuple(tensor.shape)))
+    for stored_name, tensor in files.items():
+        range_in_tensor = numbers.range_in(tensor)
+        if range_in_tensor is not None:
+            name, rows = range_in_tensor
+            stored_range = StoredRange(stored_name, rows, tuple(tensor.shape))
+            ranges.setdefault(name, []).append(stored_range)
             continue
         names = numbers.names_in(tensor)
         groups.append(names)
@@ -273,53 +285,55 @@ def _layout(
             scattered |= names
 
     layout = Layout()
-    joined = set().union(*groups)
-    for name, parts in ranges.items():
-        if name in joined:
+    grouped_names = set().union(*groups)
+    for name, stored_ranges in ranges.items():
+        if name in grouped_names:
             continue
-        as_parts = _parts(shapes[name], tuple(numbers.tensors[name].shape), parts)
-        if as_parts is None:
+        parts = _parts(shapes[name], tuple(numbers.tensors[name].shape), stored_ranges)
+        if parts is None:
             groups.append({name})
         else:
-            layout.parts[name] = as_parts
+            layout.parts[name] = parts
 
     for group in filter(None, _connected(groups)):
-        of_group = {name: shapes[name] for name in shapes if name in group}
-        on_meta = {n: torch.empty(shape, device="meta") for n, shape in of_group.items()}
-        stored_shapes = {n: tuple(tensor.shape) for n, tensor in to_files(on_meta).items()}
-        fused = Fused(of_group, stored_shapes, not group & scattered, to_files)
-        layout.fused.update(dict.fromkeys(of_group, fused))
+        group_shapes = {name: shape for name, shape in shapes.items() if name in group}
+        on_meta = {name: torch.empty(shape, device="meta") for name, shape in group_shapes.items()}
+        stored_shapes = {name: tuple(tensor.shape) for name, tensor in to_files(on_meta).items()}
+        fused = Fused(group_shapes, stored_shapes, not group & scattered, to_files)
+        layout.fused.update(dict.fromkeys(group_shapes, fused))
     return layout
 
 
 def _parts(
-    shape: tuple[int, ...], numbered: tuple[int, ...], ranges: list[Range]
+    shape: tuple[int, ...], numbers_shape: tuple[int, ...], ranges: list[StoredRange]
 ) -> list[Part] | None:
     """Return the parts of a tensor. None if they are not rows of matrices or of dimension 0.
 
     Args:
         shape: the shape of the tensor.
-        numbered: the shape of its numbers.
+        numbers_shape: the shape of its numbers.
         ranges: the tensors of the files that contain ranges of its rows.
     """
-    (stored, _, stored_shape), *others = ranges
-    if stored_shape == numbered and not others:
-        return [Part(stored)]
+    if len(ranges) == 1 and ranges[0].shape == numbers_shape:
+        return [Part(ranges[0].stored_name)]
 
     height = prod(shape[1:-1])
     parts = []
-    for stored, rows, stored_shape in ranges:
-        matrix, start = divmod(rows.start, height)
-        stop = start + rows.stop - rows.start
-        if len(shape) > 2 and len(stored_shape) == 2 and stop <= height:
-            parts.append(Part(stored, matrix, slice(start, stop)))
-        elif stored_shape[1:] == numbered[1:]:
-            parts.append(Part(stored, None, slice(rows.start // height, rows.stop // height)))
+    for stored in ranges:
+        length = stored.rows.stop - stored.rows.start
+        matrix, start = divmod(stored.rows.start, height)
+        if len(shape) > 2 and len(stored.shape) == 2 and start + length <= height:
+            parts.append(Part(stored.stored_name, matrix, slice(start, start + length)))
+        elif stored.shape[1:] == numbers_shape[1:]:
+            rows = slice(stored.rows.start // height, stored.rows.stop // height)
+            parts.append(Part(stored.stored_name, None, rows))
         else:
             return None
+
     kinds = {part.matrix is None for part in parts}
-    complete = sum(rows.stop - rows.start for _, rows, _ in ranges) == prod(shape[:1]) * height
-    if len(kinds) > 1 or not complete:
+    stored_rows = sum(stored.rows.stop - stored.rows.start for stored in ranges)
+    is_complete = stored_rows == prod(shape[:1]) * height
+    if len(kinds) > 1 or not is_complete:
         return None
     return sorted(parts, key=lambda part: (part.matrix or 0, part.rows.start))
 
@@ -346,7 +360,7 @@ def _conversions(model: Any, loading: Any) -> list[Any]:
     # transformers also ignores these for models that were not loaded from files. Early releases of
     # version 5 do not have the class.
     prefix = getattr(loading, "PrefixChange", ())
-    return [c for c in conversions if not isinstance(c, prefix)]
+    return [conversion for conversion in conversions if not isinstance(conversion, prefix)]
 
 
 def _to_files(loading: Any, conversions: list[Any], config: Any, tensors: Tensors) -> Tensors:
@@ -366,11 +380,14 @@ def _without_fsdp(model: nn.Module) -> Iterator[None]:
     """
     from torch.distributed.fsdp import FSDPModule
 
-    classes = {m: type(m) for m in model.modules() if isinstance(m, FSDPModule)}
+    classes = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            classes[module] = type(module)
     try:
-        for module, kind in classes.items():
-            cast(Any, module).__class__ = kind.__mro__[2]
+        for module, cls in classes.items():
+            cast(Any, module).__class__ = cls.__mro__[2]
         yield
     finally:
-        for module, kind in classes.items():
-            module.__class__ = kind
+        for module, cls in classes.items():
+            module.__class__ = cls

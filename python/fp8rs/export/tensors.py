@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_like, own_part, plain_name, reshard, unwrapped
-from fp8rs.model.spec import spec_for
+from fp8rs.model.linear_spec import spec_for
 from fp8rs.model.state import state_of
-from fp8rs.nn.experts import is_transposed
+from fp8rs.nn.expert_modules import is_transposed
 from fp8rs.quantize.cast import quantize_planes
 from fp8rs.quantize.formats import INPUT_DTYPES, split_batch
 from fp8rs.quantize.planes import Plane, as_bytes
@@ -129,7 +129,7 @@ def kept_layers(model: nn.Module) -> tuple[list[str], list[str]]:
         Linear layers, routers and modules with batched parameters, by the names of the model and of
         its files; and the modules with batched parameters among them.
     """
-    kept: dict[str, None] = {}
+    layers: dict[str, None] = {}
     experts: dict[str, None] = {}
     layout = layout_of(model)
     parameters = list(parameters_of(named_modules(model)))
@@ -141,10 +141,10 @@ def kept_layers(model: nn.Module) -> tuple[list[str], list[str]]:
         if (is_layer or dims > 2) and p.name not in quantized:
             files = layout.files_of(p.name)
             names = [p.name.rpartition(".")[0], *(part.module for part in files)]
-            kept.update(dict.fromkeys(names))
+            layers.update(dict.fromkeys(names))
             if dims > 2:
                 experts.update(dict.fromkeys(names))
-    return list(kept), list(experts)
+    return list(layers), list(experts)
 
 
 def quantized_parameters(parameters: list[Stored], layout: Layout) -> set[str]:
@@ -230,11 +230,12 @@ class FileDtypes:
 
     def of(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype of a floating-point tensor in the files."""
-        own = tensor.dtype
-        is_wider = own.itemsize > self.of_model.itemsize
+        dtype = tensor.dtype
+        is_wider = dtype.itemsize > self.of_model.itemsize
         is_pinned = any(pattern.search(name) for pattern in self._pinned)
-        keeps_own = (is_wider or is_pinned) and own.itemsize > self.requested.itemsize
-        return own if keeps_own else self.requested
+        if (is_wider or is_pinned) and dtype.itemsize > self.requested.itemsize:
+            return dtype
+        return self.requested
 
 
 # --- one unit ------------------------------------------------------------------------------------
@@ -247,13 +248,16 @@ def units(model: nn.Module) -> dict[Any, list[Named]]:
     """
     from torch.distributed.fsdp import FSDPModule
 
-    found: dict[Any, list[Named]] = {}
-    unit_of: dict[str, Any] = {}
+    modules_of: dict[Any, list[Named]] = {}
+    unit_of: dict[str, Any] = {}  # by the path of a module
     for path, module in model.named_modules():
-        above = unit_of.get(path.rpartition(".")[0])
-        unit_of[path] = module if isinstance(module, FSDPModule) else above
-        found.setdefault(unit_of[path], []).append((plain_name(path), module))
-    return found
+        if isinstance(module, FSDPModule):
+            unit_of[path] = module
+        else:
+            parent = path.rpartition(".")[0]
+            unit_of[path] = unit_of.get(parent)
+        modules_of.setdefault(unit_of[path], []).append((plain_name(path), module))
+    return modules_of
 
 
 @torch.no_grad()
@@ -292,9 +296,9 @@ def _tensors(
             for p, codes in zip(parameters, exports_codes, strict=True):
                 parts = layout.parts_of(p.name)
                 yield from _parameter_tensors(p, parts, codes, serving, dtypes)
-            for each in fused:
-                as_fp8 = each.shapes.keys() <= quantized
-                yield from _fused_tensors(each, sharded, as_fp8, serving, dtypes)
+            for fused_tensors in fused:
+                as_fp8 = fused_tensors.shapes.keys() <= quantized
+                yield from _fused_tensors(fused_tensors, sharded, as_fp8, serving, dtypes)
             for name, module in modules:
                 for key, buffer in persistent_buffers(module):
                     full = f"{name}.{key}".lstrip(".")
@@ -327,9 +331,9 @@ def _parameter_tensors(
         serving: the format.
         dtypes: the dtypes of tensors that are not quantized.
     """
-    now: Any = p.module._parameters[p.key]
+    unsharded: Any = p.module._parameters[p.key]  # or the shard, outside of an unsharded unit
     if codes:
-        plane = forward_plane(p.module, now)
+        plane = forward_plane(p.module, unsharded)
         for part in parts:
             yield from stored(part.name, plane_of(plane, part), serving)
     elif serving.spec is not None and is_fp8(p.module, p.key):
@@ -339,9 +343,9 @@ def _parameter_tensors(
     else:
         dtype = dtypes.of(p.name, p.parameter)
         # FSDP2's mixed-precision policy may have rounded the unsharded parameter.
-        needed = min(dtype.itemsize, p.parameter.dtype.itemsize)
-        exact = now if now.dtype.itemsize >= needed else p.parameter
-        values = whole(exact, dtype)
+        exact_itemsize = min(dtype.itemsize, p.parameter.dtype.itemsize)
+        is_exact = unsharded.dtype.itemsize >= exact_itemsize
+        values = whole(unsharded if is_exact else p.parameter, dtype)
         for part in parts:
             yield part.name, part.of(values)
 
@@ -415,27 +419,36 @@ def can_export_codes(serving: ServingFormat, stored: Stored, parts: list[Part], 
     weight: Any = stored.parameter
     layer: Any = stored.module
     spec = spec_for(layer._fp8_state.key, weight.device).weight
-    placements = getattr(weight, "placements", ())
-    cuts = [(i, p.dim) for i, p in enumerate(placements) if not p.is_replicate()][fsdp:]
-    height = spec.format.block[0]
     if not serving.takes(spec):
         return False
+
     divided = [part for part in parts if not part.is_whole]
     if any(part.matrix is None for part in divided) and weight.dim() > 2:
         return False
-    if height > 1 and any(part.rows.start % height for part in divided):
+    block_height = spec.format.block[0]
+    if block_height > 1 and any(part.rows.start % block_height for part in divided):
         return False
-    if batch := weight.dim() > 2:
-        cuts = [(i, dim) for i, dim in cuts if dim > 0]  # each matrix has its own scales
+
+    # Tensor parallelism divides these dimensions of the weight, by dimension of the mesh.
+    placements = getattr(weight, "placements", ())
+    sharded = [(i, p.dim) for i, p in enumerate(placements) if not p.is_replicate()]
+    cuts = sharded[1:] if fsdp else sharded
+    is_batch = weight.dim() > 2
+    if is_batch:
+        cuts = [(mesh_dim, dim) for mesh_dim, dim in cuts if dim > 0]  # a matrix has its own scales
         if weight.dim() > 3 and cuts:
             return False
     if spec.format.per_tensor:
         return not cuts or hasattr(own_part(weight), "fsdp_post_all_gather")
-    return all(
-        (block := spec.format.block[dim - batch]) > 0
-        and -(-weight.shape[dim] // weight.device_mesh.size(i)) % block == 0
-        for i, dim in cuts
-    )
+
+    for mesh_dim, dim in cuts:
+        block = spec.format.block[dim - is_batch]
+        if block <= 0:  # a block is a whole row
+            return False
+        chunk = -(-weight.shape[dim] // weight.device_mesh.size(mesh_dim))
+        if chunk % block:
+            return False
+    return True
 
 
 def forward_plane(layer: nn.Module, weight: Any) -> Plane:
@@ -473,9 +486,9 @@ def quantized_as_in_forward(layer: Any, weight: Tensor) -> Plane:
     spec = spec_for(layer._fp8_state.key, weight.device).weight
     scale = None
     if layer._fp8_state.recipe.delayed and weight.dim() == 2:  # batched weights have no history
-        known = own_part(layer.fp8_scale)[0, 0]
+        next_scale = own_part(layer.fp8_scale)[0, 0]
         amax = torch.ops.fp8rs.amax(weight)
-        scale = torch.where(known > 0, known, spec.scale_from_amax(amax))
+        scale = torch.where(next_scale > 0, next_scale, spec.scale_from_amax(amax))
     return quantized(spec, weight, scale)
 
 

@@ -186,7 +186,9 @@ def choose(rows: int, weight: GroupedWeight) -> GroupedChoice:
 
 
 def gated_mlp_is_faster(rows: int, down: GroupedWeight) -> bool:
-    """Return whether `fp8rs.nn.grouped.gated_mlp` is faster than the choices of its two weights.
+    """Return whether `gated_mlp` is faster than the choices of its two weights.
+
+    It is a function of `fp8rs.nn.grouped_function`.
 
     Like `choose`, this requires `MIN_SPEEDUP` and a saving, here `MIN_FUSED_SAVING` per weight,
     and at most `MAX_WGRAD_ROWS` rows per expert.
@@ -204,7 +206,7 @@ def gated_mlp_is_faster(rows: int, down: GroupedWeight) -> bool:
 
 
 def gated_mlp_us(rows: int, down: GroupedWeight) -> float:
-    """Return the microseconds of forward and backward of `fp8rs.nn.grouped.gated_mlp`.
+    """Return the microseconds of forward and backward of `fp8rs.nn.grouped_function.gated_mlp`.
 
     It quantizes tokens as it copies them, and activations as it computes them, which takes no
     longer than computing them in bf16. Only the gradient of the output is quantized on its own. The

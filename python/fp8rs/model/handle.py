@@ -94,7 +94,9 @@ class ParamHandle:
         self.amaxes: Tensor | None = None
         #: The number of writes when the scale was computed.
         self._writes_at_scale = -1
-        self._sharding: tuple[object, ShardSpec] | None = None
+        self._shard_spec: ShardSpec | None = None
+        #: The specification of the DTensor that `_shard_spec` describes.
+        self._dtensor_spec: object = None
 
     # --- the parameter ---------------------------------------------------------------------------
 
@@ -176,16 +178,17 @@ class ParamHandle:
         parameter = self.parameter
         spec = dtensor_spec(parameter)
         # Reading a mesh's groups is slow. The DTensor's specification stays the same object.
-        if self._sharding is None or spec is not self._sharding[0]:
+        if self._shard_spec is None or spec is not self._dtensor_spec:
             if local_of(parameter) is not None:
-                self._sharding = spec, ShardSpec.from_dtensor(parameter)
-            assert self._sharding is not None, f"{self.fqn} is not sharded"
-        return self._sharding[1]
+                self._shard_spec = ShardSpec.from_dtensor(parameter)
+                self._dtensor_spec = spec
+            assert self._shard_spec is not None, f"{self.fqn} is not sharded"
+        return self._shard_spec
 
     @property
     def was_sharded(self) -> bool:
-        """Whether `shard_spec` has been read, so that it is known while the weight is gathered."""
-        return self._sharding is not None
+        """Whether `shard_spec` was read before, so that it is also available while gathered."""
+        return self._shard_spec is not None
 
     @property
     def unit(self) -> AllGatherUnit | None:

@@ -31,11 +31,11 @@ def input_token(x: Tensor, key: Any) -> tuple[Any, ...] | None:
         return None
     mode = dispatch_mode()
     # Two weak references to one mode are one object. One to a dead mode equals no other.
-    running = None if mode is None else weakref.ref(mode)
+    mode_reference = None if mode is None else weakref.ref(mode)
     stream = current_stream_id(x.device.index) if x.is_cuda else 0
-    # Assigning to ``x.data`` may keep the address and change the rest.
-    geometry = x.shape, x.stride(), x.dtype
-    return id(x), x._version, memory_of(x), geometry, stream, running, key
+    # Assigning to ``x.data`` may keep the address and change shape, strides and dtype.
+    geometry = (x.shape, x.stride(), x.dtype)
+    return id(x), x._version, memory_of(x), geometry, stream, mode_reference, key
 
 
 @dataclass(eq=False, slots=True)

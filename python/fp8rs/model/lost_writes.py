@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(eq=False, slots=True)
+class HostCopy:
+    """A copy of the result of a write to the host.
+
+    Attributes:
+        lost: whether the write was lost, a bool (). It is valid after ``event``.
+        event: the event after the copy.
+        name: the fully qualified name of the weight.
+    """
+
+    lost: Tensor
+    event: torch.cuda.Event
+    name: str
 
 
 class LostWrites:
@@ -23,8 +39,7 @@ class LostWrites:
     def __init__(self) -> None:
         self.in_step = False
         self._warned = False
-        #: Copies to the host, with the event after each, and the names of their weights.
-        self._copies: list[tuple[Tensor, torch.cuda.Event, str]] = []
+        self._copies: list[HostCopy] = []
 
     @property
     def detects(self) -> bool:
@@ -45,18 +60,18 @@ class LostWrites:
         if torch.cuda.is_current_stream_capturing():
             return  # the host does not see replays of a graph
         self.poll()
-        copied = lost.to("cpu", non_blocking=True)
+        on_host = lost.to("cpu", non_blocking=True)
         event = torch.cuda.current_stream(lost.device).record_event()
-        self._copies.append((copied, event, name))
+        self._copies.append(HostCopy(on_host, event, name))
 
     def poll(self) -> None:
         """Read the copies that have arrived, without waiting for others."""
         if not self._copies or torch.cuda.is_current_stream_capturing():
             return
-        while self._copies and self._copies[0][1].query():
-            copied, _, name = self._copies.pop(0)
-            if bool(copied):
-                self._warn(name)
+        while self._copies and self._copies[0].event.query():
+            copy = self._copies.pop(0)
+            if bool(copy.lost):
+                self._warn(copy.name)
 
     def _warn(self, name: str) -> None:
         if self._warned:

@@ -104,15 +104,26 @@ class ShardSpec:
         parameter. For any other shard, elements are numbered part by part: if a (4, 4) parameter is
         split into two column halves, the left one has the indices 0 to 7 and the right one 8 to 15.
         """
-        shape, start, size = self.global_shape, list(self.global_offset), list(self.unsharded_shape)
-        if self.batched and self.shard_dim == 1 and tuple(size[1:]) == shape[1:]:
-            numel, first = prod(shape[1:]), self.shard_offset * prod(shape[2:])
-            return tuple((start[0] + i) * numel + first for i in range(size[0]))
-        start[self.shard_dim] += self.shard_offset
-        size[self.shard_dim] = min(self.padded_length, size[self.shard_dim] - self.shard_offset)
+        global_shape = self.global_shape
+        unsharded_shape = self.unsharded_shape
+        if self.batched and self.shard_dim == 1 and unsharded_shape[1:] == global_shape[1:]:
+            matrix_numel = prod(global_shape[1:])
+            first_in_matrix = self.shard_offset * prod(global_shape[2:])
+            first_matrix = self.global_offset[0]
+            return tuple(
+                matrix * matrix_numel + first_in_matrix
+                for matrix in range(first_matrix, first_matrix + unsharded_shape[0])
+            )
+
+        shard_start = list(self.global_offset)
+        shard_start[self.shard_dim] += self.shard_offset
+        shard_shape = list(unsharded_shape)
+        shard_shape[self.shard_dim] = min(
+            self.padded_length, unsharded_shape[self.shard_dim] - self.shard_offset
+        )
         offset = 0
-        for dim, begin in enumerate(start):
-            offset += prod(shape[:dim]) * begin * prod(size[dim + 1 :])
+        for dim, start in enumerate(shard_start):
+            offset += prod(global_shape[:dim]) * start * prod(shard_shape[dim + 1 :])
         return (offset,)
 
     @classmethod
@@ -122,29 +133,55 @@ class ShardSpec:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "ranks outside the mesh hold no shard"
         placements: list[Any] = list(parameter.placements)
-        sharded = [(i, p) for i, p in enumerate(placements) if not p.is_replicate()]
-        shape = tuple(parameter.shape)
-        if not sharded:
-            return cls(mesh.device_type, (), (), 1, 0, 0, shape, shape, (0,) * len(shape))
-        # FSDP2's mesh dimension comes before the dimensions of tensor parallelism.
-        fsdp, placement = sharded[0]
-        whole, origin = list(shape), [0] * len(shape)
-        for i, p in sharded[1:]:
-            chunk = -(-whole[p.dim] // mesh.size(i))
-            start = min(coordinate[i] * chunk, whole[p.dim])
-            origin[p.dim] += start
-            whole[p.dim] = min(chunk, whole[p.dim] - start)
-        groups = {i: mesh.get_group(i) for i, _ in sharded if mesh.size(i) > 1}
+        global_shape = tuple(parameter.shape)
+        sharded_mesh_dims = [i for i, p in enumerate(placements) if not p.is_replicate()]
+        if not sharded_mesh_dims:
+            return cls(
+                device_type=mesh.device_type,
+                matrix_groups=(),
+                shard_groups=(),
+                num_shards=1,
+                shard_rank=0,
+                shard_dim=0,
+                global_shape=global_shape,
+                unsharded_shape=global_shape,
+                global_offset=(0,) * len(global_shape),
+            )
+
+        # FSDP2's mesh dimension comes before the dimensions of tensor parallelism. Those divide the
+        # parameter first, and FSDP2 shards the part of this rank.
+        fsdp_mesh_dim, *tensor_parallel_mesh_dims = sharded_mesh_dims
+        unsharded_shape = list(global_shape)
+        global_offset = [0] * len(global_shape)
+        for mesh_dim in tensor_parallel_mesh_dims:
+            dim = placements[mesh_dim].dim
+            chunk = -(-unsharded_shape[dim] // mesh.size(mesh_dim))
+            start = min(coordinate[mesh_dim] * chunk, unsharded_shape[dim])
+            global_offset[dim] += start
+            unsharded_shape[dim] = min(chunk, unsharded_shape[dim] - start)
+
+        matrix_groups = []
+        shard_groups = []
+        for mesh_dim in sharded_mesh_dims:
+            if mesh.size(mesh_dim) == 1:
+                continue
+            group = mesh.get_group(mesh_dim)
+            divides_matrices = len(global_shape) < 3 or placements[mesh_dim].dim != 0
+            if divides_matrices:
+                matrix_groups.append(group)
+            if mesh_dim == fsdp_mesh_dim:
+                shard_groups.append(group)
+
         return cls(
-            mesh.device_type,
-            tuple(g for i, g in groups.items() if len(shape) < 3 or placements[i].dim != 0),
-            tuple(group for i, group in groups.items() if i == fsdp),
-            mesh.size(fsdp),
-            coordinate[fsdp],
-            placement.dim,
-            shape,
-            tuple(whole),
-            tuple(origin),
+            device_type=mesh.device_type,
+            matrix_groups=tuple(matrix_groups),
+            shard_groups=tuple(shard_groups),
+            num_shards=mesh.size(fsdp_mesh_dim),
+            shard_rank=coordinate[fsdp_mesh_dim],
+            shard_dim=placements[fsdp_mesh_dim].dim,
+            global_shape=global_shape,
+            unsharded_shape=tuple(unsharded_shape),
+            global_offset=tuple(global_offset),
         )
 
 
@@ -157,7 +194,8 @@ def local_part(values: Tensor, parameter: DTensor) -> Tensor:
     """
     shard_spec = ShardSpec.from_dtensor(parameter)
     if values.shape != shard_spec.unsharded_shape:
-        spans = zip(shard_spec.global_offset, shard_spec.unsharded_shape, strict=True)
-        values = values[tuple(slice(start, start + length) for start, length in spans)]
-    length = local_tensor(parameter).shape[shard_spec.shard_dim]
-    return values.narrow(shard_spec.shard_dim, shard_spec.shard_offset, length).clone()
+        for dim, length in enumerate(shard_spec.unsharded_shape):
+            values = values.narrow(dim, shard_spec.global_offset[dim], length)
+    shard_dim = shard_spec.shard_dim
+    shard_length = local_tensor(parameter).shape[shard_dim]
+    return values.narrow(shard_dim, shard_spec.shard_offset, shard_length).clone()

@@ -6,11 +6,10 @@ delayed scaling and the sharded model of the root's forwards and of optimizer st
 
 from __future__ import annotations
 
-import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -33,8 +32,8 @@ from fp8rs.scaling.steps import StepTracker
 from fp8rs.tensor.quantized import is_fp8
 
 from .input_cache import this_thread
+from .linear_spec import ROLES, register
 from .lost_writes import LostWrites
-from .spec import ROLES, register
 
 _log = logging.getLogger("fp8rs")
 
@@ -69,7 +68,7 @@ class ModelState:
 
     Attributes:
         recipe: the recipe of every layer.
-        key: names the recipe and the group in graphs (`fp8rs.model.spec`).
+        key: names the recipe and the group in graphs (`fp8rs.model.linear_spec`).
         tracker: counts the model's forwards.
         linears: weak references to the layers, by index.
         names: their fully qualified names, for messages.
@@ -94,7 +93,7 @@ class ModelState:
                 f"amax_reduction_group is for recipes with one scale a tensor, not for "
                 f"{self.recipe.name!r}: its scales come from rows or blocks that a rank has whole"
             )
-        self.linears: list[weakref.ref[nn.Module]] = []
+        self.linears: list[Callable[[], nn.Module | None]] = []
         self.names: list[str] = []
         self.fp8_gather = False
         self.experts = "off"
@@ -130,12 +129,12 @@ class ModelState:
         """Remove a layer. The indices of the others stay."""
         index = cast(int, cast(Any, module)._fp8_index)
         if index < len(self.layers()):  # a copy of the layer alone is not in the list
-            self.linears[index] = lambda: None  # type: ignore[call-overload]
+            self.linears[index] = _dead_reference
 
     def layers(self) -> Sequence[nn.Module | None]:
         """Return the layers by index, with None for a layer that was freed."""
-        if not self.linears and (root := self.root) is not None:
-            self._link(root)  # the state was copied and no forward ran since
+        if not self.linears and self.root is not None:
+            self._link(self.root)  # the state was copied and no forward ran since
         return [reference() for reference in self.linears]
 
     def replaced_layers(self) -> list[str]:
@@ -164,15 +163,20 @@ class ModelState:
         Torch numbers hooks, and compiled graphs guard on the numbers, so each model would compile
         graphs of its own. These hooks therefore have names, which are equal for all models.
         """
-        before, after = cast(Any, root._forward_pre_hooks), cast(Any, root._forward_hooks)
-        name: Any = next(key for n in itertools.count() if (key := f"fp8rs {n}") not in before)
-        before[name] = RootHook(self, "begin_forward", root)
-        after[name] = RootHook(self, "end_forward", root)
+        pre_hooks = cast(Any, root._forward_pre_hooks)
+        hooks = cast(Any, root._forward_hooks)
+        number = 0
+        while f"fp8rs {number}" in pre_hooks:
+            number += 1
+        name: Any = f"fp8rs {number}"
+        pre_hooks[name] = RootHook(self, "begin_forward", root)
+        hooks[name] = RootHook(self, "end_forward", root)
         root._forward_hooks_always_called[name] = True
         self.move_hooks_first()
+
         # On the root too, so that nothing has been loaded when it raises.
-        hooks: Any = root._load_state_dict_pre_hooks.values()
-        if refuse_codes not in (known.hook for known in hooks):
+        load_hooks: Any = root._load_state_dict_pre_hooks.values()
+        if refuse_codes not in [registered.hook for registered in load_hooks]:
             root.register_load_state_dict_pre_hook(refuse_codes)
         if self.delayed is not None:
             keep_from_ddp(root, self._buffer_names())
@@ -202,18 +206,23 @@ class ModelState:
             hooks.move_to_end(name, last=False)
 
     def _hook_names(self) -> list[Any]:
-        hooks = {} if self.root is None else self.root._forward_pre_hooks
-        return [n for n, h in hooks.items() if isinstance(h, RootHook) and h.state is self]
+        if self.root is None:
+            return []
+        names = []
+        for name, hook in self.root._forward_pre_hooks.items():
+            if isinstance(hook, RootHook) and hook.state is self:
+                names.append(name)
+        return names
 
     def _link(self, root: nn.Module) -> None:
         """Find the layers of a copied or unpickled model by its root."""
         self._root = weakref.ref(root)
-        linears: dict[int, Any] = {}
+        references: dict[int, weakref.ref[nn.Module]] = {}
         for module in root.modules():
             if state_of(module) is self:
-                linears[cast(int, module._fp8_index)] = weakref.ref(module)
+                references[cast(int, module._fp8_index)] = weakref.ref(module)
         # Layers that were removed from the model get a dead reference.
-        self.linears = [linears.get(i, lambda: None) for i in range(len(self.names))]
+        self.linears = [references.get(i, _dead_reference) for i in range(len(self.names))]
 
     def relink(self, layer: nn.Module) -> None:
         """Register a layer again if it is not found below the root.
@@ -224,7 +233,7 @@ class ModelState:
         self.layers()
         index = cast(int, cast(Any, layer)._fp8_index)
         while len(self.linears) <= index:
-            self.linears.append(lambda: None)  # type: ignore[arg-type]
+            self.linears.append(_dead_reference)
         if self.linears[index]() is None:
             self.linears[index] = weakref.ref(layer)
 
@@ -248,13 +257,14 @@ class ModelState:
             this_thread.input_cache.clear()
         if not self.tracker.forward_id:
             self._log_replaced_layers()
-        new = self.tracker.begin_forward(
+
+        is_new_forward = self.tracker.begin_forward(
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
         )
-        if new and module.training and self.delayed is not None:
+        if is_new_forward and module.training and self.delayed is not None:
             self.delayed.forward_begins()
         self.lost_writes.poll()
-        if new and self.sharded_model is not None:
+        if is_new_forward and self.sharded_model is not None:
             self.sharded_model.forward_begins(module)
 
     def _log_replaced_layers(self) -> None:
@@ -289,11 +299,13 @@ class ModelState:
         root = self.root
         if root is not None:
             # While FSDP2 has gathered parameters, the modules hold other objects than optimizers.
-            return any(id(p) in parameters for p in root.parameters()) or any(
-                id(p) in parameters for p in sharded_parameters(root)
+            return _has_any(root.parameters(), parameters) or _has_any(
+                sharded_parameters(root), parameters
             )
-        layers = (layer for layer in self.layers() if layer is not None)
-        return any(id(p) in parameters for layer in layers for p in layer.parameters())
+        for layer in self.layers():
+            if layer is not None and _has_any(layer.parameters(), parameters):
+                return True
+        return False
 
     def stepped(self) -> None:
         """Handle the step of an optimizer that has parameters of this model.
@@ -325,11 +337,11 @@ class ModelState:
         return {**self._contents(), "group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        recorded = state.pop("delayed")
+        has_recorded = state.pop("delayed")
         self.__dict__.update(state)
         self._begin()
         if self.delayed is not None:
-            self.delayed.recorded = recorded
+            self.delayed.recorded = has_recorded
 
     def _contents(self) -> dict[str, Any]:
         """Return the attributes that a copy keeps.
@@ -337,11 +349,25 @@ class ModelState:
         References to the root, the layers and the sharding are dropped. The hooks of the copied
         root set the root, and the layers are found at the first use.
         """
-        state = {**self.__dict__, "names": list(self.names), "linears": []}
-        state.update(dict.fromkeys(("_root", "sharded_model")))
+        state = dict(self.__dict__)
+        state["names"] = list(self.names)
+        state["linears"] = []
+        state["_root"] = None
+        state["sharded_model"] = None
         state["delayed"] = self.delayed is not None and self.delayed.recorded
-        del state["key"], state["tracker"], state["lost_writes"]
+        del state["key"]
+        del state["tracker"]
+        del state["lost_writes"]
         return state
+
+
+def _dead_reference() -> None:
+    """Stand for a layer that is no longer in the model, as a weak reference to a freed one."""
+
+
+def _has_any(parameters: Iterable[Tensor], ids: set[int]) -> bool:
+    """Return whether one of the parameters has one of these ids."""
+    return any(id(parameter) in ids for parameter in parameters)
 
 
 def state_of(module: nn.Module | None) -> ModelState | None:
@@ -392,16 +418,21 @@ def refuse_codes(module: nn.Module, state_dict: Any, prefix: str, *args: Any) ->
     Raises:
         TypeError: the state dict has FP8 codes, or scales for a weight. Nothing was loaded.
     """
-    found = []
-    for name, layer in module.named_modules():
-        if state_of(layer) is not None:
-            names: Any = layer._fp8_params
-            keys = [f"{prefix}{name}.{p}" if name else prefix + p for p in names]
-            found += [k for k in keys if _is_quantized(state_dict.get(k), k, state_dict)]
-    if found:
+    quantized_keys: list[str] = []
+    for layer_name, layer in module.named_modules():
+        if state_of(layer) is None:
+            continue
+        layer_prefix = f"{prefix}{layer_name}." if layer_name else prefix
+        for name in cast(Any, layer)._fp8_params:
+            key = layer_prefix + name
+            if _is_quantized(state_dict.get(key), key, state_dict):
+                quantized_keys.append(key)
+    if quantized_keys:
+        first = quantized_keys[0]
         raise TypeError(
-            f"the state dict has {len(found)} quantized weights, the first of them {found[0]} of "
-            f"{state_dict[found[0]].dtype}: load_state_dict would take their codes as values. "
+            f"the state dict has {len(quantized_keys)} quantized weights, the first of them "
+            f"{first} of {state_dict[first].dtype}: load_state_dict would take their codes as "
+            "values. "
             "Expected values in high precision. Load a checkpoint of fp8rs.checkpoint by "
             "fp8rs.checkpoint.load. In other files multiply each code by its scale first"
         )

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fp8rs._torch import is_distributed, own_part
 from fp8rs.gemm.grouped import has_grouped_gemm, reads_format
-from fp8rs.model.spec import spec_for
-from fp8rs.nn.experts import other_implementation
+from fp8rs.model.linear_spec import spec_for
+from fp8rs.nn.expert_modules import other_implementation
 from fp8rs.quantize.cast import quantize_planes
 from fp8rs.quantize.planes import Plane
 from fp8rs.quantize.spec import QuantSpec

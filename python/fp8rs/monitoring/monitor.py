@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8rs._torch import is_distributed, keep_address, own_part
-from fp8rs.model.spec import ROLES
+from fp8rs.model.linear_spec import ROLES
 from fp8rs.nn import observe
 from fp8rs.nn.debug import set_debug
 from fp8rs.nn.linear import Float8Linear
@@ -51,12 +51,12 @@ class Monitor:
         operands = len(self._layers) * len(ROLES)
         self._kept = torch.empty(
             operands + len(self._weights),
-            observe.KEPT,
+            observe.STATISTICS,
             dtype=torch.float64,
             device=_device(model),
         )
         #: The statistics of each operand of each layer, and of each weight of experts.
-        self._slots = self._kept[:operands].view(-1, len(ROLES), observe.KEPT)
+        self._slots = self._kept[:operands].view(-1, len(ROLES), observe.STATISTICS)
         self._weight_slots = self._kept[operands:]
         self._operand_stats = [OperandStats(keep_address(slots)) for slots in self._slots]
         self._watching = False

@@ -54,9 +54,12 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         x: (batch, heads, length, kv_channels).
         rotation: cosines and sines, each (length, kv_channels) or (batch, length, kv_channels).
     """
-    cos, sin = (t.unsqueeze(-3) for t in rotation)
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    cos, sin = rotation
+    cos = cos.unsqueeze(-3)
+    sin = sin.unsqueeze(-3)
+    first_half, second_half = x.chunk(2, dim=-1)
+    rotated = torch.cat((-second_half, first_half), dim=-1)
+    return (x * cos + rotated * sin).to(x.dtype)
 
 
 class MultiheadAttention(nn.Module):
@@ -119,9 +122,12 @@ class MultiheadAttention(nn.Module):
                 f"{num_attention_heads}. Choose another number or pass kv_channels"
             )
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
-        self.kv_channels, self.attention_dropout = channels, attention_dropout
-        self.causal, self.cross = attn_mask_type == "causal", attention_type == "cross"
+        self.kv_channels = channels
+        self.attention_dropout = attention_dropout
+        self.causal = attn_mask_type == "causal"
+        self.cross = attention_type == "cross"
         self.gqa = groups != num_attention_heads
+
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.norm: nn.Module | None = None
         if input_layernorm:
@@ -162,13 +168,15 @@ class MultiheadAttention(nn.Module):
             raise ValueError('attn_mask requires attn_mask_type="no_mask": pass a causal mask')
         if self.cross and rotary_pos_emb is not None:
             raise ValueError("cross-attention takes no rotary_pos_emb")
+
         x = hidden_states if self.norm is None else self.norm(hidden_states)
         source = x if encoder_output is None else encoder_output
-        projected = self.q_proj(x), self.k_proj(source), self.v_proj(source)
-        # Under tensor parallelism, these are this rank's heads.
-        q, k, v = (t.unflatten(-1, (-1, self.kv_channels)).transpose(-3, -2) for t in projected)
+        q = self._split_heads(self.q_proj(x))
+        k = self._split_heads(self.k_proj(source))
+        v = self._split_heads(self.v_proj(source))
         if rotary_pos_emb is not None:
-            q, k = _rotate(q, rotary_pos_emb), _rotate(k, rotary_pos_emb)
+            q = _rotate(q, rotary_pos_emb)
+            k = _rotate(k, rotary_pos_emb)
         y = F.scaled_dot_product_attention(
             q,
             k,
@@ -180,6 +188,14 @@ class MultiheadAttention(nn.Module):
         )
         out: Tensor = self.o_proj(y.transpose(-3, -2).flatten(-2))
         return out
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """Return (batch, length, channels) as (batch, heads, length, kv_channels).
+
+        Under tensor parallelism, these are this rank's heads.
+        """
+        heads: Tensor = x.unflatten(-1, (-1, self.kv_channels))
+        return heads.transpose(-3, -2)
 
     @override
     def extra_repr(self) -> str:

@@ -6,14 +6,25 @@ the planes of a gathered weight.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from fp8rs.tensor.quantized import QuantizedTensor
 
-#: A quantized weight and its version in the forward, which an inference tensor does not have. None
-#: for a plain weight. FSDP2's refills do not change the version.
-Gathered = tuple[QuantizedTensor, int | None] | None
+
+class GatheredWeight(NamedTuple):
+    """A quantized weight of a forward.
+
+    Attributes:
+        weight: the weight.
+        version: its version in the forward. FSDP2's refills do not change it. None for an inference
+            tensor, which has no version.
+    """
+
+    weight: QuantizedTensor
+    version: int | None
 
 
 def refuse_double_backward(owner: str) -> None:
@@ -39,14 +50,14 @@ def check_has_memory(weight: QuantizedTensor, owner: str) -> None:
         plane.check_has_memory(f"the gathered weight of {owner}, {tuple(weight.shape)},")
 
 
-def gathered_weight(weight: Tensor) -> Gathered:
+def gathered_weight(weight: Tensor) -> GatheredWeight | None:
     """Return a quantized weight with its version, or None for a plain weight."""
     if not isinstance(weight, QuantizedTensor):
         return None
-    return weight, None if weight.is_inference() else weight._version
+    return GatheredWeight(weight, None if weight.is_inference() else weight._version)
 
 
-def read_weight(gathered: Gathered, saved: Tensor, owner: str) -> Tensor:
+def read_weight(gathered: GatheredWeight | None, saved: Tensor, owner: str) -> Tensor:
     """Return the weight in the backward.
 
     Args:

@@ -6,8 +6,7 @@ selects or compiles another graph.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from fp8rs._torch import allow_in_graph, gradients_needed
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .backward import gathered_weight, read_weight, refuse_double_backward
-from .function import linear
+from .function import DelayedSlots, linear_call, run_linear
 from .observe import OperandStats
 
 #: The GEMMs of a layer.
@@ -56,7 +55,7 @@ def debugged_linear(
     bias: Tensor | None,
     key: str,
     out_dtype: torch.dtype,
-    *delayed: Any,
+    delayed: DelayedSlots | None = None,
 ) -> Tensor:
     """Run `linear` with debug options.
 
@@ -67,26 +66,26 @@ def debugged_linear(
         bias: (out_features,) or None.
         key: see `linear`.
         out_dtype: see `linear`.
-        delayed: the arguments of `linear` for delayed scaling.
+        delayed: see `linear`.
     """
     high, stats = debug
-    stats = None if stats is None else OperandStats(*stats)
-    quantized: Callable[..., Tensor] = functools.partial(linear, stats=stats)
+    if stats is not None:
+        stats = OperandStats(*stats)
     if not any(high):
-        return quantized(x, weight, bias, key, out_dtype, *delayed)
-    operands = [t for t in (x, weight, bias) if t is not None]
-    if all(high) and not _are_cast(operands, out_dtype):
-        return F.linear(x, weight, bias)
+        return run_linear(x, weight, bias, linear_call(key, x.device, out_dtype, delayed, stats))
+
     y = None
-    if not all(high):
+    if all(high):
+        operands = [operand for operand in (x, weight, bias) if operand is not None]
+        if not _are_cast(operands, out_dtype):
+            return F.linear(x, weight, bias)
+    else:
         # Detach the operands whose gradients are computed in high precision.
-        y = quantized(
+        y = run_linear(
             x.detach() if high[DGRAD] else x,
             weight.detach() if high[WGRAD] else weight,
             None if bias is None else bias.detach(),
-            key,
-            out_dtype,
-            *delayed,
+            linear_call(key, x.device, out_dtype, delayed, stats),
         )
     out: Tensor = _HighPrecision.apply(x, weight, bias, y, high, out_dtype)
     return out
@@ -98,7 +97,9 @@ def _are_cast(operands: Iterable[Tensor], dtype: torch.dtype) -> bool:
     For such operands, `_HighPrecision` casts the weight again in the backward. torch's own function
     would save the cast weight.
     """
-    return any(isinstance(t, QuantizedTensor) or t.dtype != dtype for t in operands)
+    return any(
+        isinstance(operand, QuantizedTensor) or operand.dtype != dtype for operand in operands
+    )
 
 
 class _HighPrecision(torch.autograd.Function):
@@ -124,16 +125,21 @@ class _HighPrecision(torch.autograd.Function):
             _values(x, dtype) if wgrad else None,
             weight if dgrad and gathered is None else None,
         )
-        dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.rest = high, gathered, dtypes, dtype
+        ctx.high = high
+        ctx.gemm_dtype = dtype
+        ctx.gathered_weight = gathered
+        ctx.x_dtype = x.dtype
+        ctx.weight_dtype = weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
         if y is not None and not high[FORWARD]:
             return y.clone()
-        add = None if bias is None else bias.to(dtype)
-        return F.linear(_values(x, dtype), _values(weight, dtype), add)
+        cast_bias = None if bias is None else bias.to(dtype)
+        return F.linear(_values(x, dtype), _values(weight, dtype), cast_bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        high, gathered, (x_dtype, weight_dtype, bias_dtype), dtype = ctx.rest
+        high = ctx.high
         refuse_double_backward(
             "high-precision layers whose operands are cast or dequantized"
             if all(high)
@@ -141,16 +147,17 @@ class _HighPrecision(torch.autograd.Function):
         )
         needs_x, needs_w, needs_bias, needs_y, *_ = gradients_needed(ctx)
         x, weight = ctx.saved_tensors
-        values = _values(dy, dtype)
+        values = _values(dy, ctx.gemm_dtype)
         rows = values.reshape(-1, values.shape[-1])
+
         dx = dw = db = None
         if needs_x and high[DGRAD]:
-            weight = read_weight(gathered, weight, "a layer in high precision")
-            dx = (values @ _values(weight, dtype)).to(x_dtype)
+            weight = read_weight(ctx.gathered_weight, weight, "a layer in high precision")
+            dx = (values @ _values(weight, ctx.gemm_dtype)).to(ctx.x_dtype)
         if needs_w and high[WGRAD]:
-            dw = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight_dtype)
+            dw = (rows.t() @ x.reshape(-1, x.shape[-1])).to(ctx.weight_dtype)
         if needs_bias:
-            db = rows.sum(0, dtype=bias_dtype)
+            db = rows.sum(0, dtype=ctx.bias_dtype)
         return dx, dw, db, dy if needs_y else None, None, None
 
 

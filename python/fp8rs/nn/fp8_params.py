@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from fp8rs._torch import (
     own_part,
     set_local_tensor,
 )
-from fp8rs.model.handle import local_of
+from fp8rs.model.handle import ParamHandle, local_of
 from fp8rs.model.state import ModelState, refuse_codes, remove_hook
 from fp8rs.quantize.cast import quantize_planes
 from fp8rs.scaling.histories import (
@@ -36,6 +36,9 @@ from fp8rs.scaling.histories import (
 from fp8rs.tensor.quantized import QuantizedTensor, is_fp8
 
 from .function import prepare_compilers
+
+if TYPE_CHECKING:  # fsdp imports torch.distributed.tensor, which takes seconds
+    from fp8rs.fsdp.float8_shard import Float8ParamHandle
 
 
 class Float8Params(nn.Module):
@@ -54,7 +57,7 @@ class Float8Params(nn.Module):
     _fp8_bases: ClassVar[tuple[type, type]]
     _fp8_state: ModelState
     _fp8_index: int
-    _fp8_params: dict[str, Any]
+    _fp8_params: dict[str, ParamHandle]
     _fp8_slots: SlotCache
     fp8_ready: tuple[bool, bool, bool] = NOTHING_READY
     #: The histories of a state dict that is being loaded.
@@ -78,7 +81,7 @@ class Float8Params(nn.Module):
                 # weight comes from its history, so a resumed training needs both.
                 self.register_buffer(name, value, persistent=is_fp8(weight))
         hooks: Any = self._load_state_dict_pre_hooks.values()
-        if _before_load not in (known.hook for known in hooks):
+        if _before_load not in [registered.hook for registered in hooks]:
             self.register_load_state_dict_pre_hook(_before_load)
             self.register_load_state_dict_post_hook(_after_load)
             self.register_state_dict_post_hook(_copy_histories)
@@ -135,7 +138,8 @@ class Float8Params(nn.Module):
         for name, weight in fp8_weights.items():
             apply_to_fp8_weight(weight, fn)
             if weight.is_meta:
-                self._fp8_params[name].forget_values()
+                handle = cast("Float8ParamHandle", self._fp8_params[name])
+                handle.forget_values()
 
         if delayed is not None:
             delayed.moved()
@@ -185,12 +189,13 @@ def float8_class(mixin: type[Any], kind: type[Any]) -> type[Any]:
 
     FSDP2 creates classes in the same way.
     """
-    found = CLASSES.get((mixin, kind))
-    if found is None:
-        namespace = {"__module__": kind.__module__, "_fp8_bases": (mixin, kind)}
-        found = CLASSES[mixin, kind] = type(f"Float8{kind.__name__}", (mixin, kind), namespace)
-        copyreg.pickle(found, _reduce)
-    return found
+    bases = (mixin, kind)
+    if bases not in CLASSES:
+        namespace = {"__module__": kind.__module__, "_fp8_bases": bases}
+        cls = type(f"Float8{kind.__name__}", bases, namespace)
+        copyreg.pickle(cls, _reduce)
+        CLASSES[bases] = cls
+    return CLASSES[bases]
 
 
 def class_before_conversion(kind: type[Any]) -> type[Any] | None:
@@ -296,22 +301,26 @@ def apply_to_fp8_weight(weight: Any, fn: Callable[[Tensor], Tensor]) -> None:
         weight.grad = new_grad
 
 
-def quantize_like(before: Any, parameter: Any) -> None:
-    """Quantize the part that a parallel style takes from an FP8 weight, if it is not quantized.
+def quantize_like(replaced: Any, parameter: Any) -> None:
+    """Quantize the slice that a parallel style takes from an FP8 weight, if it is not quantized.
 
-    A part that starts inside a block arrives as values, because its own blocks start at its edge.
+    A slice that starts inside a block arrives as values, because its own blocks start at its edge.
 
     Args:
-        before: the parameter that is replaced.
-        parameter: the new parameter, maybe a DTensor. It becomes FP8 if ``before`` is.
+        replaced: the parameter that is replaced.
+        parameter: the new parameter, maybe a DTensor. It becomes FP8 if ``replaced`` is.
     """
-    whole, part = own_part(before), own_part(parameter)
-    values = part is not parameter and not isinstance(part, QuantizedTensor)
-    if isinstance(whole, QuantizedTensor) and values:
-        with torch.no_grad():
-            planes = quantize_planes(whole.spec, part.contiguous(), *whole._storage.has_planes)
-        own = whole.over(whole._storage.over(*planes), part.shape, whole.dtype)
-        set_local_tensor(parameter, own)
+    weight = own_part(replaced)
+    local = own_part(parameter)
+    if not isinstance(weight, QuantizedTensor):
+        return
+    if local is parameter or isinstance(local, QuantizedTensor):
+        return
+    rowwise, columnwise = weight._storage.has_planes
+    with torch.no_grad():
+        row, col = quantize_planes(weight.spec, local.contiguous(), rowwise, columnwise)
+    storage = weight._storage.over(row, col)
+    set_local_tensor(parameter, weight.over(storage, local.shape, weight.dtype))
 
 
 # --- scales of delayed scaling --------------------------------------------------------------------
@@ -334,16 +343,17 @@ def reset_scales(module: Any, *, keep_fp8_weight: bool = True) -> None:
     if delayed is None:
         return
     scale, amax, history = (module._buffers[name] for name in BUFFERS)
-    weight = next(iter(module._fp8_params), None)
-    keeps_weight = keep_fp8_weight and is_fp8(module._parameters.get(weight))
-    of_weight = [scale[0], amax[0], history[:, 0]]
-    before = [part.clone() for part in of_weight]
-    trained = history[:, 0].amax() > 0
+    weight_views = [scale[0], amax[0], history[:, 0]]
+    values_before = [view.clone() for view in weight_views]
+    was_trained = history[:, 0].amax() > 0
+
     for buffer in (scale, amax, history):
         buffer.zero_()
-    if keeps_weight:
-        for part, value in zip(of_weight, before, strict=True):
-            part.copy_(torch.where(trained, value, part))
+    weight_name = next(iter(module._fp8_params), None)
+    if keep_fp8_weight and is_fp8(module._parameters.get(weight_name)):
+        for view, value in zip(weight_views, values_before, strict=True):
+            view.copy_(torch.where(was_trained, value, view))
+
     module.fp8_ready = NOTHING_READY
     delayed.scales_lost()
 
@@ -351,7 +361,9 @@ def reset_scales(module: Any, *, keep_fp8_weight: bool = True) -> None:
 def _materialize(module: Any, device: torch.device) -> None:
     """Allocate buffers that are on the meta device. State dicts do not contain them."""
     delayed = module._fp8_state.delayed
-    for name in () if delayed is None else BUFFERS:
+    if delayed is None:
+        return
+    for name in BUFFERS:
         buffer = module._buffers[name]
         if buffer.is_meta:
             module._buffers[name] = torch.zeros_like(buffer, device=device)
@@ -428,7 +440,9 @@ def _before_load(
     refuse_codes(module, state_dict, prefix)
     module._fp8_loaded_histories = _take_histories(module, state_dict, prefix, error_msgs)
     reset_scales(module)
-    for name in names if local_metadata.get("assign_to_params_buffers", False) else ():
+    if not local_metadata.get("assign_to_params_buffers", False):
+        return
+    for name in names:
         value = state_dict[prefix + name]
         module._fp8_params[name].reshard()  # FSDP2's own hook runs later
         if not value.is_meta:

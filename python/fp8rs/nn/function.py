@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from fp8rs._torch import (
 from fp8rs.gemm.operands import contracted_multiple, dgrad_column_scale, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.model.input_cache import input_token, this_thread
-from fp8rs.model.spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
+from fp8rs.model.linear_spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
 from fp8rs.ops.inductor import fuse_maxima
 from fp8rs.quantize.cast import quantize_planes
 from fp8rs.quantize.planes import Plane, Planes
@@ -35,12 +35,58 @@ from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .backward import gathered_weight, read_weight, refuse_double_backward
-from .grouped import gated_mlp, grouped
+from .grouped_function import gated_mlp, grouped
 from .observe import OperandStats
 
 _amax = torch.ops.fp8rs.amax.default
 _note_amax = torch.ops.fp8rs._note_amax.default
 _unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+class DelayedSlots(NamedTuple):
+    """A layer's scales and amaxes of delayed scaling, and how one call uses them.
+
+    Attributes:
+        scales: the scales of weight, input and gradient; fp32, one element each, 0 before the first
+            scale.
+        amaxes: the slots that are raised to the finite amaxes of weight, input and gradient, and
+            one that is never read; fp32, one element each.
+        ready: which scales are known not to be 0. Other operands are read for their amax.
+        record: whether amaxes are written.
+    """
+
+    scales: tuple[Tensor, ...]
+    amaxes: tuple[Tensor, ...]
+    ready: tuple[bool, bool, bool]
+    record: bool
+
+    def scale_of(self, role: int, x: Tensor, spec: QuantSpec) -> Tensor:
+        """Return the scale of an operand: the slot's, or one computed from ``x`` if it is 0."""
+        scale = self.scales[role]
+        if self.ready[role]:
+            return scale
+        return torch.where(scale > 0, scale, spec.scale_from_amax(_amax(x)))
+
+    def amax_of(self, role: int) -> Tensor:
+        """Return the slot for the amax of an operand."""
+        return self.amaxes[role if self.record else -1]
+
+
+@dataclass(eq=False, slots=True)
+class LinearCall:
+    """The arguments of one call of the linear layer that are not tensors to differentiate.
+
+    Attributes:
+        spec: how operands are quantized and multiplied.
+        out_dtype: dtype of the output.
+        delayed: the slots of delayed scaling, or None for other recipes.
+        stats: accumulates statistics of the operands, or None.
+    """
+
+    spec: LinearSpec
+    out_dtype: torch.dtype
+    delayed: DelayedSlots | None = None
+    stats: OperandStats | None = None
 
 
 def linear(
@@ -49,11 +95,7 @@ def linear(
     bias: Tensor | None,
     key: str,
     out_dtype: torch.dtype,
-    scales: tuple[Tensor, ...] | None = None,
-    amaxes: tuple[Tensor, ...] | None = None,
-    ready: tuple[bool, bool, bool] = (False, False, False),
-    record: bool = False,
-    stats: OperandStats | None = None,
+    delayed: DelayedSlots | None = None,
 ) -> Tensor:
     """Compute x @ weight.T + bias on quantized operands. Differentiable once.
 
@@ -61,35 +103,58 @@ def linear(
         x: (..., in), fp32, bf16 or fp16, or a QuantizedTensor in the recipe's format for inputs.
         weight: (out, in), in high precision or a QuantizedTensor.
         bias: (out,) or None.
-        key: the key of the `LinearSpec` (`fp8rs.model.spec.register`).
+        key: the key of the `LinearSpec` (`fp8rs.model.linear_spec.register`).
         out_dtype: dtype of y. Gradients have the dtypes of their tensors.
-        scales: with delayed scaling, the scales of weight, input and gradient; fp32, one element
-            each, 0 before the first scale.
-        amaxes: with delayed scaling, the slots that are raised to the finite amaxes of weight,
-            input and gradient, and one that is never read; fp32, one element each.
-        ready: which scales are known not to be 0. Other operands are read for their amax.
-        record: whether amaxes are written.
-        stats: accumulates statistics of the operands.
+        delayed: with delayed scaling, the layer's slots.
 
     Raises:
         ValueError: an operand lacks a plane, or a quantized input is in another format than the
             recipe's.
         UnsupportedError: the device cannot run the recipe.
     """
-    spec = spec_for(key, x.device)
-    delayed = None if scales is None or amaxes is None else _Delayed(scales, amaxes, ready, record)
+    if delayed is None:
+        call = _plain_call(key, x.device, out_dtype)
+    else:
+        call = linear_call(key, x.device, out_dtype, delayed)
+    return run_linear(x, weight, bias, call)
+
+
+def linear_call(
+    key: str,
+    device: torch.device,
+    out_dtype: torch.dtype,
+    delayed: DelayedSlots | tuple[Any, ...] | None = None,
+    stats: OperandStats | None = None,
+) -> LinearCall:
+    """Return the `LinearCall` of a key on a device."""
+    if delayed is None and stats is None:
+        return _plain_call(key, device, out_dtype)
+    if delayed is not None and not isinstance(delayed, DelayedSlots):
+        delayed = DelayedSlots(*delayed)  # in a graph named tuples arrive as plain tuples
+    return LinearCall(spec_for(key, device), out_dtype, delayed, stats)
+
+
+@functools.lru_cache(maxsize=256)
+def _plain_call(key: str, device: torch.device, out_dtype: torch.dtype) -> LinearCall:
+    """Return the call of layers without delayed scaling, which is the same in every step."""
+    return LinearCall(spec_for(key, device), out_dtype)
+
+
+def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
+    """Compute `linear` with arguments from `linear_call`."""
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        # One tuple for everything but the tensors: an argument costs a third of a microsecond.
-        y: Tensor = _Linear.apply(x, weight, bias, (spec, out_dtype, delayed, stats))
-        return y
+        # One object for everything but the tensors: an argument costs a third of a microsecond.
+        out: Tensor = _Linear.apply(x, weight, bias, call)
+        return out
     if has_tangent(x, weight, bias):  # the operators would drop it
         raise RuntimeError(
             "FP8 linear layers do not support forward-mode differentiation (torch.func.jvp, "
             "jacfwd): apply it before the conversion"
         )
-    return _forward(spec, x, weight, bias, out_dtype, delayed, False, stats)[0]
+    y, _, _ = _forward(call, x, weight, bias, False)
+    return y
 
 
 @functools.cache
@@ -100,29 +165,11 @@ def prepare_compilers() -> None:
     """
     for function in (linear, grouped, gated_mlp):
         allow_in_graph(function)
-    dispatch_when_traced(torch._grouped_mm)  # for `fp8rs.nn.experts.GroupedGemms`
+    dispatch_when_traced(torch._grouped_mm)  # for `fp8rs.nn.expert_modules.GroupedGemms`
     fuse_maxima()
 
 
-@dataclass(eq=False, slots=True)
-class _Delayed:
-    """A layer's slots, and how this call uses them: see `linear`."""
-
-    scales: tuple[Tensor, ...]
-    amaxes: tuple[Tensor, ...]
-    ready: tuple[bool, bool, bool]
-    record: bool
-
-    def scale(self, role: int, x: Tensor, spec: QuantSpec) -> Tensor:
-        """Return the scale of an operand: the slot's, or one computed from ``x`` if it is 0."""
-        scale = self.scales[role]
-        if self.ready[role]:
-            return scale
-        return torch.where(scale > 0, scale, spec.scale_from_amax(_amax(x)))
-
-    def amax(self, role: int) -> Tensor:
-        """Return the slot for the amax of an operand."""
-        return self.amaxes[role if self.record else -1]
+# --- operands -------------------------------------------------------------------------------------
 
 
 def _quantize(
@@ -131,16 +178,18 @@ def _quantize(
     x: Tensor,
     rowwise: bool,
     columnwise: bool,
-    delayed: _Delayed | None,
+    delayed: DelayedSlots | None,
     column_scale: Tensor | None = None,
 ) -> Planes:
     """Return the planes of an operand as one matrix."""
-    values = _whole_blocks(x, spec) if columnwise else x
+    values = _pad_tokens(x, spec) if columnwise else x
     if delayed is None:
         row, col = quantize_planes(spec, values, rowwise, columnwise, column_scale=column_scale)
     else:
-        scale, amax = delayed.scale(role, x, spec), delayed.amax(role)
+        scale = delayed.scale_of(role, x, spec)
+        amax = delayed.amax_of(role)
         row, col = quantize_planes(spec, values, rowwise, columnwise, scale=scale, amax=amax)
+
     if row is not None:
         row.data = row.matrix
         if values is not x:
@@ -148,7 +197,7 @@ def _quantize(
     return row, col
 
 
-def _whole_blocks(x: Tensor, spec: QuantSpec) -> Tensor:
+def _pad_tokens(x: Tensor, spec: QuantSpec) -> Tensor:
     """Return ``x``, or a 2-D copy padded with zero tokens to the multiple that wgrad requires.
 
     GEMMs require multiples of 16 tokens or whole blocks. Padding before quantization is cheaper
@@ -169,78 +218,118 @@ def _whole_blocks(x: Tensor, spec: QuantSpec) -> Tensor:
     return padded.narrow(0, 0, tokens + missing)
 
 
-def _as_long(a: Plane, b: Plane) -> tuple[Plane, Plane]:
+def _pad_to_longer(a: Plane, b: Plane) -> tuple[Plane, Plane]:
     """Pad the operand with fewer tokens. An input that was passed quantized is not padded."""
-    more = b.data.shape[1] - a.data.shape[1]
-    if more == 0:
-        return a, b
-    return (a.with_columns(more), b) if more > 0 else (a, b.with_columns(-more))
+    difference = b.data.shape[1] - a.data.shape[1]
+    if difference > 0:
+        a = a.with_columns(difference)
+    elif difference < 0:
+        b = b.with_columns(-difference)
+    return a, b
 
 
 # --- the input ------------------------------------------------------------------------------------
 
 
-def _input_planes(
-    spec: LinearSpec, x: Tensor, user: int, columnwise: bool, delayed: _Delayed | None
-) -> tuple[Planes, Tensor]:
-    """Return the input's planes, columnwise only if requested, and the scale of its values.
+@dataclass(eq=False, slots=True)
+class _InputPlanes:
+    """The planes of an input.
 
-    With delayed scaling, a cached rowwise plane has a copy of that scale, made by the operator that
-    records the amax for this layer.
+    Attributes:
+        row: the rowwise plane, for the forward. With delayed scaling, its scale may be a copy that
+            was made by the operator that records the amax for this layer.
+        col: the columnwise plane, for wgrad. None unless it was requested.
+        scale: the scale of the values.
     """
+
+    row: Plane
+    col: Plane | None
+    scale: Tensor
+
+
+def _quantize_input(call: LinearCall, x: Tensor, weight_id: int, columnwise: bool) -> _InputPlanes:
+    """Return the input's planes, columnwise only if requested."""
     if isinstance(x, QuantizedTensor):
-        _check_quantized(spec, x)
-        given = x.plane("rowwise", "a linear layer's forward")
-        noted = scale = given.scale
-        column = None
-        if columnwise:
-            column = x.columnwise or given.transposed("columnwise", "wgrad")
-        if delayed is not None and delayed.record:
-            known = x._storage.delayed
-            assert known is not None
-            noted = _note_amax(scale, known[1], delayed.amax(INPUT))
-        return (Plane(given.matrix, noted, given.format), column), scale
+        return _planes_of_quantized_input(call, x, columnwise)
+
+    spec = call.spec
+    delayed = call.delayed
     record = None if delayed is None else delayed.record
-    cache, token = this_thread.input_cache, input_token(x, (spec.input, spec.wgrad_input, record))
-    if (cached := cache.get(token, user)) is not None:
+    cache = this_thread.input_cache
+    token = input_token(x, (spec.input, spec.wgrad_input, record))
+
+    # Another layer may have quantized this input.
+    cached = cache.get(token, weight_id)
+    if cached is not None:
         row, col = cached.planes
         if row is not None and (not columnwise or col is not None or row.format.square):
             if columnwise and col is None:
                 col = row.transposed("columnwise", "wgrad")
                 cached.planes = row, col
-            cached.users.add(user)
+            cached.users.add(weight_id)
             scale = row.scale
             if delayed is not None and delayed.record:
                 # Record the amax that the layer which quantized the input has recorded.
-                noted = _note_amax(scale, cached.amax, delayed.amax(INPUT))
-                row = Plane(row.data, noted, row.format)
-            return (row, col if columnwise else None), scale
-    both = columnwise and spec.wgrad_input is None
-    planes = _quantize(spec.input, INPUT, x, True, both, delayed)
+                recorded_scale = _note_amax(scale, cached.amax, delayed.amax_of(INPUT))
+                row = Plane(row.data, recorded_scale, row.format)
+            return _InputPlanes(row, col if columnwise else None, scale)
+
+    same_format = spec.wgrad_input is None
+    planes = _quantize(spec.input, INPUT, x, True, columnwise and same_format, delayed)
     if columnwise and spec.wgrad_input is not None:
-        planes = planes[0], _quantize(spec.wgrad_input, INPUT, x, False, True, delayed)[1]
-    cache.put(x, token, planes, None if delayed is None else delayed.amax(INPUT), user)
-    return planes, cast(Plane, planes[0]).scale
+        _, col = _quantize(spec.wgrad_input, INPUT, x, False, True, delayed)
+        planes = planes[0], col
+    cache.put(x, token, planes, None if delayed is None else delayed.amax_of(INPUT), weight_id)
+
+    row, col = planes
+    assert row is not None
+    return _InputPlanes(row, col, row.scale)
 
 
-def _check_quantized(spec: LinearSpec, x: QuantizedTensor) -> None:
-    wanted = spec.input
+def _planes_of_quantized_input(
+    call: LinearCall, x: QuantizedTensor, columnwise: bool
+) -> _InputPlanes:
+    """Return the planes of an input that the caller quantized.
+
+    Raises:
+        ValueError: it is not in the recipe's format for inputs.
+    """
+    delayed = call.delayed
+    _check_quantized_input(call.spec, x)
+    row = x.plane("rowwise", "a linear layer's forward")
+    col = None
+    if columnwise:
+        col = x.columnwise or row.transposed("columnwise", "wgrad")
+
+    scale = row.scale
+    recorded_scale = scale
+    if delayed is not None and delayed.record:
+        input_slots = x._storage.delayed
+        assert input_slots is not None
+        recorded_scale = _note_amax(scale, input_slots[1], delayed.amax_of(INPUT))
+    return _InputPlanes(Plane(row.matrix, recorded_scale, row.format), col, scale)
+
+
+def _check_quantized_input(spec: LinearSpec, x: QuantizedTensor) -> None:
+    required = spec.input
     if spec.delayed and x._storage.delayed is None:
-        why = "the recipe has delayed scaling, whose history records each input"
+        reason = "the recipe has delayed scaling, whose history records each input"
     elif spec.wgrad_input is not None:
-        why = "the recipe quantizes it in one format for the forward and in another for wgrad"
-    elif (x.format, x.fp8_dtype) != (wanted.format, wanted.fp8_dtype):
-        why = f"on this device the recipe requires {wanted.format.name!r} of {wanted.fp8_dtype}"
+        reason = "the recipe quantizes it in one format for the forward and in another for wgrad"
+    elif (x.format, x.fp8_dtype) != (required.format, required.fp8_dtype):
+        reason = (
+            f"on this device the recipe requires {required.format.name!r} of {required.fp8_dtype}"
+        )
     else:
         return
     raise ValueError(
-        f"input is a quantized tensor in format {x.format.name!r} of {x.fp8_dtype}, but {why}: "
+        f"input is a quantized tensor in format {x.format.name!r} of {x.fp8_dtype}, but {reason}: "
         "pass input.dequantize()"
     )
 
 
-def _input_again(
-    spec: LinearSpec, x: Tensor, scale: Tensor | None, forward: tuple[int, object], dy: Tensor
+def _quantize_saved_input(
+    ctx: Any, x: Tensor, scale: Tensor | None, ordering_token: Tensor
 ) -> Plane:
     """Quantize a saved input columnwise, with the scale of the forward if it has one per tensor.
 
@@ -248,66 +337,68 @@ def _input_again(
     tensors (checkpointing, offloading) return a different tensor for each layer.
 
     Args:
-        spec: the layer's spec.
+        ctx: the context of `_Linear`.
         x: (..., in), the saved input.
         scale: the input's scale in the forward, or None.
-        forward: the id of the weight, and the cache's generation in the forward.
-        dy: (..., out), the gradient of the output.
+        ordering_token: a tensor that exists only in the backward.
     """
-    quant = spec.wgrad_input or spec.input
-    user, generation = forward
-    key = (quant, None if scale is None else id(scale), generation)
-    cache, token = this_thread.input_cache, input_token(x, key)
-    if (cached := cache.get(token, user)) is not None:
-        cached.users.add(user)
-        return cast(Plane, cached.planes[1])
-    values = _in_backward(x, dy) if is_traced(x) else x
-    planes = quantize_planes(quant, _whole_blocks(values, quant), False, True, scale=scale)
-    cache.put(x, token, planes, None, user)
-    return cast(Plane, planes[1])
+    spec: LinearSpec = ctx.call.spec
+    quant_spec = spec.wgrad_input or spec.input
+    cache = this_thread.input_cache
+    key = (quant_spec, None if scale is None else id(scale), ctx.cache_generation)
+    token = input_token(x, key)
+
+    cached = cache.get(token, ctx.weight_id)
+    if cached is not None:
+        cached.users.add(ctx.weight_id)
+        _, col = cached.planes
+    else:
+        values = _recompute_in_backward(x, ordering_token) if is_traced(x) else x
+        values = _pad_tokens(values, quant_spec)
+        planes = quantize_planes(quant_spec, values, False, True, scale=scale)
+        cache.put(x, token, planes, None, ctx.weight_id)
+        _, col = planes
+    assert col is not None
+    return col
 
 
-def _in_backward(x: Tensor, dy: Tensor) -> Tensor:
+def _recompute_in_backward(x: Tensor, ordering_token: Tensor) -> Tensor:
     """Return ``x`` in a form that a compiler recomputes in the backward.
 
     Custom operators need materialized inputs, so the partitioner would save ``x`` instead of
-    recomputing it. A ``where`` that depends on ``dy`` is pointwise. The compiler fuses it with the
-    producer of ``x`` in the backward.
+    recomputing it. A ``where`` that depends on a tensor of the backward is pointwise. The compiler
+    fuses it with the producer of ``x`` in the backward.
     """
-    if dy.shape[-1] == 0:
+    if ordering_token.shape[-1] == 0:
         return x
-    known = dy[..., :1]
-    return torch.where(known == known, x, x)
+    column = ordering_token[..., :1]
+    return torch.where(column == column, x, x)
 
 
-# --- the GEMMs ------------------------------------------------------------------------------------
+# --- the layer ------------------------------------------------------------------------------------
 
 
 def _forward(
-    spec: LinearSpec,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    delayed: _Delayed | None,
-    columnwise: bool,
-    stats: OperandStats | None,
-) -> tuple[Tensor, Planes, tuple[Tensor, Tensor]]:
-    """Return the output, the input's planes, and the scales of input and weight."""
-    (x_row, x_col), x_scale = _input_planes(spec, x, id(weight), columnwise, delayed)
+    call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None, columnwise: bool
+) -> tuple[Tensor, _InputPlanes, Plane]:
+    """Return the output, the input's planes and the weight's rowwise plane."""
+    spec = call.spec
+    input = _quantize_input(call, x, id(weight), columnwise)
     if isinstance(weight, QuantizedTensor):
         w_row = weight.plane("rowwise", "a linear layer's forward")
     else:
-        w_row = cast(Plane, _quantize(spec.weight, WEIGHT, weight, True, False, delayed)[0])
-    assert x_row is not None
-    if stats is not None:
-        x_row = stats.add(INPUT, x, x_row)
-        w_row = stats.add(WEIGHT, weight, w_row)
+        quantized, _ = _quantize(spec.weight, WEIGHT, weight, True, False, call.delayed)
+        assert quantized is not None
+        w_row = quantized
+    if call.stats is not None:
+        input.row = call.stats.add(INPUT, x, input.row)
+        w_row = call.stats.add(WEIGHT, weight, w_row)
+
     y = scaled_mm(
-        x_row,
+        input.row,
         w_row,
         bias=bias,
-        out_dtype=out_dtype,
+        out_dtype=call.out_dtype,
         use_fast_accum=spec.fast_accumulation[0],
         emulate=spec.emulate,
     )
@@ -315,116 +406,141 @@ def _forward(
     if len(shape) != 2:
         # Autograd forbids in-place operations on views that a Function returns.
         y = _unsafe_view(y, [*shape[:-1], w_row.data.shape[0]])
-    return y, (x_row, x_col), (x_scale, w_row.scale)
+    return y, input, w_row
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        how: tuple[LinearSpec, torch.dtype, _Delayed | None, OperandStats | None],
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
     ) -> Tensor:
-        spec, out_dtype, delayed, stats = how
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        save_input = spec.save_input
+        save_input = call.spec.save_input
         if save_input is None:
             save_input = is_traced(x)
-        columnwise = needs_w and not (save_input and not isinstance(x, QuantizedTensor))
-        y, (x_row, x_col), (row_scale, w_scale) = _forward(
-            spec, x, weight, bias, out_dtype, delayed, columnwise, stats
-        )
+        save_codes = needs_w and (not save_input or isinstance(x, QuantizedTensor))
+        y, input, w_row = _forward(call, x, weight, bias, save_codes)
+
         # Save plain tensors, which checkpointing and offloading hooks support.
-        gathered = gathered_weight(weight)
-        saved_x = x_scale = saved_w = saved_w_scale = x_format = None
-        if columnwise:
-            assert x_col is not None
-            saved_x, x_scale, x_format = x_col.data, x_col.scale, x_col.format
+        saved_x = x_scale = x_format = None
+        if save_codes:
+            assert input.col is not None
+            saved_x = input.col.data
+            x_scale = input.col.scale
+            x_format = input.col.format
         elif needs_w:
-            assert x_row is not None
-            saved_x, x_scale = x, row_scale if x_row.format.per_tensor else None
+            saved_x = x
+            if input.row.format.per_tensor:
+                x_scale = input.scale
+        gathered = gathered_weight(weight)
         if needs_x and gathered is None:
-            saved_w, saved_w_scale = weight, w_scale
-        ctx.save_for_backward(saved_x, x_scale, saved_w, saved_w_scale)
-        bias_dtype = None if bias is None else bias.dtype
-        dtypes = x.dtype, weight.dtype, bias_dtype
-        forward = id(weight), this_thread.input_cache.generation
-        ctx.rest = spec, delayed, stats, gathered, x_format, x.shape, dtypes, forward
+            ctx.save_for_backward(saved_x, x_scale, weight, w_row.scale)
+        else:
+            ctx.save_for_backward(saved_x, x_scale, None, None)
+
+        ctx.call = call
+        ctx.gathered_weight = gathered
+        ctx.x_format = x_format
+        ctx.x_shape = x.shape
+        ctx.x_dtype = x.dtype
+        ctx.weight_dtype = weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        # They identify the layer and its forward in the cache of quantized inputs.
+        ctx.weight_id = id(weight)
+        ctx.cache_generation = this_thread.input_cache.generation
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("FP8 linear layers")
-        spec: LinearSpec
-        spec, delayed, stats, gathered, x_format, x_shape, dtypes, forward = ctx.rest
-        x_dtype, weight_dtype, bias_dtype = dtypes
+        call: LinearCall = ctx.call
+        spec = call.spec
         saved_x, x_scale, weight, w_scale = ctx.saved_tensors
         needs_x, needs_w, needs_bias, _ = gradients_needed(ctx)
-        dx = dw = db = None
-        row = col = column_scale = None
-        values = dy
         if needs_x:
-            weight = read_weight(gathered, weight, "a linear layer")
+            weight = read_weight(ctx.gathered_weight, weight, "a linear layer")
+
+        # dgrad multiplies the rowwise plane of the gradient, wgrad the columnwise one.
+        dy_row: Plane | None = None
+        dy_col: Plane | None = None
+        column_scale = None
+        ordering_token = dy
         if isinstance(dy, QuantizedTensor):
             # Tensor parallelism gathered it and recorded its amax.
-            row, col = dy.rowwise if needs_x else None, dy.columnwise if needs_w else None
-            if row is not None:
-                row = Plane(row.matrix, row.scale, row.format)
             assert not needs_bias  # the bias is added after tensor parallelism's reduction
-            dy = dy.any_plane().data.view(torch.uint8)  # orders operators after it
+            if needs_x and dy.rowwise is not None:
+                row = dy.rowwise
+                dy_row = Plane(row.matrix, row.scale, row.format)
+            if needs_w:
+                dy_col = dy.columnwise
+            ordering_token = dy.any_plane().data.view(torch.uint8)
         elif needs_x or needs_w:
-            column_scale = _weight_column_scale(spec, weight, w_scale) if needs_x else None
-            row, col = _quantize(spec.grad, GRAD, dy, needs_x, needs_w, delayed, column_scale)
-        if stats is not None:
-            row, col = stats.add_gradient(values, row, col, column_scale)
-        if row is not None:
+            if needs_x:
+                column_scale = _weight_column_scale(spec, weight, w_scale)
+            dy_row, dy_col = _quantize(
+                spec.grad, GRAD, dy, needs_x, needs_w, call.delayed, column_scale
+            )
+        if call.stats is not None:
+            dy_row, dy_col = call.stats.add_gradient(dy, dy_row, dy_col, column_scale)
+
+        dx = dw = db = None
+        if dy_row is not None:
             dx = scaled_mm(
-                row,
-                _weight_for_dgrad(spec, weight, w_scale, dy),
-                out_dtype=x_dtype,
+                dy_row,
+                _weight_for_dgrad(spec, weight, w_scale, ordering_token),
+                out_dtype=ctx.x_dtype,
                 use_fast_accum=spec.fast_accumulation[1],
                 emulate=spec.emulate,
             )
-            if len(x_shape) != 2:
-                dx = _unsafe_view(dx, list(x_shape))
-        if col is not None:
-            if x_format is not None:
-                x_col = Plane(saved_x, x_scale, x_format)
+            if len(ctx.x_shape) != 2:
+                dx = _unsafe_view(dx, list(ctx.x_shape))
+
+        if dy_col is not None:
+            if ctx.x_format is not None:
+                x_col = Plane(saved_x, x_scale, ctx.x_format)
             else:
-                x_col = _input_again(spec, saved_x, x_scale, forward, dy)
-            col, x_col = _as_long(col, x_col)
+                x_col = _quantize_saved_input(ctx, saved_x, x_scale, ordering_token)
+            dy_col, x_col = _pad_to_longer(dy_col, x_col)
             dw = scaled_mm(
-                col,
+                dy_col,
                 x_col,
-                out_dtype=weight_dtype,
+                out_dtype=ctx.weight_dtype,
                 use_fast_accum=spec.fast_accumulation[2],
                 emulate=spec.emulate,
             )
+
         if needs_bias:
             rows = dy.flatten(0, -2) if dy.dim() > 1 else dy.unsqueeze(0)
-            db = rows.sum(0, dtype=bias_dtype)
+            db = rows.sum(0, dtype=ctx.bias_dtype)
         return dx, dw, db, None
 
 
-def _weight_for_dgrad(spec: LinearSpec, weight: Tensor, scale: Tensor | None, dy: Tensor) -> Plane:
+def _weight_for_dgrad(
+    spec: LinearSpec, weight: Tensor, scale: Tensor | None, ordering_token: Tensor
+) -> Plane:
     """Return the weight's plane for dgrad.
 
-    It is computed in the backward, after ``dy``. Saved from the forward, the planes of all layers
-    would be in memory at once. A high-precision weight is quantized again with the forward's scale.
+    It is computed in the backward, after ``ordering_token``. Saved from the forward, the planes of
+    all layers would be in memory at once. A high-precision weight is quantized again with the
+    forward's scale.
     """
     if isinstance(weight, QuantizedTensor):
         col = weight.columnwise
         if col is not None and not col.format.per_row:
             return col
-        return dgrad_operand(weight.plane("rowwise", "dgrad"), spec.emulate, dy)
-    if spec.weight.format.per_row:
-        again, _ = quantize_planes(spec.weight, weight, True, False, after=dy)
-        return dgrad_operand(cast(Plane, again), spec.emulate, dy)
-    known = scale if spec.weight.format.per_tensor else None
-    _, col = quantize_planes(spec.weight, weight, False, True, scale=known, after=dy)
-    return cast(Plane, col)
+        return dgrad_operand(weight.plane("rowwise", "dgrad"), spec.emulate, ordering_token)
+
+    quant_spec = spec.weight
+    if quant_spec.format.per_row:
+        row, _ = quantize_planes(quant_spec, weight, True, False, after=ordering_token)
+        assert row is not None
+        return dgrad_operand(row, spec.emulate, ordering_token)
+
+    if not quant_spec.format.per_tensor:
+        scale = None
+    _, col = quantize_planes(quant_spec, weight, False, True, scale=scale, after=ordering_token)
+    assert col is not None
+    return col
 
 
 def _weight_column_scale(spec: LinearSpec, weight: Tensor, scale: Tensor | None) -> Tensor | None:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fp8rs._core import check_offsets as native_check_offsets
 from fp8rs._torch import autocast_dtype, constant_when_traced, is_distributed
-from fp8rs.model.spec import register
+from fp8rs.model.linear_spec import register
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
 from .function import prepare_compilers
-from .grouped import check, check_sizes, grouped
+from .grouped_function import check_arguments, check_sizes, grouped
 
 __all__ = ["check_offsets", "grouped_linear"]
 
@@ -66,7 +66,7 @@ def grouped_linear(
             number of rows. See `check_offsets`.
     """
     weight, transposed = as_stored(weight)
-    check(x, weight, offs, bias, transposed)
+    check_arguments(x, weight, offs, bias, transposed)
     check_sizes(weight)
     key = key_of("current" if recipe is None else recipe)
     return grouped(cast_input(x), weight, offs, bias, key, transposed)
@@ -131,7 +131,9 @@ def as_stored(weight: Tensor) -> tuple[Tensor, bool]:
     if weight.dim() != 3:
         return weight, False
     transposed = weight.stride(-1) != 1 and weight.stride(-2) == 1
-    return (weight.transpose(-2, -1), True) if transposed else (weight, False)
+    if transposed:
+        return weight.transpose(-2, -1), True
+    return weight, False
 
 
 def local_part(parameter: Any) -> Tensor:

@@ -13,7 +13,7 @@ from fp8rs.quantize.recipes import Recipe, RecipeName, describe, resolve_recipe
 
 from .function import prepare_compilers
 from .functional import cast_input, key_of, local_part
-from .grouped import Gemms, check, grouped
+from .grouped_function import Gemms, check_arguments, grouped
 from .init import reset_linear
 
 
@@ -60,20 +60,24 @@ class GroupedLinear(nn.Module):
         super().__init__()
         for name, value in (("in_features", in_features), ("out_features", out_features)):
             if value < 0 or value % ALIGNMENT:
-                needed = f"a multiple of {ALIGNMENT} and not negative"
-                raise ValueError(f"{name} is {value}; it must be {needed}")
+                raise ValueError(
+                    f"{name} is {value}; it must be a multiple of {ALIGNMENT} and not negative"
+                )
         if not 0 <= num_groups < MAX_GROUPS:
-            needed = f"less than {MAX_GROUPS} and not negative"
-            raise ValueError(f"num_groups is {num_groups}; it must be {needed}")
-        self.num_groups, self.in_features = num_groups, in_features
+            raise ValueError(
+                f"num_groups is {num_groups}; it must be less than {MAX_GROUPS} and not negative"
+            )
+        self.num_groups = num_groups
+        self.in_features = in_features
         self.out_features = out_features
         self.recipe = resolve_recipe(recipe)
         self._key = key_of(self.recipe)
         prepare_compilers()
-        like = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, **like))
+
+        factory = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, **factory))
         if bias:
-            self.bias = nn.Parameter(torch.empty(num_groups, out_features, **like))
+            self.bias = nn.Parameter(torch.empty(num_groups, out_features, **factory))
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -98,7 +102,7 @@ class GroupedLinear(nn.Module):
         """
         weight = local_part(self.weight)
         bias = None if self.bias is None else local_part(self.bias)
-        check(input, weight, offs, bias)
+        check_arguments(input, weight, offs, bias)
         values = cast_input(input)
         return grouped(values, weight, offs, bias, self._key, gemms=self._gemms)
 

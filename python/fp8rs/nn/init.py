@@ -42,16 +42,18 @@ def uniform_(parameter: Any, bound: float) -> None:
     if not is_sharded(parameter):
         parameter.uniform_(-bound, bound)
         return
-    local = local_tensor(parameter)
-    seed = common_seed(parameter.device_mesh)
-    whole = tuple(parameter.shape)
-    mine, start = local_shape_and_offset(whole, parameter.device_mesh, parameter.placements)
-    cols = math.prod(whole[1:])
-    # Generate whole rows. This rank may hold only some columns.
-    values = torch.empty((mine[0], *whole[1:]), dtype=torch.float32, device=local.device)
-    _random_uniform(values, seed, start[0] * cols, -bound, bound)
-    for dim in range(1, len(whole)):
-        values = values.narrow(dim, start[dim], mine[dim])
+    mesh = parameter.device_mesh
+    global_shape = tuple(parameter.shape)
+    local_shape, offset = local_shape_and_offset(global_shape, mesh, parameter.placements)
+    device = local_tensor(parameter).device
+    seed = common_seed(mesh)
+
+    # Generate whole rows, and cut out the columns that this rank holds.
+    cols = math.prod(global_shape[1:])
+    values = torch.empty((local_shape[0], *global_shape[1:]), dtype=torch.float32, device=device)
+    _random_uniform(values, seed, offset[0] * cols, -bound, bound)
+    for dim in range(1, len(global_shape)):
+        values = values.narrow(dim, offset[dim], local_shape[dim])
     parameter.copy_(dtensor_like(parameter, values))
 
 

@@ -17,7 +17,7 @@ from fp8rs.model.state import ModelState
 from fp8rs.quantize.formats import INPUT_DTYPES
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe
 from fp8rs.scaling.delayed import DelayedScalingState, keep_buffers_local, note_compiled
-from fp8rs.scaling.histories import Slots, slots
+from fp8rs.scaling.histories import slots
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .backward import check_has_memory
@@ -29,7 +29,7 @@ from .fp8_params import (
     quantize_like,
     reset_scales,
 )
-from .function import linear
+from .function import DelayedSlots, linear
 from .init import is_sharded, reset_linear
 
 
@@ -129,25 +129,36 @@ class Float8Linear(Float8Params, nn.Linear):
                 gathered weight.
             UnsupportedError: the device cannot run the recipe.
         """
-        compiling = torch.compiler.is_compiling()
-        weight, bias = (self.weight, self.bias) if compiling else self._operands()
-        if compiling and torch.is_grad_enabled():
-            warn_on_export()
-        plain = type(weight) is nn.Parameter or isinstance(weight, QuantizedTensor)
-        if not plain or type(input) is not Tensor:
-            if not isinstance(input, Tensor):
-                raise TypeError(f"input must be a Tensor, not {type(input).__name__}")
-            if is_distributed(weight) or is_distributed(input):
-                from .sharded import on_shards
+        weight: Tensor
+        bias: Tensor | None
+        if torch.compiler.is_compiling():
+            weight = self.weight
+            bias = self.bias
+            if torch.is_grad_enabled():
+                warn_on_export()
+        else:
+            weight, bias = self._operands()
 
-                reduce = self._fp8_reduce
-                if reduce is not None:
-                    reduce = functools.partial(reduce, self)
-                return on_shards(self._compute, input, weight, bias, reduce)
-            if type(weight).__module__.startswith("torchao."):
-                # torchao.quantization.quantize_ has replaced the weight.
-                return nn.functional.linear(input, weight, bias)
+        plain_weight = type(weight) is nn.Parameter or isinstance(weight, QuantizedTensor)
+        if plain_weight and type(input) is Tensor:
+            return self._compute(input, weight, bias)
+        if not isinstance(input, Tensor):
+            raise TypeError(f"input must be a Tensor, not {type(input).__name__}")
+        if is_distributed(weight) or is_distributed(input):
+            return self._compute_distributed(input, weight, bias)
+        if type(weight).__module__.startswith("torchao."):
+            # torchao.quantization.quantize_ has replaced the weight.
+            return nn.functional.linear(input, weight, bias)
         return self._compute(input, weight, bias)
+
+    def _compute_distributed(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the forward on DTensors."""
+        from .sharded import on_shards
+
+        reduce = self._fp8_reduce
+        if reduce is not None:
+            reduce = functools.partial(reduce, self)
+        return on_shards(self._compute, input, weight, bias, reduce)
 
     def _compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the forward on local tensors."""
@@ -156,46 +167,54 @@ class Float8Linear(Float8Params, nn.Linear):
                 "input must be a dense tensor, not a nested tensor: use nn.TransformerEncoder with "
                 "enable_nested_tensor=False, or torch.nested.to_padded_tensor(input, 0.0)"
             )
-        shape, dtype = input.shape, input.dtype
+        shape = input.shape
         if not shape or shape[-1] != weight.shape[1]:
-            needed = f"its last dim must be {weight.shape[1]}" if shape else "it must have a dim"
+            expected = f"its last dim must be {weight.shape[1]}" if shape else "it must have a dim"
             name = self._fp8_state.names[self._fp8_index]
-            of = f" of {name}" if name else ""
-            raise ValueError(f"input{of} has shape {tuple(shape)}, but {needed}")
+            of_layer = f" of {name}" if name else ""
+            raise ValueError(f"input{of_layer} has shape {tuple(shape)}, but {expected}")
+        out_dtype = self._output_dtype(input, weight)
+        if not torch.compiler.is_compiling() and isinstance(weight, QuantizedTensor):
+            check_has_memory(weight, self._fp8_state.names[self._fp8_index] or "the layer")
+
+        state = self._fp8_state
+        delayed = None if state.delayed is None else self._begin_delayed(state.delayed)
+        debug = self._fp8_debug
+        if debug is None:
+            return linear(input, weight, bias, state.key, out_dtype, delayed)
+        debug = debug.now(self.training)
+        return debugged_linear(debug, input, weight, bias, state.key, out_dtype, delayed)
+
+    @staticmethod
+    def _output_dtype(input: Tensor, weight: Tensor) -> torch.dtype:
+        """Return the dtype of the output: autocast's, or that of input and weight."""
+        dtype = input.dtype
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"input must be float32, bfloat16 or float16, not {dtype}")
         # Reading `is_cuda` is faster than the device's type.
-        device = "cuda" if input.is_cuda else input.device.type
-        if (autocast := autocast_dtype(device)) is not None:
-            dtype = autocast
-        elif dtype != weight.dtype and device != "meta":  # as nn.Linear
+        device_type = "cuda" if input.is_cuda else input.device.type
+        autocast = autocast_dtype(device_type)
+        if autocast is not None:
+            return autocast
+        if dtype != weight.dtype and device_type != "meta":  # as nn.Linear
             raise RuntimeError(
                 f"input and weight must have the same dtype, but got {dtype} and {weight.dtype}: "
                 "cast one of them, or use torch.autocast"
             )
-        if not torch.compiler.is_compiling() and isinstance(weight, QuantizedTensor):
-            check_has_memory(weight, self._fp8_state.names[self._fp8_index] or "the layer")
-        state = self._fp8_state
-        delayed = state.delayed
-        run: Callable[..., Tensor] = linear
-        if (debug := self._fp8_debug) is not None:
-            run = functools.partial(debugged_linear, debug.now(self.training))
-        if delayed is None:
-            return run(input, weight, bias, state.key, dtype)
-        scales, amaxes = self._begin_delayed(delayed)
-        ready, record = self.fp8_ready, self.training
-        return run(input, weight, bias, state.key, dtype, scales, amaxes, ready, record)
+        return dtype
 
-    def _begin_delayed(self, delayed: DelayedScalingState) -> Slots:
-        """Notify delayed scaling of a forward, and return the layer's scales and amaxes for it."""
+    def _begin_delayed(self, delayed: DelayedScalingState) -> DelayedSlots:
+        """Notify delayed scaling of a forward, and return the layer's slots for it."""
         training = self.training
         if torch.compiler.is_compiling():
             keep_buffers_local(delayed.mark)
             if training:
                 note_compiled(delayed.mark, "layer")
-            return slots(self.fp8_scale, self.fp8_amax)
-        delayed.layer_begins(training)
-        return self._fp8_slots.get(self._buffers)
+            scales, amaxes = slots(self.fp8_scale, self.fp8_amax)
+        else:
+            delayed.layer_begins(training)
+            scales, amaxes = self._fp8_slots.get(self._buffers)
+        return DelayedSlots(scales, amaxes, self.fp8_ready, training)
 
     def _operands(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias.
@@ -215,12 +234,15 @@ class Float8Linear(Float8Params, nn.Linear):
         return weight, self.bias
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter. A part that a parallel style takes from an FP8 weight is FP8."""
-        before = self._parameters.get(name)
-        quantize_like(before, param)
-        if before is not None and is_distributed(param):
+        """Register a parameter.
+
+        If a parallel style registers a slice of an FP8 weight, the slice is quantized.
+        """
+        replaced = self._parameters.get(name)
+        quantize_like(replaced, param)
+        if replaced is not None and is_distributed(param):
             layer = self._fp8_state.names[self._fp8_index]
-            mark_replaced(before, f"{layer}.{name}".lstrip("."))
+            mark_replaced(replaced, f"{layer}.{name}".lstrip("."))
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
@@ -230,9 +252,10 @@ class Float8Linear(Float8Params, nn.Linear):
             super().reset_parameters()
             return
         reset_scales(self)
-        own: Any = super().reset_parameters
-        if own.__func__ is not nn.Linear.reset_parameters or not is_sharded(self.weight):
-            own()
+        inherited: Any = super().reset_parameters
+        is_overridden = inherited.__func__ is not nn.Linear.reset_parameters
+        if is_overridden or not is_sharded(self.weight):
+            inherited()
         else:
             reset_linear(self)
         if state.sharded_model is not None:

@@ -100,10 +100,10 @@ class MLP(nn.Module):
         """Map (..., hidden_size) to the same shape."""
         activate = ACTIVATIONS[self.activation]
         if self.activation in GATED:
-            h = activate(self.gate_proj(x)) * self.up_proj(x)
+            hidden = activate(self.gate_proj(x)) * self.up_proj(x)
         else:
-            h = activate(self.up_proj(x))
-        y: Tensor = self.down_proj(h)
+            hidden = activate(self.up_proj(x))
+        y: Tensor = self.down_proj(hidden)
         return y
 
     @override

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8rs.model.spec import GRAD, WEIGHT
+from fp8rs.model.linear_spec import GRAD, WEIGHT
 from fp8rs.ops.define import python_op
 from fp8rs.quantize import formats
 from fp8rs.quantize.formats import FP8_BOUND, FP8_MAX
@@ -27,7 +27,7 @@ SUMMED = 6
 AMAX, SCALE, MINUS_SMALLEST_SCALE, HISTORY = range(SUMMED, 10)
 #: An even number, so that the slots of each layer are aligned to 16 bytes. Compilers copy unaligned
 #: inputs, and would lose what is written to them.
-KEPT = 10
+STATISTICS = 10
 
 #: Elements that are processed together. The computation makes eight fp32 copies, which would take
 #: gigabytes for a large operand.
@@ -38,7 +38,7 @@ class OperandStats(NamedTuple):
     """Accumulates the statistics of a layer's operands.
 
     Attributes:
-        slots: (operands, `KEPT`), fp64.
+        slots: (operands, `STATISTICS`), fp64.
         shard: this rank's high-precision shard of a weight that FSDP2 gathers in FP8, or None.
         row: the first row of the shard in the gathered weight.
         col: the first column of the shard in the gathered weight.
@@ -61,9 +61,12 @@ class OperandStats(NamedTuple):
         Returns:
             The plane, which now depends on the operator. A graph therefore keeps the call.
         """
-        values, row, col = None if isinstance(x, QuantizedTensor) else x, 0, 0
+        values = None if isinstance(x, QuantizedTensor) else x
+        row = col = 0
         if role == WEIGHT and values is None and self.shard is not None:
-            values, row, col = self.shard.to(plane.data.device), self.row, self.col
+            values = self.shard.to(plane.data.device)
+            row = self.row
+            col = self.col
         block = list(plane.format.block)
         scale = observe(
             values, plane.data, plane.scale, block, row, col, column_scale, self.slots, role
@@ -84,8 +87,9 @@ class OperandStats(NamedTuple):
         if row is not None and (column_scale is None or col is None):
             return self.add(GRAD, dy, row, column_scale), col
         if col is not None:
-            plain = not isinstance(dy, QuantizedTensor)
-            return row, self.add(GRAD, dy.reshape(-1, dy.shape[-1]).t() if plain else dy, col)
+            if not isinstance(dy, QuantizedTensor):
+                dy = dy.reshape(-1, dy.shape[-1]).t()
+            return row, self.add(GRAD, dy, col)
         return row, col
 
 
@@ -98,21 +102,27 @@ def clear_(slots: Tensor) -> None:
 def _add(*args: Any) -> Any:
     """Run `_observe`, which describes the arguments."""
     values, codes, scale, block, row, col, column_scale, slots, role = args
-    per_tensor = tuple(block) == formats.TENSOR.block
-    format = formats.TENSOR if per_tensor else formats.format_of(tuple(block), scale.dtype)
-    seen = codes if values is None else values
-    if seen.numel():
-        plane = Plane(codes.view(-1, codes.shape[-1]), scale, format)
-        rows, cols = seen.reshape(-1, seen.shape[-1]).shape
-        kept = slots.data[role]  # no graph saved the version of .data
-        kept[SEEN] += 1
+    is_per_tensor = tuple(block) == formats.TENSOR.block
+    format = formats.TENSOR if is_per_tensor else formats.format_of(tuple(block), scale.dtype)
+    plane = Plane(codes.view(-1, codes.shape[-1]), scale, format)
+    operand = codes if values is None else values
+    if not operand.numel():
+        return scale.clone()
+
+    rows, cols = operand.reshape(-1, operand.shape[-1]).shape
+    stats = slots.data[role]  # no graph saved the version of .data
+    stats[SEEN] += 1
+    if values is not None:
+        values = values.reshape(rows, cols)
+        stats[ELEMENTS] += rows * cols
+    for span in _chunks(rows, cols):
+        part = plane.part((slice(row + span.start, row + span.stop), slice(col, col + cols)))
+        x = None
         if values is not None:
-            values = values.reshape(rows, cols)
-            kept[ELEMENTS] += rows * cols
-        for span in _chunks(rows, cols):
-            part = plane.part((slice(row + span.start, row + span.stop), slice(col, col + cols)))
-            x = None if values is None else values[span].to(torch.float32)
-            _add_part(kept, x if x is None or column_scale is None else x * column_scale, part)
+            x = values[span].to(torch.float32)
+            if column_scale is not None:
+                x = x * column_scale
+        _add_part(stats, x, part)
     return scale.clone()
 
 
@@ -142,7 +152,7 @@ def _observe(
         row: the first row of ``values`` in the codes.
         col: the first column of ``values`` in the codes.
         column_scale: (1, cols) factors that multiplied ``values`` before the cast, or None.
-        slots: (operands, `KEPT`), fp64.
+        slots: (operands, `STATISTICS`), fp64.
         role: the operand.
 
     Returns:
@@ -154,11 +164,11 @@ def _observe(
 observe = torch.ops.fp8rs._observe.default
 
 
-def add_batch(kept: Tensor, values: Tensor | None, plane: Plane) -> None:
+def add_batch(stats: Tensor, values: Tensor | None, plane: Plane) -> None:
     r"""Add the quantization error of a batched weight (E, \*, K), or of a shard of it.
 
     Args:
-        kept: (`KEPT`,), fp64, to which it is added.
+        stats: (`STATISTICS`,), fp64, to which it is added.
         values: the values that were quantized, in the shape of the codes. With None, only amax and
             scales are added.
         plane: the codes and scales.
@@ -167,41 +177,54 @@ def add_batch(kept: Tensor, values: Tensor | None, plane: Plane) -> None:
     experts, rows, cols = plane.data.shape
     if not experts * rows * cols:
         return
-    kept[SEEN] += 1
+    stats[SEEN] += 1
     if values is not None:
-        kept[ELEMENTS] += values.numel()
+        stats[ELEMENTS] += values.numel()
         values = values.view(experts, rows, cols)
-    together = max(1, CHUNK // (rows * cols))
-    for first in range(0, experts, together):
-        batch = slice(first, min(first + together, experts))
+
+    experts_per_chunk = max(1, CHUNK // (rows * cols))
+    for first in range(0, experts, experts_per_chunk):
+        batch = slice(first, min(first + experts_per_chunk, experts))
         for span in _chunks(rows, cols):
-            part = plane.part((batch, span, slice(0, cols)))
-            _add_part(kept, None if values is None else values[batch, span].float(), part)
+            x = None if values is None else values[batch, span].float()
+            _add_part(stats, x, plane.part((batch, span, slice(0, cols))))
 
 
-def _add_part(kept: Tensor, x: Tensor | None, part: Plane) -> None:
-    codes, scale = part.data.to(torch.float32), part.expand_scale()
+def _add_part(stats: Tensor, x: Tensor | None, plane: Plane) -> None:
+    """Add the statistics of a part of an operand.
+
+    Args:
+        stats: (`STATISTICS`,), fp64, to which they are added.
+        x: the values before quantization, fp32, or None.
+        plane: the codes and scales of the part.
+    """
+    codes = plane.data.to(torch.float32)
+    scale = plane.expand_scale()
     decoded = codes * scale
-    size = (decoded if x is None else x).abs()
-    amax = size.amax()
-    if part.format.per_tensor and not part.batched:
-        largest = smallest = part.scale.view(())
+    magnitudes = (decoded if x is None else x).abs()
+    amax = magnitudes.amax()
+
+    if plane.format.per_tensor and not plane.batched:
+        largest_scale = smallest_scale = plane.scale.view(())
     else:
-        used = codes != 0  # the scale of an all-zero block is arbitrary
-        largest = torch.where(used, scale, 0.0).amax()
-        smallest = torch.where(used, scale, torch.inf).amin()
-    found = torch.stack([amax, largest, -smallest]).double()
-    torch.maximum(kept[AMAX:HISTORY], found, out=kept[AMAX:HISTORY])
+        is_used = codes != 0  # the scale of an all-zero block is arbitrary
+        largest_scale = torch.where(is_used, scale, 0.0).amax()
+        smallest_scale = torch.where(is_used, scale, torch.inf).amin()
+    maxima = torch.stack([amax, largest_scale, -smallest_scale]).double()
+    torch.maximum(stats[AMAX:HISTORY], maxima, out=stats[AMAX:HISTORY])
     if x is None:
         return
+
     # Divide by the amax first, because squares of small gradients underflow in fp32.
     unit = torch.where(amax > 0, amax, 1.0)
-    sums = torch.stack([(v / unit).square().sum() for v in (x, x - decoded)])
-    kept[SIGNAL : NOISE + 1] += sums.double() * unit.double().square()
-    dtype = part.data.dtype
-    saturated = (codes.abs() == FP8_MAX[dtype]) & (size > scale * FP8_BOUND[dtype])
-    underflown = (codes == 0) & (size > 0)
-    kept[SATURATED : UNDERFLOWN + 1] += torch.stack([saturated.sum(), underflown.sum()])
+    signal = (x / unit).square().sum()
+    noise = ((x - decoded) / unit).square().sum()
+    stats[SIGNAL : NOISE + 1] += torch.stack([signal, noise]).double() * unit.double().square()
+
+    dtype = plane.data.dtype
+    saturated = (codes.abs() == FP8_MAX[dtype]) & (magnitudes > scale * FP8_BOUND[dtype])
+    underflown = (codes == 0) & (magnitudes > 0)
+    stats[SATURATED : UNDERFLOWN + 1] += torch.stack([saturated.sum(), underflown.sum()])
 
 
 def _chunks(rows: int, cols: int) -> Iterator[slice]:

@@ -10,25 +10,34 @@ torch.distributed.tensor takes seconds to import.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fp8rs._torch import contiguous_stride
 
 #: Maps local input, weight and bias to the output.
-Local = Callable[[Tensor, Tensor, Any], Tensor]
+LocalFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-_WORKS = (
+_SUPPORTED = (
     "input Replicate() and weight Shard(0), input Shard(-1) and weight Shard(1), or any input that "
     "is not sharded along its last dim and weight Replicate()"
 )
 
 
+class _Placements(NamedTuple):
+    """The placements of the results of a linear layer on one mesh dimension."""
+
+    output: Placement
+    input_grad: Placement
+    weight_grad: Placement
+
+
 def on_shards(
-    compute: Local,
+    compute: LocalFunction,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -50,54 +59,76 @@ def on_shards(
         ValueError: the operands are on different meshes.
         TypeError: their placements are not supported. The message lists the supported ones.
     """
-    mesh = next(t.device_mesh for t in (weight, x) if isinstance(t, DTensor))
-    dx, dw = _on(mesh, x, "input"), _on(mesh, weight, "weight")
-    rules = [_rule(px, pw, x.ndim) for px, pw in zip(dx.placements, dw.placements, strict=True)]
-    outputs, x_grads, weight_grads = ([rule[i] for rule in rules] for i in range(3))
-    partial = any(p.is_partial() for p in outputs)
+    mesh = next(operand.device_mesh for operand in (weight, x) if isinstance(operand, DTensor))
+    x_dtensor = _on_mesh(mesh, x, "input")
+    weight_dtensor = _on_mesh(mesh, weight, "weight")
+    output_placements = []
+    x_grad_placements = []
+    weight_grad_placements = []
+    for x_placement, weight_placement in zip(
+        x_dtensor.placements, weight_dtensor.placements, strict=True
+    ):
+        placements = _result_placements(x_placement, weight_placement, x.ndim)
+        output_placements.append(placements.output)
+        x_grad_placements.append(placements.input_grad)
+        weight_grad_placements.append(placements.weight_grad)
+    is_partial = any(placement.is_partial() for placement in output_placements)
+
+    bias_dtensor = None if bias is None else _on_mesh(mesh, bias, "bias")
     local_bias = None
-    if bias is not None and not partial:
+    if bias_dtensor is not None and not is_partial:
         # The bias is sharded like the output's last dim. Its gradient is partial like the weight's.
-        b = _on(mesh, bias, "bias")
-        local_bias = b.to_local(grad_placements=weight_grads)
+        local_bias = bias_dtensor.to_local(grad_placements=weight_grad_placements)
     y = compute(
-        dx.to_local(grad_placements=x_grads),
-        dw.to_local(grad_placements=weight_grads),
+        x_dtensor.to_local(grad_placements=x_grad_placements),
+        weight_dtensor.to_local(grad_placements=weight_grad_placements),
         local_bias,
     )
-    shape = torch.Size((*dx.shape[:-1], dw.shape[0]))  # shards may be uneven
+
+    shape = torch.Size((*x_dtensor.shape[:-1], weight_dtensor.shape[0]))  # shards may be uneven
     stride = contiguous_stride(shape)
-    out = DTensor.from_local(y, mesh, outputs, run_check=False, shape=shape, stride=stride)
-    if partial and reduce is not None:
+    out = DTensor.from_local(
+        y, mesh, output_placements, run_check=False, shape=shape, stride=stride
+    )
+    if is_partial and reduce is not None:
         out = reduce(out)
-    if bias is None or not partial:
-        return out
-    return cast(DTensor, out + _on(mesh, bias, "bias"))  # on the reduced output
+    if is_partial and bias_dtensor is not None:  # add the bias to the reduced output
+        out = cast(DTensor, out + bias_dtensor)
+    return out
 
 
-def _on(mesh: Any, t: Tensor, name: str) -> DTensor:
-    """Return ``t`` as a DTensor on ``mesh``."""
-    if not isinstance(t, DTensor):
-        return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    if t.device_mesh != mesh:
-        raise ValueError(f"{name} is on the mesh {t.device_mesh}, the weight on {mesh}: use one")
-    return t
+def _on_mesh(mesh: DeviceMesh, tensor: Tensor, name: str) -> DTensor:
+    """Return a tensor as a DTensor on ``mesh``."""
+    if not isinstance(tensor, DTensor):
+        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if tensor.device_mesh != mesh:
+        raise ValueError(
+            f"{name} is on the mesh {tensor.device_mesh}, the weight on {mesh}: use one"
+        )
+    return tensor
 
 
-def _rule(x: Any, weight: Any, ndim: int) -> tuple[Any, Any, Any]:
-    """Return the placements of output, input gradient and weight gradient on one mesh dimension."""
+def _result_placements(x: Placement, weight: Placement, ndim: int) -> _Placements:
+    """Return the placements of the results on one mesh dimension.
+
+    Args:
+        x: the placement of the input.
+        weight: the placement of the weight.
+        ndim: the number of dims of the input.
+    """
     last = ndim - 1
+    shards_features = isinstance(x, Shard) and x.dim % ndim == last
     if weight.is_replicate():
         if x.is_replicate():
-            return Replicate(), Replicate(), Replicate()
-        if isinstance(x, Shard) and x.dim % ndim != last:
-            return x, x, Partial()
-    if isinstance(weight, Shard) and weight.dim == 0 and x.is_replicate():
-        return Shard(last), Partial(), weight
-    sharded_inside = isinstance(x, Shard) and x.dim % ndim == last
-    if isinstance(weight, Shard) and weight.dim == 1 and sharded_inside:
-        return Partial(), x, weight
+            return _Placements(Replicate(), Replicate(), Replicate())
+        if isinstance(x, Shard) and not shards_features:
+            return _Placements(x, x, Partial())
+    if isinstance(weight, Shard):
+        if weight.dim == 0 and x.is_replicate():
+            return _Placements(Shard(last), Partial(), weight)
+        if weight.dim == 1 and shards_features:
+            return _Placements(Partial(), x, weight)
     raise TypeError(
         f"an FP8 linear layer got an input with placement {x} and a weight with placement "
-        f"{weight}. Supported are {_WORKS}. Redistribute the input"
+        f"{weight}. Supported are {_SUPPORTED}. Redistribute the input"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -185,12 +185,16 @@ def load_transformer_layer(
         RuntimeError: names are missing or unexpected, or shapes differ. All are listed.
     """
     check_choice("names", names, NAMES)
-    found = {n.removeprefix(prefix): t for n, t in state_dict.items() if n.startswith(prefix)}
-    if not found:
+    layer_tensors: dict[str, Tensor] = {}
+    for name, tensor in state_dict.items():
+        if name.startswith(prefix):
+            layer_tensors[name.removeprefix(prefix)] = tensor
+    if not layer_tensors:
         raise ValueError(f"state_dict has no name that begins with {prefix!r}")
-    own = layer.state_dict()
-    renamed: dict[str, Any] = dict(_renamed(found, NAMES[names], set(own)))
-    if any(hasattr(value, "device_mesh") for value in own.values()):
+
+    layer_state = layer.state_dict()
+    renamed = _rename(layer_tensors, NAMES[names], set(layer_state))
+    if any(hasattr(value, "device_mesh") for value in layer_state.values()):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         set_model_state_dict(layer, renamed, options=StateDictOptions(full_state_dict=True))
@@ -198,17 +202,28 @@ def load_transformer_layer(
         layer.load_state_dict(renamed)
 
 
-def _renamed(
-    state_dict: Mapping[str, Tensor], table: dict[str, tuple[str, ...]], own: set[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors under our names. Names without an entry in the table stay."""
-    ours = {
-        theirs.format(kind): [name.format(kind) for name in names if name.format(kind) in own]
-        for theirs, names in table.items()
-        for kind in ("weight", "bias")
-    }
+def _rename(
+    state_dict: Mapping[str, Tensor], table: dict[str, tuple[str, ...]], layer_names: set[str]
+) -> dict[str, Any]:
+    """Return the tensors under our names. Names without an entry in the table stay.
+
+    Args:
+        state_dict: the tensors of a layer of another library.
+        table: a table of `NAMES`.
+        layer_names: the names of our layer's parameters. It may lack some of the table's.
+    """
+    our_names: dict[str, list[str]] = {}
+    for their_pattern, our_patterns in table.items():
+        for kind in ("weight", "bias"):
+            ours = [pattern.format(kind) for pattern in our_patterns]
+            ours = [name for name in ours if name in layer_names]
+            our_names[their_pattern.format(kind)] = ours
+
+    renamed: dict[str, Any] = {}
     for name, tensor in state_dict.items():
         if table and name.endswith("_extra_state"):
             continue
-        renamed = ours.get(name) or [name]
-        yield from zip(renamed, tensor.chunk(len(renamed)), strict=True)
+        ours = our_names.get(name) or [name]
+        for our_name, part in zip(ours, tensor.chunk(len(ours)), strict=True):
+            renamed[our_name] = part
+    return renamed

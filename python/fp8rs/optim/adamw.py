@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fp8rs._torch import not_traced, own_part
-from fp8rs.optim import weights
+from fp8rs._torch import is_distributed, not_traced, own_part
+from fp8rs.optim import fp8_weights
 from fp8rs.optim.masters import MASTER_STATE_KEYS, MasterWeightOptimizer
-from fp8rs.optim.param import Param
+from fp8rs.optim.optim_param import OptimParam
 from fp8rs.optim.step import Options, ParamUpdate, Step
 from fp8rs.quantize.formats import INPUT_DTYPES
 
@@ -117,84 +117,125 @@ class AdamW(MasterWeightOptimizer):
         super().add_param_group({**param_group, "state_dtype": name_of(group["state_dtype"])})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # load_state_dict calls this with the loaded groups. A copy or a pickle has no earlier ones.
-        earlier = getattr(self, "param_groups", [])
+        # load_state_dict calls this with the loaded groups. A copy or a pickle has no groups yet.
+        groups_before = getattr(self, "param_groups", [])
         super().__setstate__(state)
-        for group, before in zip(self.param_groups, earlier, strict=False):
+        for group, group_before in zip(self.param_groups, groups_before, strict=False):
             for name in OPTIONS:
-                group.setdefault(name, before[name])
+                group.setdefault(name, group_before[name])
 
     # When it was traced, a parameter's state was assigned to another parameter.
     @not_traced
     def _update(self) -> None:
-        params = [(group, Param(param)) for group in self.param_groups for param in group["params"]]
-        weights.prepare([p for _, p in params])
+        groups = []
+        params = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                groups.append(group)
+                params.append(OptimParam(param))
+        fp8_weights.prepare(params)
         for group in self.param_groups:
             check_options(group)
+
         # Check all gradients before any state is created.
-        given = [
-            (group, index, p, local_grad(p))
-            for index, (group, p) in enumerate(params)
-            if p.param.grad is not None
-        ]
-        items: dict[torch.device, list[ParamUpdate]] = {}
+        grads: dict[int, Tensor] = {}  # by the parameter's index in the optimizer
+        for index, optim_param in enumerate(params):
+            if optim_param.param.grad is not None:
+                grads[index] = local_grad(optim_param)
+
+        updates: dict[torch.device, list[ParamUpdate]] = {}
         options: dict[tuple[int, torch.device], Options] = {}
-        for group, index, p, grad in given:
-            device = p.part.device
-            key = id(group), device
+        for index, grad in grads.items():
+            group = groups[index]
+            optim_param = params[index]
+            device = optim_param.local.device
+            key = (id(group), device)
             if key not in options:
                 options[key] = self._options(group, device)
-            item = ParamUpdate(p, grad, *self._state(group, p), index, options[key])
-            items.setdefault(device, []).append(item)
-        for here in items.values():
-            counters = [item.step for item in here]
-            torch._foreach_add_(counters, 1)
-            Step(here).run()
-            found_inf = here[0].options["found_inf"]
+            update = self._param_update(group, optim_param, grad, index, options[key])
+            updates.setdefault(device, []).append(update)
+
+        for device_updates in updates.values():
+            step_counters = [update.step for update in device_updates]
+            torch._foreach_add_(step_counters, 1)
+            Step(device_updates).run()
+            found_inf = device_updates[0].options["found_inf"]
             if found_inf is not None:  # a skipped step is not counted
-                torch._foreach_sub_(counters, [found_inf.view(())] * len(counters))
-        self._wrote([i.p for here in items.values() for i in here if not i.keeps_codes])
+                torch._foreach_sub_(step_counters, [found_inf.view(())] * len(step_counters))
+
+        written = []
+        for device_updates in updates.values():
+            for update in device_updates:
+                if not update.keeps_codes:
+                    written.append(update.param)
+        self._mark_written(written)
 
     def _options(self, group: dict[str, Any], device: torch.device) -> Options:
+        """Return the operator's keyword arguments for a group's parameters on a device."""
         lr = group["lr"]
-        tensor = None
+        lr_tensor = None
         if isinstance(lr, Tensor):
             if lr.device.type == "cpu" and not group["capturable"]:
                 lr = float(lr)
             else:
-                tensor = copy_to(device, lr).float()
+                lr_tensor = copy_to(device, lr).float()
                 lr = 0.0
-        options = {name: group[name] for name in ("eps", "weight_decay", "maximize")}
-        options["beta1"], options["beta2"] = group["betas"]
-        for name in ("grad_scale", "found_inf"):
-            value = getattr(self, name, None)
-            options[name] = None if value is None else copy_to(device, value)
+
         seed = group["seed"] if self._rounds_stochastically(group) else None
         if seed is not None and seed >= 2**63:
             seed -= 2**64
-        return {**options, "lr": lr, "lr_tensor": tensor, "seed": seed}
+
+        # A gradient scaler sets these attributes for the duration of a step.
+        grad_scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": lr,
+            "lr_tensor": lr_tensor,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "maximize": group["maximize"],
+            "grad_scale": None if grad_scale is None else copy_to(device, grad_scale),
+            "found_inf": None if found_inf is None else copy_to(device, found_inf),
+            "seed": seed,
+        }
 
     def _rounds_stochastically(self, group: dict[str, Any]) -> bool:
         stochastic = group["stochastic_rounding"]
         return bool(not group["master_weights"] if stochastic is None else stochastic)
 
-    def _state(
-        self, group: dict[str, Any], p: Param
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-        """Return a parameter's moments, step counter and master, and whether the master is new.
-
-        Create those that are missing.
-        """
-        state = self.state[p.param]
-        new = "master" not in state
+    def _param_update(
+        self,
+        group: dict[str, Any],
+        optim_param: OptimParam,
+        grad: Tensor,
+        index: int,
+        options: Options,
+    ) -> ParamUpdate:
+        """Return the update of a parameter. Create its state if it is missing."""
+        state = self.state[optim_param.param]
+        is_new_master = "master" not in state
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.part.device)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = state_like(p, getattr(torch, group["state_dtype"]))
-        master = self._master(p, group["master_weights"], self._rounds_stochastically(group))
-        exp_avg, exp_avg_sq = (own_part(state[name]) for name in ("exp_avg", "exp_avg_sq"))
-        local = None if master is None else own_part(master)
-        return exp_avg, exp_avg_sq, state["step"], local, new
+            moment_dtype = getattr(torch, group["state_dtype"])
+            state["step"] = torch.zeros((), dtype=torch.float32, device=optim_param.local.device)
+            state["exp_avg"] = state_like(optim_param, moment_dtype)
+            state["exp_avg_sq"] = state_like(optim_param, moment_dtype)
+        master = self._master(
+            optim_param, group["master_weights"], self._rounds_stochastically(group)
+        )
+        return ParamUpdate(
+            param=optim_param,
+            grad=grad,
+            exp_avg=own_part(state["exp_avg"]),
+            exp_avg_sq=own_part(state["exp_avg_sq"]),
+            step=state["step"],
+            master=None if master is None else own_part(master),
+            is_new_master=is_new_master,
+            index=index,
+            options=options,
+        )
 
     @override
     def check_group(self, saved: dict[str, Any]) -> None:
@@ -204,8 +245,8 @@ class AdamW(MasterWeightOptimizer):
     @override
     def check_state(self, saved: dict[str, Any]) -> None:
         # A state of masters alone is valid. The moments then start from zeros.
-        own = {"step", "exp_avg", "exp_avg_sq"}
-        if saved.keys() - MASTER_STATE_KEYS and not saved.keys() >= own:
+        adamw_keys = {"step", "exp_avg", "exp_avg_sq"}
+        if saved.keys() - MASTER_STATE_KEYS and not saved.keys() >= adamw_keys:
             raise ValueError(
                 f"state_dict has {', '.join(map(str, saved))} for a parameter; it must have step, "
                 "exp_avg and exp_avg_sq. Load a state of fp8rs.optim.AdamW or torch.optim.AdamW"
@@ -237,40 +278,47 @@ def is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def is_lr(value: Any) -> bool:
+    """Return whether ``value`` is a rate or a tensor of one element."""
+    # Reading a tensor would synchronize with the device.
+    return value.numel() == 1 if isinstance(value, Tensor) else is_rate(value)
+
+
+def are_betas(value: Any) -> bool:
+    """Return whether ``value`` is two rates below 1."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        return False
+    return all(is_rate(beta) and beta < 1 for beta in value)
+
+
+def is_seed(value: Any) -> bool:
+    """Return whether ``value`` is an int of 64 bits, signed or not."""
+    return isinstance(value, int) and not is_bool(value) and -(2**63) <= value < 2**64
+
+
 #: For each option of a group, whether a value is valid, and what it must be.
 OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": (
-        # Reading a tensor would synchronize with the device.
-        lambda x: x.numel() == 1 if isinstance(x, Tensor) else is_rate(x),
-        "a finite number of at least 0, or a tensor of one element",
-    ),
+    "lr": (is_lr, "a finite number of at least 0, or a tensor of one element"),
     "eps": (is_rate, "a finite number of at least 0"),
     "weight_decay": (is_rate, "a finite number of at least 0"),
-    "betas": (
-        lambda x: (
-            isinstance(x, (tuple, list)) and len(x) == 2 and all(is_rate(b) and b < 1 for b in x)
-        ),
-        "two numbers of at least 0 and below 1",
-    ),
+    "betas": (are_betas, "two numbers of at least 0 and below 1"),
     "maximize": (is_bool, "a bool"),
     "capturable": (is_bool, "a bool"),
     "master_weights": (is_bool, "a bool"),
-    "stochastic_rounding": (lambda x: x is None or is_bool(x), "a bool or None"),
+    "stochastic_rounding": (lambda value: value is None or is_bool(value), "a bool or None"),
     "state_dtype": (
-        lambda x: name_of(x) in ("float32", "bfloat16"),
+        lambda value: name_of(value) in ("float32", "bfloat16"),
         "torch.float32 or torch.bfloat16",
     ),
-    "seed": (
-        lambda x: isinstance(x, int) and not is_bool(x) and -(2**63) <= x < 2**64,
-        "an int of 64 bits",
-    ),
+    "seed": (is_seed, "an int of 64 bits"),
 }
 
 
 def check_options(group: dict[str, Any]) -> None:
     """Raise ValueError if an option of a group is invalid."""
     for name, (is_valid, expected) in OPTIONS.items():
-        if not is_valid(value := group[name]):
+        value = group[name]
+        if not is_valid(value):
             raise ValueError(f"{name} is {value!r}; it must be {expected}")
 
 
@@ -285,38 +333,37 @@ def check_rule(group: dict[str, Any]) -> None:
         )
 
 
-def local_grad(p: Param) -> Tensor:
+def local_grad(optim_param: OptimParam) -> Tensor:
     """Return the local part of a parameter's gradient.
 
     Raises:
         TypeError: the gradient has an unsupported layout, or the gradient or the parameter has an
             unsupported dtype.
     """
-    grad, part = p.param.grad, p.part
-    assert grad is not None
+    grad: Any = optim_param.param.grad  # a tensor or a DTensor
     if grad.layout != torch.strided:
         raise TypeError(f"a gradient is of layout {grad.layout}; it must be strided")
-    if part.dtype not in INPUT_DTYPES:
-        raise TypeError(
-            f"a parameter has dtype {part.dtype}; it must be float32, bfloat16 or float16"
-        )
-    whole: Any = grad
-    if hasattr(whole, "placements"):
-        placements = cast(Any, p.param).placements
-        if whole.placements != placements:  # the gradient of a row-wise parallel embedding
-            whole = whole.redistribute(placements=placements)
-        grad = whole.to_local()  # waits for the redistribution
+    dtype = optim_param.local.dtype
+    if dtype not in INPUT_DTYPES:
+        raise TypeError(f"a parameter has dtype {dtype}; it must be float32, bfloat16 or float16")
+    if is_distributed(grad):
+        placements = cast(Any, optim_param.param).placements
+        if grad.placements != placements:  # the gradient of a row-wise parallel embedding
+            grad = grad.redistribute(placements=placements)
+        grad = grad.to_local()  # waits for the redistribution
     if grad.dtype not in INPUT_DTYPES:
         raise TypeError(
             f"a gradient has dtype {grad.dtype}; it must be float32, bfloat16 or float16"
         )
-    return grad
+    return cast(Tensor, grad)
 
 
-def state_like(p: Param, dtype: torch.dtype) -> Tensor:
+def state_like(optim_param: OptimParam, dtype: torch.dtype) -> Tensor:
     """Return zeros for a parameter, with the layout of its local part, distributed as it is."""
-    if p.weight is not None:
-        zeros = torch.zeros(p.part.shape, dtype=dtype, device=p.part.device)
+    if optim_param.weight is not None:
+        zeros = torch.zeros(optim_param.local.shape, dtype=dtype, device=optim_param.local.device)
     else:
-        zeros = torch.zeros_like(p.part, dtype=dtype, memory_format=torch.preserve_format)
-    return p.like(zeros)
+        zeros = torch.zeros_like(
+            optim_param.local, dtype=dtype, memory_format=torch.preserve_format
+        )
+    return optim_param.like(zeros)

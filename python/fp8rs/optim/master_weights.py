@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8rs._torch import not_traced, own_part
-from fp8rs.optim import weights
+from fp8rs.optim import fp8_weights
 from fp8rs.optim.masters import MASTER_STATE_KEYS, MasterWeightOptimizer
 from fp8rs.optim.missing_masters import has_zero_lr
-from fp8rs.optim.param import Param
+from fp8rs.optim.optim_param import OptimParam
 
 
 class MasterWeights(MasterWeightOptimizer):
@@ -85,54 +85,86 @@ class MasterWeights(MasterWeightOptimizer):
 
     @not_traced
     def _update(self) -> None:
-        params = [Param(param) for group in self.param_groups for param in group["params"]]
-        weights.prepare(params)
+        params = [OptimParam(param) for group in self.param_groups for param in group["params"]]
+        fp8_weights.prepare(params)
         params = [p for p in params if p.param.grad is not None]
-        # torch takes a step with a learning rate of 0 to create the state of a fresh optimizer.
-        kept = {p for p in params if p.weight is not None and "master" not in self.state[p.param]}
-        kept = kept if has_zero_lr(self) else set()
-        masters = {p: master for p in params if (master := self._master(p)) is not None}
-        # Plain parameters are stepped through an alias, which receives the converted gradient.
-        self._step(
-            {p.param: masters[p] if p in masters else p.like(p.part.detach()) for p in params}
-        )
-        plain = [p for p in masters if p.weight is None]
-        if plain:
-            torch._foreach_copy_([p.part for p in plain], [own_part(masters[p]) for p in plain])
-        fp8 = [p for p in masters if p.weight is not None and p not in kept]
-        if fp8:
-            weights.write_masters(fp8, [own_part(masters[p]) for p in fp8])
-        self._wrote([p for p in params if p not in kept])
 
-    def _step(self, given: dict[Tensor, Tensor]) -> None:
+        # torch takes a step with a learning rate of 0 to create the state of a fresh optimizer. It
+        # leaves weights without a master as they are.
+        unwritten: set[OptimParam] = set()
+        if has_zero_lr(self):
+            for optim_param in params:
+                has_master = "master" in self.state[optim_param.param]
+                if optim_param.weight is not None and not has_master:
+                    unwritten.add(optim_param)
+
+        stepped: dict[Tensor, Tensor] = {}
+        plain: list[OptimParam] = []
+        plain_masters: list[Tensor] = []
+        fp8: list[OptimParam] = []
+        fp8_masters: list[Tensor] = []
+        for optim_param in params:
+            master = self._master(optim_param)
+            if master is None:
+                # The alias receives the converted gradient.
+                stepped[optim_param.param] = optim_param.like(optim_param.local.detach())
+                continue
+            stepped[optim_param.param] = master
+            if optim_param.weight is None:
+                plain.append(optim_param)
+                plain_masters.append(master)
+            elif optim_param not in unwritten:
+                fp8.append(optim_param)
+                fp8_masters.append(master)
+        self._step(stepped)
+
+        if plain:
+            local_masters = [own_part(master) for master in plain_masters]
+            torch._foreach_copy_([p.local for p in plain], local_masters)
+        if fp8:
+            fp8_weights.write_masters(fp8, [own_part(master) for master in fp8_masters])
+        self._mark_written([p for p in params if p not in unwritten])
+
+    def _step(self, stepped: dict[Tensor, Tensor]) -> None:
         """Step other tensors in place of the parameters, with the parameters' state.
 
         Args:
-            given: the tensor to step, by parameter.
+            stepped: the tensor to step, by parameter.
         """
         inner = self._inner
         assert inner is not None
-        for param, tensor in given.items():
+        for param, tensor in stepped.items():
             assert param.grad is not None
             tensor.grad = param.grad.to(tensor.dtype)
-        for group, own in zip(self.param_groups, inner.param_groups, strict=True):
-            own.update(group, params=[given[p] for p in group["params"] if p in given])
-        kept = {}
-        for param in given:  # optimizers initialize a state only if it is empty
+        for group, inner_group in zip(self.param_groups, inner.param_groups, strict=True):
+            tensors = [stepped[param] for param in group["params"] if param in stepped]
+            inner_group.update(group, params=tensors)
+
+        # Take masters out of the state, because optimizers initialize a state only if it is empty.
+        master_states: dict[Tensor, dict[str, Any]] = {}
+        for param in stepped:
             state = self.state[param]
-            kept[param] = {name: state.pop(name) for name in MASTER_STATE_KEYS if name in state}
-        inner.state.update({given.get(key, key): value for key, value in self.state.items()})
+            master_states[param] = {}
+            for name in MASTER_STATE_KEYS:
+                if name in state:
+                    master_states[param][name] = state.pop(name)
+        for key, state in self.state.items():
+            inner.state[stepped.get(key, key)] = state
+
         try:
             inner.step()
         finally:
-            params = {tensor: param for param, tensor in given.items()}
+            param_of = {tensor: param for param, tensor in stepped.items()}
             self.state.clear()
-            self.state.update({params.get(key, key): value for key, value in inner.state.items()})
-            for param, state in kept.items():
-                self.state[param].update(state)
-            for group, own in zip(self.param_groups, inner.param_groups, strict=True):
-                group.update({name: own[name] for name in own if name != "params"})
-            for tensor in given.values():
+            for key, state in inner.state.items():
+                self.state[param_of.get(key, key)] = state
+            for param, master_state in master_states.items():
+                self.state[param].update(master_state)
+            for group, inner_group in zip(self.param_groups, inner.param_groups, strict=True):
+                for name, value in inner_group.items():
+                    if name != "params":
+                        group[name] = value
+            for tensor in stepped.values():
                 tensor.grad = None
             self._release(inner)
 

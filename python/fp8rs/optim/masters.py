@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from fp8rs._torch import check_graph_capture, own_part
 from fp8rs.model.handle import replaced_name
-from fp8rs.optim import weights
-from fp8rs.optim.param import LastWrite, Param
+from fp8rs.optim import fp8_weights
+from fp8rs.optim.optim_param import LastWrite, OptimParam, PlainWrite
 
 #: The keys of a parameter's state that belong to its master, not to the update rule.
 MASTER_STATE_KEYS = ("master", "scale")
@@ -43,16 +43,16 @@ class MasterWeightOptimizer(Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         #: The last write that the master of a parameter includes or overrides. Without an entry,
-        #: the master is compared with the parameter at the next step. A plain parameter has one
-        #: only if its master was loaded, differs from it, and no step was taken since.
-        self._seen: dict[Tensor, LastWrite] = {}
+        #: the master is compared with the parameter at the next step. A plain parameter has an
+        #: entry only if its master was loaded, differs from it, and no step was taken since.
+        self._last_writes: dict[Tensor, LastWrite] = {}
         #: Whether the parameters were checked since they were added or loaded.
         self._checked = False
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._seen = {}
+        self._last_writes = {}
         self._checked = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -94,50 +94,56 @@ class MasterWeightOptimizer(Optimizer):
 
     # --- masters ---------------------------------------------------------------------------------
 
-    def _master(self, p: Param, wanted: bool = True, stochastic: bool = False) -> Tensor | None:
+    def _master(
+        self, optim_param: OptimParam, create: bool = True, stochastic: bool = False
+    ) -> Tensor | None:
         """Return the master of a parameter, including writes of other code to the parameter.
 
         Args:
-            p: the parameter.
-            wanted: create a missing master, unless the parameter is exact without one.
+            optim_param: the parameter.
+            create: create a missing master, unless the parameter is exact without one.
             stochastic: whether the optimizer rounds codes stochastically.
         """
-        state = self.state[p.param]
-        if wanted and "master" not in state and not p.is_exact:
-            state["master"] = p.new_master()
-            if p.weight is not None:
-                self._seen[p.param] = p.last_write
-            if p.delayed is not None:
-                state["scale"] = p.plane.scale.clone()
+        state = self.state[optim_param.param]
+        if create and "master" not in state and not optim_param.is_exact:
+            state["master"] = optim_param.new_master()
+            if optim_param.weight is not None:
+                self._last_writes[optim_param.param] = optim_param.last_write
+            if optim_param.delayed is not None:
+                state["scale"] = optim_param.plane.scale.clone()
+
         master: Tensor | None = state.get("master")
-        if p.handle is not None:  # also if masters were loaded
+        if optim_param.handle is not None:  # also if masters were loaded
             if master is None:
-                p.handle.forget_init()
+                optim_param.handle.forget_init()
             else:
-                p.handle.use_master(self, p.param)
+                optim_param.handle.use_master(self, optim_param.param)
         if master is None:
             return None
-        if "scale" not in state and p.delayed is not None:
-            state["scale"] = torch.zeros((), dtype=torch.float32, device=p.part.device)
-        self._read_writes(p, own_part(master), stochastic)
-        if p.weight is None and self._seen.pop(p.param, None) is not None:
+
+        if "scale" not in state and optim_param.delayed is not None:
+            state["scale"] = torch.zeros((), dtype=torch.float32, device=optim_param.local.device)
+        self._read_writes(optim_param, own_part(master), stochastic)
+        if optim_param.weight is None and optim_param.param in self._last_writes:
+            del self._last_writes[optim_param.param]
             # The update may be skipped. The parameter must then not look written since.
-            p.part.copy_(own_part(master))
+            optim_param.local.copy_(own_part(master))
         return master
 
-    def _read_writes(self, p: Param, master: Tensor, stochastic: bool) -> None:
+    def _read_writes(self, optim_param: OptimParam, master: Tensor, stochastic: bool) -> None:
         """Update a master (a local tensor) by what other code has written to its parameter."""
-        seen = self._seen.get(p.param)
-        if p.weight is None:
-            p.read_plain(master, seen)
-        elif seen != p.last_write:
-            p.read_codes(master, stochastic, self.state[p.param].get("scale"))
+        last_write = self._last_writes.get(optim_param.param)
+        if optim_param.weight is None:
+            assert last_write is None or isinstance(last_write, PlainWrite)
+            optim_param.read_plain(master, last_write)
+        elif last_write != optim_param.last_write:
+            optim_param.read_codes(master, stochastic, self.state[optim_param.param].get("scale"))
 
-    def _is_current(self, p: Param, master: Tensor) -> bool:
+    def _is_current(self, optim_param: OptimParam, master: Tensor) -> bool:
         """Return whether `_read_writes` would change nothing. May synchronize with the device."""
-        if p.weight is not None:
-            return self._seen.get(p.param) == p.last_write
-        return p.is_rounded(master)
+        if optim_param.weight is not None:
+            return self._last_writes.get(optim_param.param) == optim_param.last_write
+        return optim_param.is_rounded(master)
 
     def local_master(self, parameter: Tensor) -> Tensor | None:
         """Return the master of this rank's part of a parameter, float32, or None."""
@@ -146,22 +152,28 @@ class MasterWeightOptimizer(Optimizer):
 
     def is_current(self, parameter: Tensor) -> bool:
         """Return whether an FP8 weight's master includes all writes to the weight."""
-        return self._seen.get(parameter) == Param(parameter).last_write
+        return self._last_writes.get(parameter) == OptimParam(parameter).last_write
 
     def mark_current(self, parameter: Tensor) -> None:
         """Record that an FP8 weight's master includes all writes to the weight."""
-        self._seen[parameter] = Param(parameter).last_write
+        self._last_writes[parameter] = OptimParam(parameter).last_write
 
-    def _wrote(self, params: Sequence[Param]) -> None:
+    def _mark_written(self, params: Sequence[OptimParam]) -> None:
         """Record that a step has written these parameters."""
-        weights.mark_written(params)
-        codes = [p for p in params if p.weight is not None and "master" in self.state[p.param]]
-        for p in codes:
-            self._seen[p.param] = p.last_write
-        delayed = [p for p in codes if p.delayed is not None]
-        if delayed:
-            scales = [p.plane.scale for p in delayed]
-            torch._foreach_copy_([self.state[p.param]["scale"] for p in delayed], scales)
+        fp8_weights.mark_written(params)
+
+        codes_scales = []
+        master_scales = []
+        for optim_param in params:
+            state = self.state[optim_param.param]
+            if optim_param.weight is None or "master" not in state:
+                continue
+            self._last_writes[optim_param.param] = optim_param.last_write
+            if optim_param.delayed is not None:
+                codes_scales.append(optim_param.plane.scale)
+                master_scales.append(state["scale"])
+        if master_scales:
+            torch._foreach_copy_(master_scales, codes_scales)
 
     # --- state dicts -----------------------------------------------------------------------------
 
@@ -190,7 +202,8 @@ class MasterWeightOptimizer(Optimizer):
                 shape of its parameter. Nothing is loaded then.
         """
         loaded: list[dict[str, Any]] = []
-        old, seen = dict(self.state), self._seen
+        state_before = dict(self.state)
+        last_writes_before = self._last_writes
 
         def check(_: Optimizer, state_dict: dict[str, Any]) -> None:
             # torch raises if the numbers of groups or parameters differ.
@@ -202,18 +215,16 @@ class MasterWeightOptimizer(Optimizer):
                     check_sizes(param, state)
             loaded.append(state_dict)  # after all other hooks
 
-        def take(_: Optimizer) -> None:
-            self._take_state(loaded[-1], old, seen)
+        def take_state(_: Optimizer) -> None:
+            self._take_state(loaded[-1], state_before, last_writes_before)
 
-        hooks = (
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(take, prepend=True),
-        )
+        check_hook = self.register_load_state_dict_pre_hook(check)
+        take_hook = self.register_load_state_dict_post_hook(take_state, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            for hook in hooks:
-                hook.remove()
+            check_hook.remove()
+            take_hook.remove()
 
     def check_group(self, saved: dict[str, Any]) -> None:
         """Raise ValueError if this optimizer cannot continue with a saved group's options."""
@@ -223,36 +234,48 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def _take_state(
-        self, state_dict: dict[str, Any], old: dict[Tensor, Any], seen: dict[Tensor, LastWrite]
+        self,
+        state_dict: dict[str, Any],
+        state_before: dict[Tensor, Any],
+        last_writes_before: dict[Tensor, LastWrite],
     ) -> None:
         """Replace the tensors that torch has converted by the saved ones. Keep missing masters.
 
         Args:
             state_dict: the state that is loaded.
-            old: the state before loading.
-            seen: the value of ``_seen`` before loading.
+            state_before: the state before loading.
+            last_writes_before: the value of ``_last_writes`` before loading.
         """
         for key, param in parameters_by_key(self, state_dict):
-            p, given = Param(param), state_dict["state"].get(key, {})
-            if given:
-                state = self.state[param]
-                for name, value in given.items():
-                    if name == "step":
-                        state[name] = self._loaded_step(deepcopy(state[name]), p.part.device)
-                    else:  # a tensor, or a container of tensors
-                        to = partial(Tensor.to, device=p.part.device, copy=True)
-                        state[name] = tree_map_only(Tensor, to, value)
-            if "master" in given:
-                if p.weight is not None or not p.is_rounded(own_part(state["master"])):
-                    self._seen[param] = p.last_write
-                if p.handle is not None:
-                    p.handle.use_master(self, param)
-            elif "master" in old.get(param, {}):
-                self.state[param].update(
-                    {n: old[param][n] for n in MASTER_STATE_KEYS if n in old[param]}
-                )
-                if param in seen:
-                    self._seen[param] = seen[param]
+            optim_param = OptimParam(param)
+            saved = state_dict["state"].get(key, {})
+            if saved:
+                self._take_param_state(optim_param, saved)
+
+            if "master" in saved:
+                if optim_param.weight is not None or not optim_param.is_rounded(
+                    own_part(self.state[param]["master"])
+                ):
+                    self._last_writes[param] = optim_param.last_write
+                if optim_param.handle is not None:
+                    optim_param.handle.use_master(self, param)
+            elif "master" in state_before.get(param, {}):
+                for name in MASTER_STATE_KEYS:
+                    if name in state_before[param]:
+                        self.state[param][name] = state_before[param][name]
+                if param in last_writes_before:
+                    self._last_writes[param] = last_writes_before[param]
+
+    def _take_param_state(self, optim_param: OptimParam, saved: dict[str, Any]) -> None:
+        """Copy the saved state of one parameter, in the dtypes that it was saved in."""
+        device = optim_param.local.device
+        copy = partial(Tensor.to, device=device, copy=True)
+        state = self.state[optim_param.param]
+        for name, value in saved.items():
+            if name == "step":
+                state[name] = self._loaded_step(deepcopy(state[name]), device)
+            else:  # a tensor, or a container of tensors
+                state[name] = tree_map_only(Tensor, copy, value)
 
     def _loaded_step(self, step: Any, device: torch.device) -> Any:
         """Convert the step counter that ``torch.optim`` has loaded."""
@@ -267,11 +290,12 @@ def _make_masters_current(optimizer: Any, state_dict: dict[str, Any]) -> None:
         state = state_dict["state"].get(key, {})
         if "master" not in state:
             continue
-        p, master = Param(param), own_part(state["master"])
-        if not optimizer._is_current(p, master):
+        optim_param = OptimParam(param)
+        master = own_part(state["master"])
+        if not optimizer._is_current(optim_param, master):
             master = master.clone()
-            optimizer._read_writes(p, master, optimizer._rounds_stochastically(group))
-            state_dict["state"][key] = {**state, "master": p.like(master)}
+            optimizer._read_writes(optim_param, master, optimizer._rounds_stochastically(group))
+            state_dict["state"][key] = {**state, "master": optim_param.like(master)}
 
 
 def parameters_by_key(
@@ -303,12 +327,16 @@ def check_not_replaced(optimizer: Optimizer) -> None:
 def check_sizes(param: Tensor, state: dict[str, Any]) -> None:
     """Raise ValueError if a saved state does not have the shape of the local parameter.
 
-    It then belongs to another parameter, or was saved with another number of ranks.
+    A mismatch means that the state belongs to another parameter or was saved on a different number
+    of ranks.
     """
-    own = own_part(param).shape
+    param_shape = own_part(param).shape
     for name in ("exp_avg", "exp_avg_sq", "master"):
-        if name in state and own_part(state[name]).shape != own:
+        if name not in state:
+            continue
+        shape = own_part(state[name]).shape
+        if shape != param_shape:
             raise ValueError(
-                f"{name} in the state has shape {tuple(own_part(state[name]).shape)} here,"
-                f" its parameter {tuple(own)}; they must be the same"
+                f"{name} in the state has shape {tuple(shape)} here,"
+                f" its parameter {tuple(param_shape)}; they must be the same"
             )

@@ -5,18 +5,23 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fp8rs._torch import not_traced
 from fp8rs.optim.masters import MasterWeightOptimizer
-from fp8rs.optim.param import Param
+from fp8rs.optim.optim_param import OptimParam
+
+if TYPE_CHECKING:
+    from fp8rs.model.state import ModelState
 
 #: The optimizers that have taken their first step, with the states (`fp8rs.model.state`) of the
 #: models whose FP8 weights they step without masters.
-_stepped: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+_stepped: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[ModelState]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @functools.cache
@@ -34,31 +39,38 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             state.lost_writes.in_step = True  # until the hook after the step
 
 
-def _begin(optimizer: Optimizer) -> list[weakref.ref[Any]]:
+def _begin(optimizer: Optimizer) -> list[weakref.ref[ModelState]]:
     """Warn if an optimizer keeps no masters of FP8 weights. Return the states of their models."""
     if isinstance(optimizer, MasterWeightOptimizer):
         return []
-    params = [Param(param) for group in optimizer.param_groups for param in group["params"]]
-    fp8 = [p for p in params if p.param.requires_grad and p.handle is not None]
-    if fp8:
+    handles = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            handle = OptimParam(param).handle
+            if param.requires_grad and handle is not None:
+                handles.append(handle)
+
+    if handles:
         kind = type(optimizer).__name__
         warnings.warn(
-            f"{kind} steps {len(fp8)} FP8 weights, and keeps no masters. It loses the part of each "
-            "step that is less than half the distance to the next code, which is 3 to 6% of a "
+            f"{kind} steps {len(handles)} FP8 weights, and keeps no masters. It loses the part of "
+            "each step that is less than half the distance to the next code, which is 3 to 6% of a "
             "weight, and training stalls (two layers, 400 steps of AdamW at lr 1e-3: the loss went "
             "from 0.30 to 0.24, with masters to 0.02). Use fp8rs.optim.AdamW, or any optimizer on "
             f"fp32 masters by fp8rs.optim.MasterWeights(params, {kind}, ...), or convert with "
             "fp8_weights=False",
             stacklevel=6,
         )
-    states = dict.fromkeys(p.handle.state_if_any for p in fp8)
+    # A model has one state, so keep each once.
+    states = dict.fromkeys(handle.state_if_any for handle in handles)
     return [weakref.ref(state) for state in states if state is not None]
 
 
 def has_zero_lr(optimizer: Optimizer) -> bool:
     """Return whether all learning rates are 0. torch takes such a step to initialize a state."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    return all(
-        rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and bool(rate == 0)
-        for rate in rates
-    )
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        # Reading a tensor on the device would synchronize with it.
+        if rate is None or (isinstance(rate, Tensor) and rate.is_cuda) or rate != 0:
+            return False
+    return True

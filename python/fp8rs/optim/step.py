@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs.optim import weights
-from fp8rs.optim.param import Param, UpdateKind
+from fp8rs.optim import fp8_weights
+from fp8rs.optim.optim_param import OptimParam, UpdateKind
 from fp8rs.quantize.spec import QuantSpec
 
 _adamw = torch.ops.fp8rs.adamw_.default
 
 #: The operator's list arguments, up to ``streams``.
-_names = [argument.name for argument in _adamw._schema.arguments]
-LISTS = _names[: _names.index("streams") + 1]
-
-#: The lists of tensors in the shape of their parameter that the operator writes.
-WRITTEN = ("params", "exp_avgs", "exp_avg_sqs", "masters")
+_argument_names = [argument.name for argument in _adamw._schema.arguments]
+LISTS = _argument_names[: _argument_names.index("streams") + 1]
 
 #: The operator's keyword arguments, shared by the parameters of a group on one device.
 Options = dict[str, Any]
@@ -31,30 +28,32 @@ class ParamUpdate:
     """A parameter in a step, with local tensors.
 
     Attributes:
-        p: the parameter.
+        param: the parameter.
         grad, exp_avg, exp_avg_sq, step, master: its gradient and state.
-        new_master: whether it had no master before this step.
+        is_new_master: whether it had no master before this step.
         index: its index in the optimizer, which selects its random numbers.
         options: the operator's keyword arguments for its group and device.
     """
 
-    p: Param
+    param: OptimParam
     grad: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     step: Tensor
     master: Tensor | None
-    new_master: bool
+    is_new_master: bool
     index: int
     options: Options
 
     @property
     def kind(self) -> UpdateKind:
         """How the step writes the parameter."""
-        kind = self.p.kind
+        kind = self.param.kind
         stochastic = self.master is not None and self.options["seed"] is not None
         # The cast of masters with one current scale rounds to nearest.
-        return UpdateKind.SEPARATE if kind is UpdateKind.CURRENT_SCALE and stochastic else kind
+        if kind is UpdateKind.CURRENT_SCALE and stochastic:
+            return UpdateKind.SEPARATE
+        return kind
 
     @property
     def keeps_codes(self) -> bool:
@@ -62,8 +61,27 @@ class ParamUpdate:
 
         torch takes a step with a learning rate of 0 to create the state of a fresh optimizer.
         """
-        no_step = self.options["lr"] == 0 and self.options["lr_tensor"] is None
-        return self.p.weight is not None and self.new_master and no_step
+        is_zero_step = self.options["lr"] == 0 and self.options["lr_tensor"] is None
+        return self.param.weight is not None and self.is_new_master and is_zero_step
+
+    def of_matrices(self) -> list[ParamUpdate]:
+        """Return an update for each matrix of a batch. They have the whole master."""
+        shape = self.param.matrix_shape
+        grads = self.grad.reshape(shape)
+        exp_avgs = self.exp_avg.view(shape)
+        exp_avg_sqs = self.exp_avg_sq.view(shape)
+        return [
+            replace(self, grad=grads[i], exp_avg=exp_avgs[i], exp_avg_sq=exp_avg_sqs[i])
+            for i in range(shape[0])
+        ]
+
+
+@dataclass(eq=False, slots=True)
+class CopyBack:
+    """A copy to make after the operator has written to ``source``."""
+
+    destination: Tensor
+    source: Tensor
 
 
 class AdamWCall:
@@ -85,13 +103,12 @@ class AdamWCall:
                 amax_epsilon=spec.amax_epsilon,
                 batched=spec.batched,
             )
-        #: Pairs of tensors, (destination, source), to copy after the call.
-        self._back: list[tuple[Tensor, Tensor]] = []
+        self._copies_back: list[CopyBack] = []
 
     def add(
         self,
-        item: ParamUpdate,
-        param: Tensor,
+        update: ParamUpdate,
+        values: Tensor,
         master: Tensor | None = None,
         offset: int = 0,
         **scales: Tensor,
@@ -99,55 +116,64 @@ class AdamWCall:
         """Append one parameter to the lists.
 
         Args:
-            item: the gradient and state of the parameter.
-            param: the values or codes to update. If needed, they are made contiguous.
-            master: the master, in the shape of ``param``, or None.
+            update: the gradient and state of the parameter.
+            values: the values or codes to update. If needed, they are made contiguous.
+            master: the master, in the shape of ``values``, or None.
             offset: the index of the first element in the whole parameter.
             scales: tensors to append to other lists, by the name of the list.
         """
-        tensors = [param, item.exp_avg, item.exp_avg_sq, *([] if master is None else [master])]
-        tensors, grad, back = make_contiguous(tensors, item.grad)
-        self._back += back
+        written = {
+            "params": values,
+            "exp_avgs": update.exp_avg,
+            "exp_avg_sqs": update.exp_avg_sq,
+        }
+        if master is not None:
+            written["masters"] = master
+        contiguous, grad, copies_back = make_contiguous(list(written.values()), update.grad)
+        self._copies_back += copies_back
+
         lists = self.lists
-        for name, tensor in zip(WRITTEN, tensors, strict=False):
+        for name, tensor in zip(written, contiguous, strict=True):
             lists[name].append(tensor)
         lists["grads"].append(grad)
-        lists["steps"].append(item.step)
+        lists["steps"].append(update.step)
         lists["offsets"].append(offset)
-        lists["streams"].append(item.index)
+        lists["streams"].append(update.index)
         for name, scale in scales.items():
             lists[name].append(scale)
 
-    def add_codes(self, item: ParamUpdate, master: Tensor | None, **scales: Tensor) -> None:
+    def add_codes(self, update: ParamUpdate, master: Tensor | None, **scales: Tensor) -> None:
         """Append the codes of an FP8 weight with one plane.
 
         A shard may have some rows of each matrix of a batch. With stochastic rounding, its matrices
         are appended one by one, because the random numbers depend on the position of each matrix in
         the whole weight.
         """
-        plane, offsets = item.p.plane, item.p.element_offsets
+        plane = update.param.plane
+        offsets = update.param.element_offsets
         if self._options["seed"] is None or len(offsets) == 1:
-            self.add(item, plane.data, master, offsets[0], scales=plane.scale, **scales)
+            self.add(update, plane.data, master, offsets[0], scales=plane.scale, **scales)
             return
-        matrix = item.p.matrix
-        parts = {name: getattr(item, name).view(matrix) for name in ("exp_avg", "exp_avg_sq")}
-        parts["grad"] = item.grad.reshape(matrix)
-        masters = None if master is None else master.view(matrix)
-        for i, offset in enumerate(offsets):
-            part = replace(item, **{name: t[i] for name, t in parts.items()})
-            own = None if masters is None else masters[i]
-            self.add(part, plane.matrix[i], own, offset, scales=plane.scale[i])
+        masters = None if master is None else master.view(update.param.matrix_shape)
+        for i, matrix_update in enumerate(update.of_matrices()):
+            self.add(
+                matrix_update,
+                plane.matrix[i],
+                None if masters is None else masters[i],
+                offsets[i],
+                scales=plane.scale[i],
+            )
 
     def run(self) -> None:
         """Call the operator."""
         _adamw(**self.lists, **self._options)
-        for to, values in self._back:
-            to.copy_(values)
+        for copy in self._copies_back:
+            copy.destination.copy_(copy.source)
 
 
 def make_contiguous(
     tensors: list[Tensor], grad: Tensor
-) -> tuple[list[Tensor], Tensor, list[tuple[Tensor, Tensor]]]:
+) -> tuple[list[Tensor], Tensor, list[CopyBack]]:
     """Return contiguous tensors, and the copies to make after they are written.
 
     If all tensors have the same permuted layout, permuting them back needs no copy. Otherwise
@@ -158,137 +184,199 @@ def make_contiguous(
         grad: a tensor of this shape that is only read.
 
     Returns:
-        The contiguous ``tensors`` and ``grad``, and pairs (destination, source) to copy afterwards.
+        The contiguous ``tensors`` and ``grad``, and the copies to make afterwards.
     """
-    if all(t.is_contiguous() for t in tensors):
+    if all(tensor.is_contiguous() for tensor in tensors):
         return tensors, grad.contiguous(), []
-    first = tensors[0]
-    strides, sizes = first.stride(), tuple(first.shape)
-    order = sorted(range(first.dim()), key=lambda d: (-strides[d], -sizes[d]))
-    views = [t.permute(order) for t in tensors]
-    copies = [v.contiguous() for v in views]
-    back = [(v, c) for v, c in zip(views, copies, strict=True) if not v.is_contiguous()]
-    return copies, grad.permute(order).contiguous(), back
+
+    # Order the dimensions as the first tensor has them in memory.
+    strides = tensors[0].stride()
+    sizes = tensors[0].shape
+    order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], -sizes[dim]))
+
+    contiguous = []
+    copies_back = []
+    for tensor in tensors:
+        view = tensor.permute(order)
+        contiguous.append(view.contiguous())
+        if not view.is_contiguous():
+            copies_back.append(CopyBack(view, contiguous[-1]))
+    return contiguous, grad.permute(order).contiguous(), copies_back
+
+
+@dataclass(eq=False, slots=True)
+class SeparateWrite:
+    """An FP8 weight that is quantized after the step.
+
+    Attributes:
+        update: the update of the weight.
+        values: the values of its local part, fp32, which the step updates.
+    """
+
+    update: ParamUpdate
+    values: Tensor
+
+
+@dataclass(eq=False, slots=True)
+class Backup:
+    """A copy of codes or scales, which are restored if the step is skipped.
+
+    Attributes:
+        tensor: the codes or scales.
+        before: their copy from before the step.
+        found_inf: if it is not 0, the step is skipped.
+    """
+
+    tensor: Tensor
+    before: Tensor
+    found_inf: Tensor
 
 
 class Step:
     """One step of all parameters on one device."""
 
-    def __init__(self, items: Sequence[ParamUpdate]) -> None:
+    def __init__(self, updates: Sequence[ParamUpdate]) -> None:
         self._calls: dict[Any, AdamWCall] = {}
-        self._current: list[ParamUpdate] = []
-        self._known: list[ParamUpdate] = []
-        self._separate: list[tuple[ParamUpdate, Tensor]] = []
-        for item in items:
-            self._add(item)
+        self._current_scale: list[ParamUpdate] = []
+        self._delayed_scale: list[ParamUpdate] = []
+        self._separate: list[SeparateWrite] = []
+        for update in updates:
+            self._add(update)
 
-    def _add(self, item: ParamUpdate) -> None:
-        kind, master = item.kind, item.master
+    def _add(self, update: ParamUpdate) -> None:
+        kind = update.kind
+        master = update.master
         if kind is UpdateKind.PLAIN:
-            self._call(kind, item, master).add(item, item.p.part, master)
-        elif kind is UpdateKind.SEPARATE or item.keeps_codes:
-            values = item.p.codes.dequantize(torch.float32) if master is None else master
-            self._call(UpdateKind.PLAIN, item, None).add(item, values)
-            if not item.keeps_codes:
-                self._separate.append((item, values))
+            self._call(kind, update, master).add(update, update.param.local, master)
+        elif kind is UpdateKind.SEPARATE or update.keeps_codes:
+            # Step the values like those of a plain parameter.
+            values = update.param.codes.dequantize(torch.float32) if master is None else master
+            self._call(UpdateKind.PLAIN, update, None).add(update, values)
+            if not update.keeps_codes:
+                self._separate.append(SeparateWrite(update, values))
         elif kind is UpdateKind.CURRENT_SCALE:
-            self._current.append(item)
-        elif kind is UpdateKind.KNOWN_SCALE:
-            self._known.append(item)
+            self._current_scale.append(update)
+        elif kind is UpdateKind.DELAYED_SCALE:
+            self._delayed_scale.append(update)
         else:
-            self._call(kind, item, master, item.p.codes.spec).add_codes(item, master)
+            spec = update.param.codes.spec
+            self._call(kind, update, master, spec).add_codes(update, master)
 
     def _call(
         self,
         kind: UpdateKind,
-        item: ParamUpdate,
+        update: ParamUpdate,
         master: Tensor | None,
         spec: QuantSpec | None = None,
     ) -> AdamWCall:
-        key = kind, id(item.options), master is None, spec
+        """Return the call for parameters of this kind, with these options."""
+        key = (kind, id(update.options), master is None, spec)
         if key not in self._calls:
-            self._calls[key] = AdamWCall(item.options, spec)
+            self._calls[key] = AdamWCall(update.options, spec)
         return self._calls[key]
 
     def run(self) -> None:
         """Update all parameters, and write all codes."""
-        amaxes = self._measure()
-        slots = weights.known_scales([item.p for item in self._known])
-        for item, (new, amax, _) in zip(self._known, slots, strict=True):
-            call = self._call(UpdateKind.KNOWN_SCALE, item, item.master)
-            call.add_codes(item, item.master, new_scales=new, amaxes=amax)
+        amaxes = self._add_current_scale()
+        delayed_scales = fp8_weights.delayed_scales(
+            [update.param for update in self._delayed_scale]
+        )
+        for update, delayed in zip(self._delayed_scale, delayed_scales, strict=True):
+            call = self._call(UpdateKind.DELAYED_SCALE, update, update.master)
+            call.add_codes(update, update.master, new_scales=delayed.scale, amaxes=delayed.amax)
+
         for call in self._calls.values():
             call.run()
-        weights.update_remote_amaxes(slots)
+
+        fp8_weights.update_remote_amaxes(delayed_scales)
         if self._separate:
             self._write_separate()
         if amaxes is not None:
-            weights.reduce_amaxes_([item.p for item in self._current], amaxes)
-            self._write_current(amaxes)
+            params = [update.param for update in self._current_scale]
+            fp8_weights.reduce_amaxes_(params, amaxes)
+            self._write_current_scale(amaxes)
 
-    def _measure(self) -> Tensor | None:
+    def _add_current_scale(self) -> Tensor | None:
         """Append weights with one current scale to the calls, which compute their amaxes.
 
         Returns:
             The amaxes (n,), fp32, which the calls write. None without such weights.
         """
-        if not self._current:
+        if not self._current_scale:
             return None
         # Put weights with masters first, and weights with one spec next to each other, so that one
         # launch computes their scales. The order is the same on all ranks.
-        specs: dict[QuantSpec, int] = {}
-        for item in self._current:
-            specs.setdefault(item.p.codes.spec, len(specs))
-        self._current.sort(key=lambda item: (item.master is None, specs[item.p.codes.spec]))
-        device = self._current[0].p.part.device
-        amaxes = torch.zeros(len(self._current), dtype=torch.float32, device=device)
-        for item, amax in zip(self._current, amaxes.unbind(), strict=True):
-            call = self._call(UpdateKind.CURRENT_SCALE, item, item.master)
-            if item.master is not None:
-                call.add(item, item.master, amaxes=amax)
+        spec_order: dict[QuantSpec, int] = {}
+        for update in self._current_scale:
+            spec_order.setdefault(update.param.codes.spec, len(spec_order))
+        self._current_scale.sort(
+            key=lambda update: (update.master is None, spec_order[update.param.codes.spec])
+        )
+
+        device = self._current_scale[0].param.local.device
+        amaxes = torch.zeros(len(self._current_scale), dtype=torch.float32, device=device)
+        for update, amax in zip(self._current_scale, amaxes.unbind(), strict=True):
+            call = self._call(UpdateKind.CURRENT_SCALE, update, update.master)
+            if update.master is not None:
+                call.add(update, update.master, amaxes=amax)
             else:
-                call.add_codes(item, None, amaxes=amax)
+                call.add_codes(update, None, amaxes=amax)
         return amaxes
 
     def _write_separate(self) -> None:
-        before = [
-            (item.options["found_inf"], t, t.clone())
-            for item, _ in self._separate
-            if item.options["found_inf"] is not None
-            for t in weights.stored(item.p)
-        ]
-        params = [item.p for item, _ in self._separate]
-        weights.write_values_(params, [values for _, values in self._separate])
-        for item, values in self._separate:
-            seed = item.options["seed"]
+        params = [write.update.param for write in self._separate]
+        values = [write.values for write in self._separate]
+        backups = self._back_up_separate()
+
+        fp8_weights.write_values_(params, values)
+        for write in self._separate:
+            update = write.update
+            seed = update.options["seed"]
             if seed is not None:
-                item.p.round_(values, seed, item.index, item.step)
+                update.param.round_(write.values, seed, update.index, update.step)
+
         # A skipped step quantized the unchanged values again, which may change codes and scales.
-        for found_inf, t, old in before:
-            t.copy_(torch.where(found_inf.view(()) != 0, old, t))
+        for backup in backups:
+            is_skipped = backup.found_inf.view(()) != 0
+            backup.tensor.copy_(torch.where(is_skipped, backup.before, backup.tensor))
 
-    def _write_current(self, amaxes: Tensor) -> None:
+    def _back_up_separate(self) -> list[Backup]:
+        """Copy the codes and scales of weights that are quantized after a step that may be skipped.
+
+        Only steps of a gradient scaler may be skipped.
+        """
+        backups = []
+        for write in self._separate:
+            found_inf = write.update.options["found_inf"]
+            if found_inf is not None:
+                for tensor in fp8_weights.codes_and_scales(write.update.param):
+                    backups.append(Backup(tensor, tensor.clone(), found_inf))
+        return backups
+
+    def _write_current_scale(self, amaxes: Tensor) -> None:
         """Write the codes of weights with one current scale, with the scales of these amaxes."""
-        masters = [item.master for item in self._current if item.master is not None]
-        with_masters, others = self._current[: len(masters)], self._current[len(masters) :]
-        if with_masters:
-            found_inf = with_masters[0].options["found_inf"]
-            params = [item.p for item in with_masters]
-            weights.cast_with_amaxes(params, masters, amaxes[: len(masters)], found_inf)
-        if others:
-            specs = [item.p.codes.spec for item in others]
-            self._repeat(others, weights.scales_from(amaxes[len(masters) :], specs))
+        masters = [update.master for update in self._current_scale if update.master is not None]
+        with_master = self._current_scale[: len(masters)]
+        without_master = self._current_scale[len(masters) :]
+        if with_master:
+            found_inf = with_master[0].options["found_inf"]
+            params = [update.param for update in with_master]
+            fp8_weights.cast_with_amaxes(params, masters, amaxes[: len(masters)], found_inf)
+        if without_master:
+            specs = [update.param.codes.spec for update in without_master]
+            scales = fp8_weights.scales_from(amaxes[len(masters) :], specs)
+            self._write_without_masters(without_master, scales)
 
-    def _repeat(self, items: Sequence[ParamUpdate], scales: Tensor) -> None:
-        """Run the update of weights without masters again, with their new scales.
+    def _write_without_masters(self, updates: Sequence[ParamUpdate], scales: Tensor) -> None:
+        """Run the update of weights without masters a second time, with their new scales.
 
         The first run computed only amaxes.
         """
         calls = {}
-        for item, scale in zip(items, scales.unbind(), strict=True):
-            call = self._call(UpdateKind.CURRENT_SCALE, item, item.master)
-            calls[id(item.options)] = call
+        for update, scale in zip(updates, scales.unbind(), strict=True):
+            call = self._call(UpdateKind.CURRENT_SCALE, update, update.master)
             call.lists["new_scales"].append(scale)
+            calls[id(update.options)] = call
         for call in calls.values():
             call.lists["amaxes"] = []
             call.run()

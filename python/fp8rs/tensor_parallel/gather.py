@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
 from fp8rs._core import UnsupportedError
-from fp8rs.model.spec import INPUT, spec_for
+from fp8rs.model.linear_spec import INPUT, spec_for
 from fp8rs.quantize.cast import quantize_planes, reduce_amax
 from fp8rs.quantize.planes import Plane
 from fp8rs.quantize.spec import QuantSpec

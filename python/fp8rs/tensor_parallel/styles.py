@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from fp8rs._core import UnsupportedError
 from fp8rs._torch import allow_in_graph
-from fp8rs.model.spec import GRAD, INPUT, spec_for
+from fp8rs.model.linear_spec import GRAD, INPUT, spec_for
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.formats import INPUT_DTYPES
 from fp8rs.quantize.recipes import describe
@@ -33,10 +33,15 @@ def _operand(layer: Float8Linear, role: int, columnwise: bool) -> Operand:
     state = layer._fp8_state
     if state.delayed is None:
         return Operand(state.key, role, columnwise)
-    scales, amaxes = layer._begin_delayed(state.delayed)
-    # The last slot receives amaxes that are not recorded.
-    amax = amaxes[role] if layer.training else amaxes[-1]
-    return Operand(state.key, role, columnwise, scales[role], amax, layer.fp8_ready[role])
+    slots = layer._begin_delayed(state.delayed)
+    return Operand(
+        state.key,
+        role,
+        columnwise,
+        slots.scales[role],
+        slots.amax_of(role),
+        slots.ready[role],
+    )
 
 
 def _gather_for(layer: Float8Linear, x: DTensor, columnwise: bool) -> DTensor:

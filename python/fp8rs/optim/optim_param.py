@@ -1,13 +1,14 @@
 """One parameter of an optimizer, FP8 or plain, sharded or not.
 
-Only `Param` depends on how a parameter is distributed and where its codes are stored.
+Only `OptimParam` depends on how a parameter is distributed and where its codes are stored.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,11 @@ from fp8rs.tensor.plane_storage import Delayed
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.rounding import rounds_to_codes, stochastic_round
 
+if TYPE_CHECKING:  # fsdp imports torch.distributed.tensor, which takes seconds
+    from fp8rs.fsdp.float8_shard import Float8ParamHandle
+    from fp8rs.fsdp.sharded_model import ShardedModel
+    from fp8rs.nn.fp8_params import Float8Params
+
 _random_uniform = torch.ops.fp8rs.random_uniform_.default
 
 #: Formats whose scales ``adamw_`` computes in the pass that writes the codes.
@@ -30,38 +36,63 @@ class UpdateKind(Enum):
     """How a step writes a parameter. All ranks that have a part of it choose the same kind."""
 
     PLAIN = auto()  #: not an FP8 weight
-    KNOWN_SCALE = auto()  #: one scale, known before the step (delayed scaling)
+    DELAYED_SCALE = auto()  #: one scale, which delayed scaling computed before the step
     CURRENT_SCALE = auto()  #: one scale, from the maximum of the new values
-    OWN_SCALES = auto()  #: a scale per row or block, computed in the same pass as the codes
+    BLOCK_SCALES = auto()  #: a scale per row or block, computed in the same pass as the codes
     SEPARATE = auto()  #: quantized after the step
 
 
-#: Identifies the last write to a parameter. For an FP8 weight, it has counters. For a plain
-#: parameter, it has a copy of its bits and its version counter.
-LastWrite = tuple[Any, ...]
+@dataclass(frozen=True, slots=True)
+class Float8Write:
+    """Identifies the last write to an FP8 weight.
+
+    Attributes:
+        writes: the number of writes that the weight's handle has counted.
+        version: the version counter of the codes. None for a sharded weight, whose tensors FSDP2
+            may replace.
+    """
+
+    writes: int
+    version: int | None
 
 
-class Param:
+@dataclass(eq=False, slots=True)
+class PlainWrite:
+    """Identifies the last write to a plain parameter.
+
+    Attributes:
+        bits: a copy of the local part, as integers.
+        version: the version counter of the parameter.
+    """
+
+    bits: Tensor
+    version: int
+
+
+LastWrite = Float8Write | PlainWrite
+
+
+class OptimParam:
     """A parameter at one step. FSDP2 may replace the local tensors between steps.
 
     Args:
         param: the parameter in the optimizer's group.
 
     Attributes:
-        part: its local part.
+        local: its local part.
         weight: the local part of an FP8 weight, else None.
-        handle: the handle of a layer's FP8 weight (`fp8rs.fsdp.float8_shard`), else None. A copy of
-            the weight has none.
+        handle: the handle of a layer's FP8 weight, else None. A copy of the weight has none.
     """
 
     def __init__(self, param: Tensor) -> None:
         self.param = param
-        self.part: Tensor = own_part(param)
-        self.weight = self.part if isinstance(self.part, QuantizedTensor) else None
-        self.handle: Any = None
+        self.local: Tensor = own_part(param)
+        self.weight = self.local if isinstance(self.local, QuantizedTensor) else None
+        self.handle: Float8ParamHandle | None = None
         if self.weight is not None:
             storage = self.weight._storage
-            observer: Any = storage.observer  # which copies share
+            observer: Any = storage.observer  # only parameters of modules are observed
+            # A copy of the weight shares the observer, but has other planes.
             if observer is not None and (not observer.in_place or observer.observes(storage)):
                 self.handle = observer
 
@@ -76,13 +107,16 @@ class Param:
     @property
     def plain(self) -> Tensor:
         """The local part of a parameter that is not an FP8 weight, as a plain tensor."""
-        high_precision: Tensor = getattr(self.part, "high_precision", self.part)
+        high_precision: Tensor = getattr(self.local, "high_precision", self.local)
         return high_precision
 
     @cached_property
-    def sharded_model(self) -> Any:
-        """The `fp8rs.fsdp.sharded_model.ShardedModel` of a sharded FP8 weight, or None."""
-        return None if self.handle is None else self.handle.sharded_model
+    def sharded_model(self) -> ShardedModel | None:
+        """The sharded model that an FP8 weight belongs to. None if the weight is not sharded."""
+        if self.handle is None:
+            return None
+        sharded_model: ShardedModel | None = self.handle.sharded_model
+        return sharded_model
 
     @property
     def element_offsets(self) -> tuple[int, ...]:
@@ -92,13 +126,12 @@ class Param:
         """
         if self.handle is None or not is_distributed(self.param):
             return (0,)
-        offsets: tuple[int, ...] = self.handle.element_offsets
-        return offsets
+        return self.handle.element_offsets
 
     @property
     def is_exact(self) -> bool:
         """Whether the parameter needs no master: it is neither FP8 nor a 16-bit float."""
-        return self.weight is None and self.part.dtype not in (torch.bfloat16, torch.float16)
+        return self.weight is None and self.local.dtype not in (torch.bfloat16, torch.float16)
 
     @cached_property
     def kind(self) -> UpdateKind:
@@ -108,29 +141,30 @@ class Param:
             return UpdateKind.PLAIN
         # All kinds except SEPARATE write a rowwise plane and its scale only. A second plane, or
         # elements outside of a view, would keep codes of the old scale. An empty shard is a view.
-        whole = weight.is_whole or not weight.numel()
-        if not whole or weight._storage.has_planes != (True, False):
+        has_all_elements = weight.is_whole or not weight.numel()
+        if not has_all_elements or weight._storage.has_planes != (True, False):
             return UpdateKind.SEPARATE
+
         if weight.format.per_tensor:
             if weight._storage.batched:  # a scale for each matrix
                 return UpdateKind.SEPARATE
             if self.delayed is not None:
-                return UpdateKind.KNOWN_SCALE
-            # A spec with a group reduces amaxes as it quantizes.
-            current = weight.spec.group is None
-            return UpdateKind.CURRENT_SCALE if current else UpdateKind.SEPARATE
-        # A copy of a shard has its blocks, and no handle.
-        split = weight._storage.block_offset or (
-            self.sharded_model is not None and self.handle.shares_scales
-        )
-        return (
-            UpdateKind.OWN_SCALES
-            if weight.format in BLOCK_SCALE_FORMATS and not split
-            else UpdateKind.SEPARATE
-        )
+                return UpdateKind.DELAYED_SCALE
+            if weight.spec.group is not None:  # quantizing reduces amaxes over the group
+                return UpdateKind.SEPARATE
+            return UpdateKind.CURRENT_SCALE
+
+        if weight.format not in BLOCK_SCALE_FORMATS:
+            return UpdateKind.SEPARATE
+        # A cloned shard keeps its block offset but has no handle, so check the storage too.
+        if weight._storage.block_offset:
+            return UpdateKind.SEPARATE
+        if self.sharded_model is not None and self.handle is not None and self.handle.shares_scales:
+            return UpdateKind.SEPARATE
+        return UpdateKind.BLOCK_SCALES
 
     @property
-    def matrix(self) -> tuple[int, ...]:
+    def matrix_shape(self) -> tuple[int, ...]:
         """The shape of an FP8 weight's local part: (rows, cols), or (E, rows, cols) for a batch."""
         batch, matrix = formats.split_batch(self.codes.shape, self.codes._storage.batched)
         return *batch, *matrix
@@ -147,28 +181,34 @@ class Param:
         weight = self.weight
         if weight is None or not weight.format.per_tensor:
             return None
-        return weight._storage.delayed or (None if self.handle is None else self.handle.slots)
+        if weight._storage.delayed:
+            return weight._storage.delayed
+        return None if self.handle is None else self.handle.slots
 
     @property
     def has_next_scale(self) -> bool:
         """With delayed scaling, whether the host knows that the next scale is not 0."""
-        return bool(self.codes._storage.delayed is None and self.handle.module.fp8_ready[0])
+        if self.handle is None or self.codes._storage.delayed is not None:
+            return False
+        module = cast("Float8Params", self.handle.module)
+        return module.fp8_ready[0]
 
-    def like(self, part: Tensor) -> Tensor:
+    def like(self, local: Tensor) -> Tensor:
         """Return a tensor with this local part that is distributed like the parameter."""
-        return dtensor_like(self.param, part) if is_distributed(self.param) else part
+        return dtensor_like(self.param, local) if is_distributed(self.param) else local
 
     # --- masters ---------------------------------------------------------------------------------
 
     def new_master(self) -> Tensor:
-        """Return a float32 copy of the values, or of the initial values if they were kept."""
-        kept = None if self.handle is None else self.handle.init_value
-        if kept is not None:
-            master = kept.detach().to(self.part.device, torch.float32, copy=True).contiguous()
+        """Return a float32 copy of the values, or of the initial values if the handle has them."""
+        init_value = None if self.handle is None else self.handle.init_value
+        if init_value is not None:
+            master = init_value.detach().to(self.local.device, torch.float32, copy=True)
+            master = master.contiguous()
         elif self.weight is not None:
             master = self.weight.dequantize(torch.float32)
         else:
-            master = torch.zeros_like(self.part, dtype=torch.float32).copy_(self.part)
+            master = torch.zeros_like(self.local, dtype=torch.float32).copy_(self.local)
         return self.like(master)
 
     @property
@@ -180,39 +220,42 @@ class Param:
         used too, because the handle does not observe direct writes to planes.
         """
         if self.weight is None:
-            return bits_of(self.plain).clone(), self.param._version
-        count = 0 if self.handle is None else self.handle.writes
+            return PlainWrite(bits_of(self.plain).clone(), self.param._version)
+        writes = 0 if self.handle is None else self.handle.writes
         if is_distributed(self.param):
-            return (count,)
-        return count, self.weight._storage.any_plane.data._version
+            return Float8Write(writes, None)
+        return Float8Write(writes, self.weight._storage.any_plane.data._version)
 
     def is_rounded(self, master: Tensor) -> bool:
         """Return whether a plain parameter equals its rounded master. Synchronizes with a GPU."""
         return torch.equal(master.to(self.plain.dtype), self.plain)
 
-    def read_plain(self, master: Tensor, unread: LastWrite | None) -> None:
+    def read_plain(self, master: Tensor, loaded_after: PlainWrite | None) -> None:
         """Update a master by what other code has written to its plain parameter.
 
         An element that equals its rounded master was not written and keeps its master.
 
         Args:
             master: the master of the local part, fp32.
-            unread: the parameter's last write when a master that differs from it was loaded, or
-                None. While the parameter was not written since, the master does not change.
+            loaded_after: the parameter's last write when a master that differs from it was loaded,
+                or None. While the parameter was not written since, the master does not change.
         """
-        part = self.plain
+        values = self.plain
         # On the CPU, comparing is several times faster than selecting, and does not synchronize.
-        if part.is_cpu and not is_traced(part) and self.is_rounded(master):
+        if values.is_cpu and not is_traced(values) and self.is_rounded(master):
             return
-        kept = master.to(part.dtype) == part
-        if unread is not None:
-            bits, version = unread
+        unwritten = master.to(values.dtype) == values
+        if loaded_after is not None:
             # The version counter misses some writes, and bits miss writes of equal values.
-            kept |= (bits_of(part) == bits).all() & (version == self.param._version)
-        values = part.float() if part.dtype == torch.float64 else part  # others are promoted
-        torch.where(kept, master, values, out=master)
+            same_bits = (bits_of(values) == loaded_after.bits).all()
+            unwritten |= same_bits & (loaded_after.version == self.param._version)
+        if values.dtype == torch.float64:  # other dtypes are promoted
+            values = values.float()
+        torch.where(unwritten, master, values, out=master)
 
-    def read_codes(self, master: Tensor, stochastically: bool, written: Tensor | None) -> None:
+    def read_codes(
+        self, master: Tensor, stochastically: bool, optimizer_scale: Tensor | None
+    ) -> None:
         """Update a master by what other code has written to its FP8 weight.
 
         An element whose master rounds to its code was not written and keeps its master.
@@ -220,25 +263,25 @@ class Param:
         Args:
             master: the master of the local part, fp32.
             stochastically: whether the optimizer rounds codes stochastically.
-            written: with delayed scaling, the scale that the optimizer last wrote codes with. While
-                the weight has this scale, the largest code also stands for all larger values. With
-                another scale, it stands only for values that round to it.
+            optimizer_scale: with delayed scaling, the scale that the optimizer last wrote codes
+                with. While the weight has this scale, the largest code also stands for all larger
+                values. With another scale, it stands only for values that round to it.
         """
         weight = self.codes
         if not weight.numel():
             return
-        values = master.view(self.matrix)
-        if written is not None and self.delayed is not None:
+        values = master.view(self.matrix_shape)
+        if optimizer_scale is not None and self.delayed is not None:
             scale = self.plane.scale
             # Values of a full state dict were rounded to the model's dtype, which also rounds the
             # scale.
-            unchanged = torch.isclose(scale, written, rtol=2.0**-8, atol=0.0)
-            most = scale * (1.01 * FP8_MAX[weight.fp8_dtype])  # rounds to the largest code
-            values = torch.where(unchanged, values.clamp(-most, most), values)
+            scale_unchanged = torch.isclose(scale, optimizer_scale, rtol=2.0**-8, atol=0.0)
+            largest = scale * (1.01 * FP8_MAX[weight.fp8_dtype])  # rounds to the largest code
+            saturated = values.clamp(-largest, largest)
+            values = torch.where(scale_unchanged, saturated, values)
         unwritten = rounds_to_codes(weight.planes, values, stochastically)
-        torch.where(
-            unwritten.reshape(master.shape), master, weight.dequantize(torch.float32), out=master
-        )
+        unwritten = unwritten.reshape(master.shape)
+        torch.where(unwritten, master, weight.dequantize(torch.float32), out=master)
 
     # --- codes -----------------------------------------------------------------------------------
 
@@ -255,12 +298,15 @@ class Param:
         weight = self.codes
         if not weight.numel():
             return
-        values, offsets = values.view(self.matrix), self.element_offsets
+        values = values.view(self.matrix_shape)
+
         # The numbers that `adamw_` rounds these elements with.
-        numbers = torch.empty(self.matrix, dtype=torch.float32, device=values.device)
-        parts = numbers if len(offsets) > 1 else numbers.unsqueeze(0)
-        for part, offset in zip(parts, offsets, strict=True):
-            _random_uniform(part, seed, offset, 0.0, 1.0, stream, step)
+        numbers = torch.empty(self.matrix_shape, dtype=torch.float32, device=values.device)
+        offsets = self.element_offsets
+        matrices = numbers if len(offsets) > 1 else numbers.unsqueeze(0)
+        for matrix, offset in zip(matrices, offsets, strict=True):
+            _random_uniform(matrix, seed, offset, 0.0, 1.0, stream, step)
+
         row, col = weight.planes
         if row is not None:
             row.matrix.copy_(stochastic_round(row, values, numbers))

@@ -46,36 +46,45 @@ class LinearSpec:
     save_input: bool | None
 
 
-#: Key -> the recipe, and the name of the group that per-tensor amaxes are reduced over.
-_RECIPES: dict[str, tuple[Recipe, str | None]] = {}
+class _Registration(NamedTuple):
+    """A recipe, and the name of the group that per-tensor amaxes are reduced over."""
+
+    recipe: Recipe
+    group: str | None
+
+
+_REGISTRATIONS: dict[str, _Registration] = {}  # by key
 
 
 def register(recipe: Recipe, group: str | None) -> str:
     """Return the key of a recipe and a reduction group."""
     key = f"{recipe!r} over {group}" if group else repr(recipe)
-    _RECIPES[key] = recipe, group
+    _REGISTRATIONS[key] = _Registration(recipe, group)
     return key
 
 
 @lru_cache(maxsize=256)
 def spec_for(key: str, device: torch.device) -> LinearSpec:
     """Return the spec of a key on a device."""
-    recipe, group = _RECIPES[key]
+    recipe, group = _REGISTRATIONS[key]
 
     def operand(role: Role, format: BlockFormat) -> QuantSpec:
         # MXFP8 on a GPU without MXFP8 GEMMs has one power of two per row.
         return quant_spec(recipe, role, group, operand_format(format, device, recipe.emulate))
 
-    input, wgrad_input = recipe.block_format("input"), recipe.wgrad_input_format
+    input_format = recipe.block_format("input")
+    wgrad_input = None
+    if recipe.wgrad_input_format != input_format:
+        wgrad_input = operand("input", recipe.wgrad_input_format)
     return LinearSpec(
-        quant_spec(recipe, "weight"),
-        operand("input", input),
-        operand("grad", recipe.block_format("grad")),
-        None if wgrad_input == input else operand("input", wgrad_input),
-        recipe.fast_accumulation,
-        recipe.emulate,
-        recipe.delayed,
-        recipe.save_input,
+        weight=quant_spec(recipe, "weight"),
+        input=operand("input", input_format),
+        grad=operand("grad", recipe.block_format("grad")),
+        wgrad_input=wgrad_input,
+        fast_accumulation=recipe.fast_accumulation,
+        emulate=recipe.emulate,
+        delayed=recipe.delayed,
+        save_input=recipe.save_input,
     )
 
 
@@ -95,7 +104,10 @@ class GroupedSpec(NamedTuple):
 @lru_cache(maxsize=256)
 def grouped_spec_for(key: str) -> GroupedSpec:
     """Return the spec of a key for grouped GEMMs."""
-    recipe, _ = _RECIPES[key]
-    options = {"power_2_scale": recipe.power_2_scale, "amax_epsilon": recipe.amax_epsilon}
-    given = {name: value for name, value in options.items() if value}
-    return GroupedSpec(quant_spec(recipe, "weight"), given)
+    recipe = _REGISTRATIONS[key].recipe
+    scale_options: dict[str, Any] = {}
+    if recipe.power_2_scale:
+        scale_options["power_2_scale"] = recipe.power_2_scale
+    if recipe.amax_epsilon:
+        scale_options["amax_epsilon"] = recipe.amax_epsilon
+    return GroupedSpec(quant_spec(recipe, "weight"), scale_options)

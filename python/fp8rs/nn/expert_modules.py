@@ -4,7 +4,7 @@ Three kinds of modules are supported:
 
 - Experts of transformers 5 call `experts_forward`, which transformers finds in its registry by the
   name in `ExpertsConfig`.
-- `fp8rs.nn.GroupedLinear` calls `fp8rs.nn.grouped.grouped`.
+- `fp8rs.nn.GroupedLinear` calls `fp8rs.nn.grouped_function.grouped`.
 - Other modules call ``torch.nn.functional.grouped_mm`` or ``torch._grouped_mm``. `GroupedGemms`
   replaces these calls while the module's forward runs.
 
@@ -14,7 +14,7 @@ All other operators dequantize a gathered weight.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,13 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from .backward import refuse_double_backward
 from .fp8_params import Float8Params
 from .functional import as_stored, cast_input, key_of, local_part
-from .grouped import Gemms, check, gated_mlp, grouped, prefers_gated_mlp
+from .grouped_function import (
+    Gemms,
+    check_arguments,
+    gated_mlp,
+    grouped,
+    prefers_gated_mlp,
+)
 
 #: The name of `experts_forward` in the registry of transformers.
 TRANSFORMERS_KEY = "fp8rs"
@@ -117,7 +123,8 @@ class GroupedGemms(TorchFunctionMode):
 
     def __init__(self, key: str, gemms: Gemms) -> None:
         super().__init__()
-        self.key, self.gemms = key, gemms
+        self.key = key
+        self.gemms = gemms
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -140,15 +147,15 @@ class GroupedGemms(TorchFunctionMode):
 
         As in torch, rows after the last group are not written on CUDA.
         """
-        of_weight = mat_a.dim() == 2 and mat_b.dim() == 3 and offs is not None and bias is None
-        local = self.gemms != "gather" and not is_distributed(mat_b)
-        replaced = local or isinstance(mat_b, QuantizedTensor)
-        if not of_weight or not replaced or out_dtype not in (None, mat_a.dtype):
+        is_rows_by_weight = mat_a.dim() == 2 and mat_b.dim() == 3 and bias is None
+        has_other_dtype = out_dtype not in (None, mat_a.dtype)
+        is_local = self.gemms != "gather" and not is_distributed(mat_b)
+        is_replaced = is_local or isinstance(mat_b, QuantizedTensor)
+        if offs is None or not is_rows_by_weight or has_other_dtype or not is_replaced:
             out: Tensor = func(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
             return out
-        assert offs is not None
         weight, transposed = as_stored(mat_b.transpose(-2, -1))
-        check(mat_a, weight, offs, None, transposed)
+        check_arguments(mat_a, weight, offs, None, transposed)
         return grouped(mat_a, weight, offs, None, self.key, transposed, self.gemms, False)
 
 
@@ -180,32 +187,40 @@ def experts_forward(
     state = state_of(self)
     key = key_of("current") if state is None else state.key
     # transformers before 5.18 does not say whether experts are parallel, before 5.20 has no norm.
-    parallel, transposed = getattr(self, "_is_expert_parallel", True), self.is_transposed
-    name = "gate_up_proj" if self.has_gate else "up_proj"
-    up, down = local_part(getattr(self, name)), local_part(self.down_proj)
-    up_bias = local_part(getattr(self, f"{name}_bias")) if self.has_bias else None
-    down_bias = local_part(self.down_proj_bias) if self.has_bias else None
+    parallel = getattr(self, "_is_expert_parallel", True)
+    transposed = self.is_transposed
+
+    up_name = "gate_up_proj" if self.has_gate else "up_proj"
+    up = local_part(getattr(self, up_name))
+    down = local_part(self.down_proj)
+    up_bias = down_bias = None
+    if self.has_bias:
+        up_bias = local_part(getattr(self, f"{up_name}_bias"))
+        down_bias = local_part(self.down_proj_bias)
+
     features = up.shape[1] if transposed else up.shape[-1]
     _check_routed(hidden_states, top_k_index, top_k_weights, features, up.device)
     x = cast_input(hidden_states, up.dtype)
-    offs, order, places = _route(top_k_index, up.shape[0], parallel)
-    rows = order // top_k_index.shape[-1]
+    routing = _route(top_k_index, up.shape[0], parallel)
+    offs = routing.offs
+
     activation = None if gemms == "gather" else self._fp8_activation
-    if activation and prefers_gated_mlp(rows.shape[0], up, down, gemms):
-        index = rows.to(torch.int32)
-        y = gated_mlp(x, up, down, index, places, offs, activation, key, parallel)
+    if activation and prefers_gated_mlp(routing.row_tokens.shape[0], up, down, gemms):
+        row_tokens = routing.row_tokens.to(torch.int32)
+        y = gated_mlp(x, up, down, row_tokens, routing.token_rows, offs, activation, key, parallel)
     else:
-        x = _Gather.apply(x, rows, places)
-        h = grouped(x, up, offs, up_bias, key, transposed, gemms, parallel)
-        h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-        h = cast_input(h, down.dtype)
-        y = grouped(h, down, offs, down_bias, key, transposed, gemms, parallel)
+        x = _Gather.apply(x, routing.row_tokens, routing.token_rows)
+        hidden = grouped(x, up, offs, up_bias, key, transposed, gemms, parallel)
+        hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+        hidden = cast_input(hidden, down.dtype)
+        y = grouped(hidden, down, offs, down_bias, key, transposed, gemms, parallel)
+
     if getattr(self, "has_post_expert_norm", False):
         y = self.post_expert_norm(y)
     # Under autocast, tokens may be more precise than the GEMMs. Then the sum must be, too.
     y = y.to(torch.promote_types(y.dtype, hidden_states.dtype))
     weights = top_k_weights if top_k_weights.dtype == y.dtype else top_k_weights.float()
-    combined: Tensor = _Combine.apply(y, places, weights.contiguous())
+    combined: Tensor = _Combine.apply(y, routing.token_rows, weights.contiguous())
     return combined.to(hidden_states.dtype)
 
 
@@ -227,8 +242,9 @@ def is_transposed(module: nn.Module) -> bool:
     weights = batched_parameters(module)
     if not {"gate_up_proj", "down_proj"} <= weights.keys():
         return False
-    gate_up, down = weights["gate_up_proj"].shape, weights["down_proj"].shape
-    return gate_up[-2] == down[-1] and gate_up[-1] == 2 * down[-2]
+    gate_up_shape = weights["gate_up_proj"].shape
+    down_shape = weights["down_proj"].shape
+    return gate_up_shape[-2] == down_shape[-1] and gate_up_shape[-1] == 2 * down_shape[-2]
 
 
 def other_implementation(module: Any) -> str | None:
@@ -261,7 +277,8 @@ def _check_routed(
         ValueError: a shape or device does not fit.
         TypeError: a dtype is not supported.
     """
-    shape, pairs = hidden_states.shape, top_k_index.shape
+    shape = hidden_states.shape
+    pairs = top_k_index.shape
     if len(shape) != 2 or shape[1] != features:
         raise ValueError(f"hidden_states has shape {tuple(shape)}; it must be (tokens, {features})")
     if len(pairs) != 2 or pairs[0] != shape[0]:
@@ -275,110 +292,128 @@ def _check_routed(
         raise TypeError(f"hidden_states is {dtype}; it must be float32, bfloat16 or float16")
     if top_k_index.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"top_k_index is {top_k_index.dtype}; it must be int64 or int32")
-    for name, given in (
+    for name, tensor in (
         ("hidden_states", hidden_states),
         ("top_k_index", top_k_index),
         ("top_k_weights", top_k_weights),
     ):
-        if given.device != device:
-            raise ValueError(f"{name} is on {given.device} and the experts are on {device}")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device} and the experts are on {device}")
 
 
-def _route(top_k_index: Tensor, experts: int, parallel: bool) -> tuple[Tensor, Tensor, Tensor]:
+class _Routing(NamedTuple):
+    """The rows of grouped GEMMs: pairs of a token and an expert, sorted by expert.
+
+    Attributes:
+        offs: int32 (E,), the row after the last one of each expert.
+        row_tokens: (T * k,), the token of each row. Rows of experts of other ranks are the last.
+        token_rows: (T, k), the rows of each token.
+    """
+
+    offs: Tensor
+    row_tokens: Tensor
+    token_rows: Tensor
+
+
+def _route(top_k_index: Tensor, experts: int, parallel: bool) -> _Routing:
     """Sort pairs of a token and an expert by expert.
 
     Args:
         top_k_index: (T, k), the experts of each token.
         experts: the number of experts.
         parallel: whether ids from ``experts`` on are experts of other ranks.
-
-    Returns:
-        The offsets of experts, the pair (token * k + position) of each row, and the rows of each
-        token (T, k). Rows of experts of other ranks are the last ones.
     """
-    ids, order = torch.sort(top_k_index.reshape(-1))
+    row_experts, row_pairs = torch.sort(top_k_index.reshape(-1))
     # Reading an id on CUDA would wait for the device.
-    if ids.is_cpu and not torch.compiler.is_compiling() and not is_traced(ids) and ids.shape[0]:
-        first, last = int(ids[0]), int(ids[-1])
-        if first < 0 or (last >= experts and not parallel):
+    is_readable = (
+        row_experts.is_cpu and not torch.compiler.is_compiling() and not is_traced(row_experts)
+    )
+    if is_readable and row_experts.shape[0]:
+        lowest = int(row_experts[0])
+        highest = int(row_experts[-1])
+        if lowest < 0 or (highest >= experts and not parallel):
             raise ValueError(
-                f"top_k_index has the expert {first if first < 0 else last}; ids must be at least "
-                f"0 and less than {experts}, the number of experts"
+                f"top_k_index has the expert {lowest if lowest < 0 else highest}; ids must be at "
+                f"least 0 and less than {experts}, the number of experts"
             )
-    each = torch.arange(experts, dtype=ids.dtype, device=ids.device)
-    offs = torch.searchsorted(ids, each, right=True, out_int32=True)
-    numbers = torch.arange(order.shape[0], device=order.device)
-    places = torch.empty_like(order).scatter_(0, order, numbers)
-    return offs, order, places.view(top_k_index.shape)
+
+    device = row_experts.device
+    expert_ids = torch.arange(experts, dtype=row_experts.dtype, device=device)
+    offs = torch.searchsorted(row_experts, expert_ids, right=True, out_int32=True)
+
+    # A pair is token * k + position. Invert the permutation of pairs.
+    rows = torch.arange(row_pairs.shape[0], device=device)
+    pair_rows = torch.empty_like(row_pairs).scatter_(0, row_pairs, rows)
+    row_tokens = row_pairs // top_k_index.shape[-1]
+    return _Routing(offs, row_tokens, pair_rows.view(top_k_index.shape))
 
 
 class _Gather(torch.autograd.Function):
-    """``x[index]`` with a backward that gathers too.
+    """``x[row_tokens]`` with a backward that gathers too.
 
     torch's backward sorts the index and accumulates rows one by one, because it does not know where
     each row of ``x`` went.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, row_tokens: Tensor, token_rows: Tensor) -> Tensor:
         """Gather rows of ``x``.
 
         Args:
             ctx: context of the autograd function.
             x: (T, H).
-            index: (T * k,), which has each row of ``x`` k times.
-            places: (T, k), where each row of ``x`` is in ``index``.
+            row_tokens: (T * k,), which has each row of ``x`` k times.
+            token_rows: (T, k), where each row of ``x`` is in ``row_tokens``.
         """
-        ctx.save_for_backward(places)
-        return x[index]
+        ctx.save_for_backward(token_rows)
+        return x[row_tokens]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of ``x``."""
         refuse_double_backward("experts")
-        (places,) = ctx.saved_tensors
-        return _combine_rows(dy.contiguous(), places), None, None
+        (token_rows,) = ctx.saved_tensors
+        return _combine_rows(dy.contiguous(), token_rows), None, None
 
 
 class _Combine(torch.autograd.Function):
     """The weighted sum of the rows of each token."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, token_rows: Tensor, weights: Tensor) -> Tensor:
         """Sum rows of ``y``.
 
         Args:
             ctx: context of the autograd function.
             y: (T * k, H).
-            places: (T, k), the rows of each token, a permutation of all rows.
+            token_rows: (T, k), the rows of each token, a permutation of all rows.
             weights: (T, k), float32 or with the dtype of ``y``.
 
         Returns:
             (T, H), with the dtype of ``y``.
         """
-        ctx.save_for_backward(y if ctx.needs_input_grad[2] else None, places, weights)
-        combined: Tensor = _combine_rows(y, places, weights)
+        ctx.save_for_backward(y if ctx.needs_input_grad[2] else None, token_rows, weights)
+        combined: Tensor = _combine_rows(y, token_rows, weights)
         return combined
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``y`` and ``weights``."""
         refuse_double_backward("experts")
-        y, places, weights = ctx.saved_tensors
+        y, token_rows, weights = ctx.saved_tensors
         needs_y, _, needs_weights = gradients_needed(ctx)
         dy, d_weights = _combine_rows_backward(
-            grad.contiguous(), y, places, weights, needs_y, needs_weights
+            grad.contiguous(), y, token_rows, weights, needs_y, needs_weights
         )
         return dy if needs_y else None, None, d_weights.to(weights.dtype) if needs_weights else None
 
 
 def batched_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's own parameters that are batches of matrices."""
-    return {
-        name: p
-        for name, p in module._parameters.items()
-        if p is not None
-        and not nn.parameter.is_lazy(p)
-        and p.dim() > 2
-        and (p.is_floating_point() or isinstance(p, QuantizedTensor))
-    }
+    batched: dict[str, Tensor] = {}
+    for name, parameter in module._parameters.items():
+        if parameter is None or nn.parameter.is_lazy(parameter) or parameter.dim() <= 2:
+            continue
+        if parameter.is_floating_point() or isinstance(parameter, QuantizedTensor):
+            batched[name] = parameter
+    return batched

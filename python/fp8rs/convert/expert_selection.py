@@ -20,7 +20,7 @@ from fp8rs.gemm.estimates import (
 )
 from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS
 from fp8rs.model.state import ModelState, state_of
-from fp8rs.nn.experts import (
+from fp8rs.nn.expert_modules import (
     ExpertsConfig,
     Float8Experts,
     GroupedExperts,
@@ -30,7 +30,7 @@ from fp8rs.nn.experts import (
     uses_registry,
 )
 from fp8rs.nn.fp8_params import Float8Params, add_fp8_params
-from fp8rs.nn.grouped import Gemms
+from fp8rs.nn.grouped_function import Gemms
 from fp8rs.nn.grouped_linear import GroupedLinear
 from fp8rs.quantize.formats import INPUT_DTYPES
 from fp8rs.quantize.recipes import Recipe, describe
@@ -88,9 +88,12 @@ class Experts:
         """Return a converted module."""
         gemms: Any = getattr(module, "_gemms", "gather")
         reason = getattr(module, "_gemms_reason", "")
-        if gemms != "gather" and (other := other_implementation(module)):
+        implementation = None if gemms == "gather" else other_implementation(module)
+        if implementation:
             gemms = "gather"
-            reason = f"the experts implementation {other!r} was selected after the conversion"
+            reason = (
+                f"the experts implementation {implementation!r} was selected after the conversion"
+            )
         activation = getattr(module, "_fp8_activation", None)
         return cls(name, module, tuple(module._fp8_params), gemms, reason, activation)
 
@@ -107,10 +110,10 @@ class Experts:
             recipe: the recipe of the module.
         """
         per_row = recipe.block_format("weight").per_row
-        weights = {
-            name: GroupedWeight(*_batch(self.module._parameters[name]), row_scales=per_row)
-            for name in self.parameters
-        }
+        weights = {}
+        for name in self.parameters:
+            experts, n, k = _batch(self.module._parameters[name])
+            weights[name] = GroupedWeight(experts, n, k, row_scales=per_row)
         if self.gemms != "auto":
             return dict.fromkeys(weights, FP8 if self.gemms == "fp8" else HIGH_PRECISION)
         if self.activation:
@@ -143,21 +146,27 @@ def select_experts(
     if not all(options.names(fqn_of(name, key)) for key in converted):
         options.check(name, cast(Float8Params, module))
     weights = batched_parameters(module)
-    in_any_module = options.experts in ("gather", "fp8")
-    taken, left = [], {}
+    selected: list[str] = []
+    reasons: dict[str, str] = {}
     for key, weight in weights.items():
-        is_weight = may_have_experts(module) if in_any_module else is_expert(module, weight)
-        if key in converted or not is_weight:
+        if options.experts in ("gather", "fp8"):
+            is_weight_of_experts = may_have_experts(module)
+        else:
+            is_weight_of_experts = is_expert(module, weight)
+        if key in converted or not is_weight_of_experts:
             continue
         fqn = fqn_of(name, key)
         tied = [other for other in names[id(weight)] if other != fqn]
-        if reason := _why_not(module, weight, fqn, tied, options):
-            left[fqn] = reason
+        reason = _why_not(module, weight, fqn, tied, options)
+        if reason:
+            reasons[fqn] = reason
         else:
-            taken.append(key)
-    if not taken:
-        return None, left
-    return _experts(name, module, tuple(taken), len(taken) == len(weights), options), left
+            selected.append(key)
+
+    if not selected:
+        return None, reasons
+    selects_all = len(selected) == len(weights)
+    return _experts(name, module, tuple(selected), selects_all, options), reasons
 
 
 def _why_not(
@@ -180,7 +189,7 @@ def _why_not(
 
 
 def _experts(
-    name: str, module: nn.Module, parameters: tuple[str, ...], whole: bool, options: Options
+    name: str, module: nn.Module, parameters: tuple[str, ...], selects_all: bool, options: Options
 ) -> Experts:
     """Choose the GEMMs of a module that is converted.
 
@@ -188,10 +197,11 @@ def _experts(
         name: the module's name.
         module: the module.
         parameters: its weights that are converted.
-        whole: whether these are all of its weights.
+        selects_all: whether these are all of its weights.
         options: the arguments of the conversion.
     """
-    fqn, recipe = fqn_of(name), options.recipe
+    fqn = fqn_of(name)
+    recipe = options.recipe
     if isinstance(module, GroupedLinear) and module.recipe != recipe:
         raise ValueError(
             f"{fqn} is a GroupedLinear with recipe {describe(module.recipe)!r}, not "
@@ -205,7 +215,7 @@ def _experts(
         )
     if options.experts == "gather":
         reason = "experts='gather'"
-    elif not whole:
+    elif not selects_all:
         reason = "another weight of the module is in high precision"
     gemms = cast(Gemms, "gather" if reason else options.experts)
     if not (reason or _calls_grouped_gemms(module)):
@@ -220,20 +230,24 @@ def is_known(module: nn.Module) -> bool:
     These are experts of transformers 5, torchtitan's GroupedExperts, and `GroupedLinear`.
     """
     weights = batched_parameters(module)
-    names = "down_proj" in weights and ("gate_up_proj" in weights or "up_proj" in weights)
-    return names or _calls_grouped_gemms(module)
+    has_up = "gate_up_proj" in weights or "up_proj" in weights
+    if "down_proj" in weights and has_up:
+        return True
+    return _calls_grouped_gemms(module)
 
 
 def _calls_grouped_gemms(module: nn.Module) -> bool:
     """Whether a module is known to run its GEMMs as grouped ones, which can be FP8."""
-    of_torchtitan = callable(getattr(module, "_grouped_mm", None))
-    return of_torchtitan or isinstance(module, GroupedLinear) or uses_registry(module)
+    is_torchtitan = callable(getattr(module, "_grouped_mm", None))
+    return is_torchtitan or isinstance(module, GroupedLinear) or uses_registry(module)
 
 
 def is_expert(module: nn.Module, weight: Tensor) -> bool:
     """Whether a batched parameter is a weight of experts, or large enough to be one."""
-    large = weight.dim() == 3 and weight.numel() >= _LARGE
-    return is_known(module) or (large and may_have_experts(module))
+    if is_known(module):
+        return True
+    is_large = weight.dim() == 3 and weight.numel() >= _LARGE
+    return is_large and may_have_experts(module)
 
 
 def may_have_experts(module: nn.Module) -> bool:
@@ -304,8 +318,10 @@ def _activation(module: Any, recipe: Recipe, gemms: Gemms) -> str | None:
     per_tensor = recipe.block_format("weight").per_tensor
     if gemms == "gather" or not per_tensor or not uses_registry(module):
         return None
-    plain = module.has_gate and module.is_concatenated and not module.has_bias
+    has_plain_layout = module.has_gate and module.is_concatenated and not module.has_bias
+    if not has_plain_layout or module.is_transposed:
+        return None
     apply_gate = getattr(type(module)._apply_gate, "__name__", "")
-    if not plain or module.is_transposed or apply_gate != "_default_apply_gate":
+    if apply_gate != "_default_apply_gate":
         return None
     return _ACTIVATIONS.get(type(module.act_fn).__name__)
