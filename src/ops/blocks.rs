@@ -9,7 +9,7 @@
 use super::tensorwise::check_rule_without_margin;
 use super::validate::{Call, Kind, check_number, one_matrix, shape};
 use crate::error::Error;
-use crate::layout::{Block, DType, View, ViewMut, packed};
+use crate::layout::{Block, DType, Device, View, ViewMut, packed};
 use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, Stream};
 use crate::{cpu, cuda};
 
@@ -37,7 +37,13 @@ pub fn block_amax(
     let grid = block.grid_from(row_offset, x.rows(), x.cols());
     shape("out", out.shape(), grid, "one element for each block that x touches")?;
     let (device, block_offset) = (call.finish()?, block.block_offset(row_offset));
-    let block_amax = |x, out| on!(device, cpu: cpu::block_amax(x, block, block_offset, out), cuda: cuda::block_amax(x, block, block_offset, out, stream));
+    let block_amax = |x, out| match device {
+        Device::Cpu => {
+            cpu::block_amax(x, block, block_offset, out);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::block_amax(x, block, block_offset, out, stream),
+    };
     if block_offset == 0 && block.divides_rows(x.rows()) && x.is_flat() && out.is_flat() {
         return block_amax(x.flat(), out.flat());
     }
@@ -106,8 +112,13 @@ pub fn quantize_blocks(
     }
     let device = call.finish()?;
     let call = BlockCall { x, spec, format, given, rowwise, columnwise };
-    let quantize_blocks =
-        |call| on!(device, cpu: cpu::quantize_blocks(call), cuda: cuda::quantize_blocks(call, stream));
+    let quantize_blocks = |call| match device {
+        Device::Cpu => {
+            cpu::quantize_blocks(call);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::quantize_blocks(call, stream),
+    };
     if let Some(call) = call.flat() {
         return quantize_blocks(call);
     }
@@ -132,7 +143,13 @@ pub fn pack_scales(
     shape("scale", scale.shape(), expected, "one row for each row of blocks")?;
     packed_vector("out", &out.shape(), out.is_contiguous(), rows, scale.cols())?;
     one_matrix("scale", scale.batch())?;
-    on!(call.finish()?, cpu: cpu::pack_scales(scale, rows, block_rows, out), cuda: cuda::pack_scales(scale, rows, block_rows, out, stream))
+    match call.finish()? {
+        Device::Cpu => {
+            cpu::pack_scales(scale, rows, block_rows, out);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::pack_scales(scale, rows, block_rows, out, stream),
+    }
 }
 
 /// Rewrites the codes of an MXFP8 plane (blocks of (1, 32) or (32, 32), E8M0 scales) so that each row of
@@ -168,7 +185,13 @@ pub fn rebase(
     call.output("scale_out", &scale_out, Kind::F32)?;
     shape("scale_out", scale_out.shape(), (expected.0, 1), "one element for each row of out")?;
     let device = call.finish()?;
-    let rebase = |codes, scale, out, scale_out| on!(device, cpu: cpu::rebase(codes, scale, block, axis, out, scale_out), cuda: cuda::rebase(codes, scale, block, axis, out, scale_out, stream));
+    let rebase = |codes, scale, out, scale_out| match device {
+        Device::Cpu => {
+            cpu::rebase(codes, scale, block, axis, out, scale_out);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::rebase(codes, scale, block, axis, out, scale_out, stream),
+    };
     let flat = codes.is_flat() && scale.is_flat() && out.is_flat() && scale_out.is_flat();
     if axis == Axis::Rows && block.divides_rows(rows) && flat {
         return rebase(codes.flat(), scale.flat(), out.flat(), scale_out.flat());

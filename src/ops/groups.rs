@@ -5,7 +5,7 @@ use super::validate::{Call, Kind, contiguous, no_plane, one_matrix, shape};
 use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::format::groups::padded_columns;
-use crate::layout::{DType, View, ViewMut};
+use crate::layout::{DType, Device, View, ViewMut};
 use crate::spec::{BlockPlane, Gated, GroupCall, Groups, ScaleRule, Stream};
 use crate::{cpu, cuda};
 
@@ -37,7 +37,10 @@ pub fn group_bounds(
             "below 2^31 even if each group is padded to a multiple of 16 rows; split the rows".into();
         return Err(Error::Value { arg: "rows".into(), got: rows.to_string(), expected });
     }
-    on!(call.finish()?, cpu: cpu::group_bounds(offs, rows, ends, padded_ends)?, cuda: cuda::group_bounds(offs, rows, ends, padded_ends, stream))
+    match call.finish()? {
+        Device::Cpu => cpu::group_bounds(offs, rows, ends, padded_ends),
+        Device::Cuda(_) => cuda::group_bounds(offs, rows, ends, padded_ends, stream),
+    }
 }
 
 /// Returns [`Error::Offsets`] if a device found an invalid offset since the last check, and clears its flag.
@@ -57,7 +60,13 @@ pub fn zero_tail(out: ViewMut, ends: View, stream: Stream) -> Result<(), Error> 
     one_matrix("ends", ends.batch())?;
     shape("ends", ends.shape(), (1, ends.cols()), "a vector with one element for each group")?;
     contiguous("ends", ends.is_contiguous())?;
-    on!(call.finish()?, cpu: cpu::zero_tail(out, ends), cuda: cuda::zero_tail(out, ends, stream))
+    match call.finish()? {
+        Device::Cpu => {
+            cpu::zero_tail(out, ends);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::zero_tail(out, ends, stream),
+    }
 }
 
 /// Quantizes groups of rows in one or both directions. Row `i` is row `index[i]` of `x`, or row `i` without an
@@ -99,7 +108,13 @@ pub fn quantize_groups(
         outputs(&mut call, (rows, x.cols()), &groups, rule, [rowwise.as_ref(), columnwise.as_ref()])?;
     let device = call.finish()?;
     let call = GroupCall { x, index, groups, rule, format, rowwise, columnwise };
-    on!(device, cpu: cpu::quantize_groups(call), cuda: cuda::quantize_groups(call, stream))
+    match device {
+        Device::Cpu => {
+            cpu::quantize_groups(call);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::quantize_groups(call, stream),
+    }
 }
 
 /// Computes a gated activation or its gradient, and quantizes it as [`quantize_groups`] does.
@@ -140,7 +155,13 @@ pub fn quantize_gated(
         View::from_raw(values.ptr(), values.dtype(), values.device(), values.shape(), strides)
     };
     let call = GroupCall { x, index: None, groups, rule, format, rowwise, columnwise };
-    on!(device, cpu: cpu::quantize_gated(&gated, call), cuda: cuda::quantize_gated(&gated, call, stream))
+    match device {
+        Device::Cpu => {
+            cpu::quantize_gated(&gated, call);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::quantize_gated(&gated, call, stream),
+    }
 }
 
 /// Adds the groups and the outputs of a quantization of (rows, cols) values. Returns the format.

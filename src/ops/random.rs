@@ -2,7 +2,7 @@
 
 use super::validate::{Call, Kind, check_number, one_matrix};
 use crate::error::Error;
-use crate::layout::ViewMut;
+use crate::layout::{Device, ViewMut};
 use crate::spec::{Numbers, Stream};
 use crate::{cpu, cuda};
 
@@ -27,5 +27,11 @@ pub fn random_uniform(
         let expected = format!("at least low ({low}), and high - low must be finite").into();
         return Err(Error::Value { arg: "high".into(), got: high.to_string(), expected });
     }
-    on!(call.finish()?, cpu: cpu::random_uniform(x, numbers, (low, high)), cuda: cuda::random_uniform(x, numbers, (low, high), stream))
+    match call.finish()? {
+        Device::Cpu => {
+            cpu::random_uniform(x, numbers, (low, high));
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::random_uniform(x, numbers, (low, high), stream),
+    }
 }

@@ -2,7 +2,7 @@
 
 use super::validate::{Call, Kind, check_number, one_matrix, shape};
 use crate::error::Error;
-use crate::layout::{DType, View, ViewMut};
+use crate::layout::{DType, Device, View, ViewMut};
 use crate::spec::Stream;
 use crate::{cpu, cuda};
 
@@ -22,5 +22,11 @@ pub fn sum_rows(out: ViewMut, x: View, divisor: f32, stream: Stream) -> Result<(
         });
     }
     check_number("divisor", divisor, divisor.is_finite() && divisor != 0.0, "finite and not zero")?;
-    on!(call.finish()?, cpu: cpu::sum_rows(out, x, divisor), cuda: cuda::sum_rows(out, x, divisor, stream))
+    match call.finish()? {
+        Device::Cpu => {
+            cpu::sum_rows(out, x, divisor);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::sum_rows(out, x, divisor, stream),
+    }
 }
