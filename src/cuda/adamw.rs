@@ -1,7 +1,7 @@
 //! The `AdamW` step over a list of tensors, with one launch per kernel and [`ENTRIES`] tensors.
 
 use super::driver::{Grid, args, launch};
-use super::modules::{Kernel, kernel};
+use super::modules::{Kernel, Module, kernel, module};
 use super::tensorwise::Rule;
 use super::views::{aligned, ordinal};
 use super::workspace::{self, PER_CHUNK};
@@ -73,6 +73,9 @@ struct AdamWArgs {
 
 args!(AdamWArgs);
 
+static ADAMW_MODULE: Module = module!("adamw");
+static ADAMW_BLOCKS_MODULE: Module = module!("adamw_blocks");
+
 macro_rules! kernels {
     ($($name:ident = $module:ident $entry:literal;)*) => {
         $(static $name: Kernel = kernel!($module, $entry, AdamWArgs);)*
@@ -85,17 +88,17 @@ macro_rules! kernels {
 }
 
 kernels! {
-    PLAIN_F32 = AdamW "adamw_f32";
-    PLAIN_BF16 = AdamW "adamw_bf16";
-    PLAIN_F16 = AdamW "adamw_f16";
-    CODES = AdamW "adamw_codes";
-    ROW_4096 = AdamWBlocks "adamw_row_4096";
-    ROW_16384 = AdamWBlocks "adamw_row_16384";
-    SQUARE_128 = AdamWBlocks "adamw_square_128";
-    SQUARE_32 = AdamWBlocks "adamw_square_32";
-    ROW_TWICE = AdamWBlocks "adamw_row_twice";
-    SQUARE_128_TWICE = AdamWBlocks "adamw_square_128_twice";
-    SQUARE_32_TWICE = AdamWBlocks "adamw_square_32_twice";
+    PLAIN_F32 = ADAMW_MODULE "adamw_f32";
+    PLAIN_BF16 = ADAMW_MODULE "adamw_bf16";
+    PLAIN_F16 = ADAMW_MODULE "adamw_f16";
+    CODES = ADAMW_MODULE "adamw_codes";
+    ROW_4096 = ADAMW_BLOCKS_MODULE "adamw_row_4096";
+    ROW_16384 = ADAMW_BLOCKS_MODULE "adamw_row_16384";
+    SQUARE_128 = ADAMW_BLOCKS_MODULE "adamw_square_128";
+    SQUARE_32 = ADAMW_BLOCKS_MODULE "adamw_square_32";
+    ROW_TWICE = ADAMW_BLOCKS_MODULE "adamw_row_twice";
+    SQUARE_128_TWICE = ADAMW_BLOCKS_MODULE "adamw_square_128_twice";
+    SQUARE_32_TWICE = ADAMW_BLOCKS_MODULE "adamw_square_32_twice";
 }
 
 /// How a tensor is launched: the kernel, threads per block, and number of blocks.

@@ -1,7 +1,7 @@
 //! Operations on existing FP8 codes.
 
 use super::driver::{Grid, args, launch};
-use super::modules::{Kernel, by_types, format_index, input_index, kernel};
+use super::modules::{Kernel, Module, by_types, format_index, input_index, kernel, module};
 use super::views::{aligned, ordinal};
 use crate::error::Error;
 use crate::layout::{Block, DType, View, ViewMut};
@@ -73,13 +73,15 @@ const RESCALE_BLOCKS: u64 = 32;
 
 args!(TransposeArgs, RescaleArgs, DequantizeArgs);
 
-static TRANSPOSE: Kernel = kernel!(Codes, "transpose", TransposeArgs);
-static STRIDED_TRANSPOSE: Kernel = kernel!(Codes, "strided_transpose", TransposeArgs);
+static CODES_MODULE: Module = module!("codes");
+
+static TRANSPOSE: Kernel = kernel!(CODES_MODULE, "transpose", TransposeArgs);
+static STRIDED_TRANSPOSE: Kernel = kernel!(CODES_MODULE, "strided_transpose", TransposeArgs);
 // Indexed by the dtype of the output, then by format.
-static DEQUANTIZE: [[Kernel; 2]; 3] = by_types!(Codes, "dequantize", DequantizeArgs);
-static STRIDED_DEQUANTIZE: [[Kernel; 2]; 3] = by_types!(Codes, "strided_dequantize", DequantizeArgs);
+static DEQUANTIZE: [[Kernel; 2]; 3] = by_types!(CODES_MODULE, "dequantize", DequantizeArgs);
+static STRIDED_DEQUANTIZE: [[Kernel; 2]; 3] = by_types!(CODES_MODULE, "strided_dequantize", DequantizeArgs);
 static RESCALE: [Kernel; 2] =
-    [kernel!(Codes, "rescale_e4m3", RescaleArgs), kernel!(Codes, "rescale_e5m2", RescaleArgs)];
+    [kernel!(CODES_MODULE, "rescale_e4m3", RescaleArgs), kernel!(CODES_MODULE, "rescale_e5m2", RescaleArgs)];
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {

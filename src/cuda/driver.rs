@@ -19,7 +19,7 @@ use std::sync::{Mutex, OnceLock};
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
-use super::modules::{Kernel, MODULES};
+use super::modules::Kernel;
 use super::{MAX_DEVICES, image};
 use crate::error::Error;
 use crate::spec::Stream;
@@ -30,9 +30,6 @@ pub(super) struct DeviceState {
     context: usize,
     /// The target whose machine code is loaded; `None` if the driver compiles PTX.
     target: Option<image::Target>,
-    /// Loaded machine code modules. `None` if a module has no machine code for the target, or if the driver
-    /// rejected it.
-    modules: [OnceLock<Option<usize>>; MODULES.len()],
     /// Held while a kernel is loaded, so that two threads do not load it twice.
     loading: Mutex<()>,
     /// Number of streaming multiprocessors.
@@ -127,7 +124,6 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
         ordinal,
         context: context as usize,
         target: image::Target::of(major, minor).filter(|_| !image::ptx_is_forced()),
-        modules: [const { OnceLock::new() }; MODULES.len()],
         loading: Mutex::new(()),
         multiprocessors,
     })
@@ -210,8 +206,8 @@ fn accepted(loaded: Result<usize, Error>) -> Result<Option<usize>, Error> {
 /// Loads and returns the kernel's function. The device's context must be current.
 fn function(state: &DeviceState, kernel: &'static Kernel) -> Result<sys::CUfunction, Error> {
     let _relaxed = Relaxed::enter()?;
-    let module = &MODULES[kernel.module as usize];
-    let slot = &state.modules[kernel.module as usize];
+    let module = kernel.module;
+    let slot = &module.loaded[state.ordinal as usize];
     if slot.get().is_none() {
         let code = state.target.and_then(|target| module.machine_code(target));
         let loaded = code.map_or(Ok(None), |code| accepted(load(&code)))?;

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::MAX_DEVICES;
 use super::driver::{Grid, args, device, host_word, launch, zero};
-use super::modules::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index, kernel};
+use super::modules::{
+    ByInput, ByTypes, Kernel, Module, by_input, by_types, format_index, input_index, kernel, module,
+};
 use super::tensorwise::Rule;
 use super::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
@@ -77,14 +79,18 @@ const STRIP_ROWS: usize = 128;
 /// The most thread blocks that zero rows. Each takes rows in turn.
 const ZERO_BLOCKS: u64 = 1024;
 
-static BOUNDS: Kernel = kernel!(Groups, "group_bounds", GroupBoundsArgs);
-static ZERO_TAIL: Kernel = kernel!(Groups, "zero_tail", ZeroTailArgs);
-static AMAX: ByInput = by_input!(Groups, "group_amax", GroupArgs);
-static GATED: ByInput = by_input!(Groups, "group_gated", GroupArgs);
-static GRADIENT: ByInput = by_input!(Groups, "group_gradient", GroupArgs);
-static SCALES: [Kernel; 2] =
-    [kernel!(Groups, "group_scales_e4m3", GroupArgs), kernel!(Groups, "group_scales_e5m2", GroupArgs)];
-static CAST: ByTypes = by_types!(Groups, "group_cast", GroupArgs);
+static GROUPS_MODULE: Module = module!("groups");
+
+static BOUNDS: Kernel = kernel!(GROUPS_MODULE, "group_bounds", GroupBoundsArgs);
+static ZERO_TAIL: Kernel = kernel!(GROUPS_MODULE, "zero_tail", ZeroTailArgs);
+static AMAX: ByInput = by_input!(GROUPS_MODULE, "group_amax", GroupArgs);
+static GATED: ByInput = by_input!(GROUPS_MODULE, "group_gated", GroupArgs);
+static GRADIENT: ByInput = by_input!(GROUPS_MODULE, "group_gradient", GroupArgs);
+static SCALES: [Kernel; 2] = [
+    kernel!(GROUPS_MODULE, "group_scales_e4m3", GroupArgs),
+    kernel!(GROUPS_MODULE, "group_scales_e5m2", GroupArgs),
+];
+static CAST: ByTypes = by_types!(GROUPS_MODULE, "group_cast", GroupArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {

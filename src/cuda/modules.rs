@@ -1,7 +1,8 @@
-//! The table of modules and kernels: the embedded code, and the argument struct of each entry.
+//! Modules and kernels: the embedded code, and the argument struct of each entry.
 //!
-//! A module is a row of [`MODULES`]. `tools/build_ptx.py` builds its PTX from `kernels/NAME.cu` and its
-//! machine code from the PTX; both are checked in. All modules support every device that has FP8 conversions.
+//! A module is a static that is defined with [`module!`] next to its kernels. `tools/build_ptx.py` builds its PTX
+//! from `kernels/NAME.cu` and its machine code from the PTX; both are checked in. All modules support every device
+//! that has FP8 conversions.
 //!
 //! A kernel is a static that is defined with [`kernel!`] or [`by_types!`] next to the code that launches it.
 //! It takes one struct by value. A test compares the size of every entry's parameter with the size of that
@@ -9,7 +10,7 @@
 
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::sys;
 
@@ -27,64 +28,43 @@ pub(super) struct Module {
     pub(super) packed_ptx: &'static [u8],
     /// Machine code for each [`Target`](super::image::Target), compressed (LZMA).
     pub(super) machine_code: [&'static [u8]; 3],
+    /// The machine code that each device loaded. `None` if there is no machine code for the device, or if the
+    /// driver rejected it.
+    pub(super) loaded: [OnceLock<Option<usize>>; MAX_DEVICES],
 }
 
-macro_rules! machine_code {
-    ($target:literal, $name:literal) => {
-        include_bytes!(concat!("cubin/", $target, "/", $name, ".lzma"))
+/// Returns the slots of a module that no device has loaded.
+pub(super) const fn not_loaded() -> [OnceLock<Option<usize>>; MAX_DEVICES] {
+    [const { OnceLock::new() }; MAX_DEVICES]
+}
+
+/// `embedded!("folder", "name")` is a built file of a module.
+macro_rules! embedded {
+    ($folder:literal, $name:literal) => {
+        include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/", $folder, "/", $name, ".lzma"))
     };
 }
 
-macro_rules! modules {
-    ($($id:ident = $name:literal;)*) => {
-        /// A row of [`MODULES`].
-        #[derive(Debug, Clone, Copy)]
-        pub(super) enum ModuleId { $($id),* }
-
-        /// All modules.
-        pub(super) static MODULES: [Module; [$(ModuleId::$id),*].len()] = [
-            $(Module {
-                #[cfg(test)]
-                name: $name,
-                packed_ptx: include_bytes!(concat!("ptx/", $name, ".lzma")),
-                machine_code: [
-                    machine_code!("sm_89", $name),
-                    machine_code!("sm_90", $name),
-                    machine_code!("sm_100", $name),
-                ],
-            }),*
-        ];
+/// `module!("name")` defines the module of `kernels/name.cu`.
+macro_rules! module {
+    ($name:literal) => {
+        $crate::cuda::modules::Module {
+            #[cfg(test)]
+            name: $name,
+            packed_ptx: $crate::cuda::modules::embedded!("ptx", $name),
+            machine_code: [
+                $crate::cuda::modules::embedded!("cubin/sm_89", $name),
+                $crate::cuda::modules::embedded!("cubin/sm_90", $name),
+                $crate::cuda::modules::embedded!("cubin/sm_100", $name),
+            ],
+            loaded: $crate::cuda::modules::not_loaded(),
+        }
     };
-}
-
-modules! {
-    AdamW = "adamw";
-    AdamWBlocks = "adamw_blocks";
-    Amax = "amax";
-    BlockAmax = "block_amax";
-    BlockLines = "block_lines";
-    BlockSquare = "block_square";
-    Cast = "cast";
-    CastTranspose = "cast_transpose";
-    Codes = "codes";
-    Combine = "combine";
-    Groups = "groups";
-    Multi = "multi";
-    MxLines = "mx_lines";
-    MxRebase = "mx_rebase";
-    MxRow = "mx_row";
-    MxScales = "mx_scales";
-    MxSquare = "mx_square";
-    Random = "random";
-    Row = "row";
-    RowBoth = "row_both";
-    Strided = "strided";
-    SumRows = "sum_rows";
 }
 
 /// One entry of a module.
 pub(super) struct Kernel {
-    pub(super) module: ModuleId,
+    pub(super) module: &'static Module,
     pub(super) entry: &'static CStr,
     /// The size of the kernel's argument struct.
     pub(super) args_size: usize,
@@ -92,7 +72,7 @@ pub(super) struct Kernel {
 }
 
 impl Kernel {
-    pub(super) const fn new(module: ModuleId, entry: &'static [u8], args_size: usize) -> Self {
+    pub(super) const fn new(module: &'static Module, entry: &'static [u8], args_size: usize) -> Self {
         let Ok(entry) = CStr::from_bytes_with_nul(entry) else { panic!("the name must end in NUL") };
         Self { module, entry, args_size, functions: [const { AtomicUsize::new(0) }; MAX_DEVICES] }
     }
@@ -122,18 +102,14 @@ impl Kernel {
     }
 }
 
-/// `kernel!(Module, "entry", Args)` defines one kernel.
+/// `kernel!(MODULE, "entry", Args)` defines one kernel.
 macro_rules! kernel {
     ($module:ident, $entry:expr, $args:ty) => {
-        $crate::cuda::modules::Kernel::new(
-            $crate::cuda::modules::ModuleId::$module,
-            concat!($entry, "\0").as_bytes(),
-            size_of::<$args>(),
-        )
+        $crate::cuda::modules::Kernel::new(&$module, concat!($entry, "\0").as_bytes(), size_of::<$args>())
     };
 }
 
-/// `by_input!(Module, "name", Args)` defines a kernel for each input type, `name_f32` and so on.
+/// `by_input!(MODULE, "name", Args)` defines a kernel for each input type, `name_f32` and so on.
 macro_rules! by_input {
     ($module:ident, $name:expr, $args:ty) => {
         [
@@ -144,7 +120,7 @@ macro_rules! by_input {
     };
 }
 
-/// `by_types!(Module, "name", Args)` defines a kernel for each input type and format, `name_f32_e4m3` and so
+/// `by_types!(MODULE, "name", Args)` defines a kernel for each input type and format, `name_f32_e4m3` and so
 /// on.
 macro_rules! by_types {
     ($module:ident, $name:expr, $args:ty) => {
@@ -165,7 +141,7 @@ macro_rules! by_types {
     };
 }
 
-pub(super) use {by_input, by_types, kernel};
+pub(super) use {by_input, by_types, embedded, kernel, module};
 
 /// Kernels for each input type.
 pub(super) type ByInput = [Kernel; 3];
@@ -195,7 +171,8 @@ mod tests {
 
     #[test]
     fn concurrent_first_launches_load_a_kernel_once() {
-        static KERNEL: Kernel = kernel!(Amax, "amax", u64);
+        static MODULE: Module = module!("amax");
+        static KERNEL: Kernel = kernel!(MODULE, "amax", u64);
         let (loading, loads, barrier) = (Mutex::new(()), AtomicUsize::new(0), std::sync::Barrier::new(8));
         let load = || {
             let at = loads.fetch_add(1, Ordering::Relaxed) + 1;
@@ -234,20 +211,36 @@ mod tests {
     #[test]
     fn parameter_size_of_every_entry_matches_its_struct() {
         let kernels = crate::cuda::kernels();
-        let entries: Vec<_> = MODULES.iter().map(entries).collect();
-        for (slot, module) in MODULES.iter().enumerate() {
-            for (entry, size) in &entries[slot] {
-                let kernel = kernels
+        for module in crate::cuda::modules() {
+            let launched: Vec<_> =
+                kernels.iter().filter(|kernel| std::ptr::eq(kernel.module, module)).collect();
+            let entries = entries(module);
+            for (entry, size) in &entries {
+                let kernel = launched
                     .iter()
-                    .find(|k| k.module as usize == slot && k.entry.to_str() == Ok(entry))
+                    .find(|kernel| kernel.entry.to_str() == Ok(entry))
                     .unwrap_or_else(|| panic!("{}: nothing launches {entry}", module.name));
                 assert_eq!(kernel.args_size, *size, "{}: {entry}", module.name);
             }
+            for kernel in launched {
+                let name = kernel.entry.to_str().expect("ASCII");
+                assert!(entries.iter().any(|(entry, _)| entry == name), "{}: no entry {name}", module.name);
+            }
         }
-        for kernel in kernels {
-            let name = kernel.entry.to_str().expect("ASCII");
-            let there = &entries[kernel.module as usize];
-            assert!(there.iter().any(|(e, _)| e == name), "{:?}: no entry {name}", kernel.module);
+    }
+
+    #[test]
+    fn every_source_is_a_module_with_kernels() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda/kernels");
+        let mut sources = Vec::new();
+        for file in std::fs::read_dir(folder).expect("the folder of the kernels") {
+            let path = file.expect("a file").path();
+            if path.extension().is_some_and(|extension| extension == "cu") {
+                sources.push(path.file_stem().expect("a name").to_string_lossy().into_owned());
+            }
         }
+        sources.sort_unstable();
+        let modules: Vec<_> = crate::cuda::modules().iter().map(|module| module.name).collect();
+        assert_eq!(modules, sources);
     }
 }

@@ -6,7 +6,7 @@ use std::ptr;
 use super::amax::{LinesArgs, fill, line_amax};
 use super::{Job, blocks_of, tile};
 use crate::cuda::driver::{args, launch};
-use crate::cuda::modules::{ByTypes, by_types, format_index, input_index};
+use crate::cuda::modules::{ByTypes, Module, by_types, format_index, input_index, module};
 use crate::cuda::tensorwise::Rule;
 use crate::cuda::views::{aligned, rows_aligned};
 use crate::error::Error;
@@ -48,13 +48,16 @@ struct RowArgs {
 
 args!(MxRowArgs, RowArgs);
 
-static MX_ROW: ByTypes = by_types!(MxRow, "mx_row", MxRowArgs);
-static MX_ROW_PACKED: ByTypes = by_types!(MxRow, "mx_row_packed", MxRowArgs);
-static ROW_4: ByTypes = by_types!(Row, "row_4", RowArgs);
-static ROW_8: ByTypes = by_types!(Row, "row_8", RowArgs);
-static ROW_LONG: ByTypes = by_types!(Row, "row_long", RowArgs);
-static ROW_SCALED: ByTypes = by_types!(Row, "row_fold", RowArgs);
-static ROW_LONG_SCALED: ByTypes = by_types!(Row, "row_long_fold", RowArgs);
+static MX_ROW_MODULE: Module = module!("mx_row");
+static ROW_MODULE: Module = module!("row");
+
+static MX_ROW: ByTypes = by_types!(MX_ROW_MODULE, "mx_row", MxRowArgs);
+static MX_ROW_PACKED: ByTypes = by_types!(MX_ROW_MODULE, "mx_row_packed", MxRowArgs);
+static ROW_4: ByTypes = by_types!(ROW_MODULE, "row_4", RowArgs);
+static ROW_8: ByTypes = by_types!(ROW_MODULE, "row_8", RowArgs);
+static ROW_LONG: ByTypes = by_types!(ROW_MODULE, "row_long", RowArgs);
+static ROW_SCALED: ByTypes = by_types!(ROW_MODULE, "row_fold", RowArgs);
+static ROW_LONG_SCALED: ByTypes = by_types!(ROW_MODULE, "row_long_fold", RowArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static crate::cuda::modules::Kernel> {

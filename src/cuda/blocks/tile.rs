@@ -4,7 +4,7 @@ use std::ptr;
 
 use super::{Job, Plane, blocks_of};
 use crate::cuda::driver::{args, launch};
-use crate::cuda::modules::{ByTypes, by_types, format_index, input_index};
+use crate::cuda::modules::{ByTypes, Module, by_types, format_index, input_index, module};
 use crate::cuda::tensorwise::Rule;
 use crate::cuda::views::rows_aligned;
 use crate::error::Error;
@@ -59,11 +59,17 @@ struct TileArgs {
 
 args!(TileArgs);
 
-static MX_LINES: ByTypes = by_types!(MxLines, "mx_lines", TileArgs);
-static MX_SQUARE: ByTypes = by_types!(MxSquare, "mx_square", TileArgs);
-static BLOCK_LINES: ByTypes = by_types!(BlockLines, "block_lines", TileArgs);
-static BLOCK_SQUARE: ByTypes = by_types!(BlockSquare, "block_square", TileArgs);
-static ROW_BOTH: ByTypes = by_types!(RowBoth, "row_both", TileArgs);
+static MX_LINES_MODULE: Module = module!("mx_lines");
+static MX_SQUARE_MODULE: Module = module!("mx_square");
+static BLOCK_LINES_MODULE: Module = module!("block_lines");
+static BLOCK_SQUARE_MODULE: Module = module!("block_square");
+static ROW_BOTH_MODULE: Module = module!("row_both");
+
+static MX_LINES: ByTypes = by_types!(MX_LINES_MODULE, "mx_lines", TileArgs);
+static MX_SQUARE: ByTypes = by_types!(MX_SQUARE_MODULE, "mx_square", TileArgs);
+static BLOCK_LINES: ByTypes = by_types!(BLOCK_LINES_MODULE, "block_lines", TileArgs);
+static BLOCK_SQUARE: ByTypes = by_types!(BLOCK_SQUARE_MODULE, "block_square", TileArgs);
+static ROW_BOTH: ByTypes = by_types!(ROW_BOTH_MODULE, "row_both", TileArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static crate::cuda::modules::Kernel> {

@@ -3,7 +3,9 @@
 use super::args::{Delayed, Entry, MultiArgs};
 use super::{AMAX, Cast, STRIDED_AMAX, cast, find_amax};
 use crate::cuda::driver::{self, Grid, launch};
-use crate::cuda::modules::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index};
+use crate::cuda::modules::{
+    ByInput, ByTypes, Kernel, Module, by_input, by_types, format_index, input_index, module,
+};
 use crate::cuda::views::{aligned, contiguous_and_aligned, ordinal};
 use crate::cuda::workspace::{self, PER_CHUNK};
 use crate::error::Error;
@@ -15,12 +17,14 @@ const SHORT: usize = 64;
 const LONG: usize = 1000;
 const _: () = assert!(LONG <= PER_CHUNK);
 
-static AMAX_SHORT: ByInput = by_input!(Multi, "multi_amax_short", MultiArgs<SHORT>);
-static AMAX_LONG: ByInput = by_input!(Multi, "multi_amax_long", MultiArgs<LONG>);
-static MULTI_SHORT: ByTypes = by_types!(Multi, "multi_cast_short", MultiArgs<SHORT>);
-static MULTI_LONG: ByTypes = by_types!(Multi, "multi_cast_long", MultiArgs<LONG>);
-static DELAYED_SHORT: ByTypes = by_types!(Multi, "multi_cast_delayed_short", MultiArgs<SHORT>);
-static DELAYED_LONG: ByTypes = by_types!(Multi, "multi_cast_delayed_long", MultiArgs<LONG>);
+static MULTI_MODULE: Module = module!("multi");
+
+static AMAX_SHORT: ByInput = by_input!(MULTI_MODULE, "multi_amax_short", MultiArgs<SHORT>);
+static AMAX_LONG: ByInput = by_input!(MULTI_MODULE, "multi_amax_long", MultiArgs<LONG>);
+static MULTI_SHORT: ByTypes = by_types!(MULTI_MODULE, "multi_cast_short", MultiArgs<SHORT>);
+static MULTI_LONG: ByTypes = by_types!(MULTI_MODULE, "multi_cast_long", MultiArgs<LONG>);
+static DELAYED_SHORT: ByTypes = by_types!(MULTI_MODULE, "multi_cast_delayed_short", MultiArgs<SHORT>);
+static DELAYED_LONG: ByTypes = by_types!(MULTI_MODULE, "multi_cast_delayed_long", MultiArgs<LONG>);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {

@@ -11,7 +11,9 @@ use args::{
 };
 
 use super::driver::{self, Grid, launch};
-use super::modules::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index, kernel};
+use super::modules::{
+    ByInput, ByTypes, Kernel, Module, by_input, by_types, format_index, input_index, kernel, module,
+};
 use super::views::{aligned, contiguous_and_aligned, ordinal};
 use super::workspace;
 use crate::error::Error;
@@ -22,20 +24,26 @@ use crate::spec::{ScaleRule, Scaling, Stream, TensorCall};
 pub(super) use args::Rule;
 pub(crate) use lists::{multi_amax, multi_quantize, multi_quantize_delayed};
 
-static AMAX: ByInput = by_input!(Amax, "amax", AmaxArgs);
-static CURRENT_SCALE: ByTypes = by_types!(Amax, "current_scale", AmaxArgs);
-static SCALE: [Kernel; 2] = [kernel!(Amax, "scale_e4m3", ScaleArgs), kernel!(Amax, "scale_e5m2", ScaleArgs)];
-static STRIDED_AMAX: ByInput = by_input!(Strided, "strided_amax", StridedAmaxArgs);
-static STRIDED_SCALE: ByTypes = by_types!(Strided, "strided_current_scale", StridedAmaxArgs);
-static STRIDED_CAST: ByTypes = by_types!(Strided, "strided_cast", StridedArgs);
-static CAST: ByTypes = by_types!(Cast, "cast", CastArgs);
-static CAST_DELAYED: ByTypes = by_types!(Cast, "cast_delayed", CastArgs);
-static CAST_CURRENT: ByTypes = by_types!(Cast, "cast_current", CurrentCastArgs);
-static CAST_TRANSPOSE: ByTypes = by_types!(CastTranspose, "cast_transpose", CastTransposeArgs);
+static AMAX_MODULE: Module = module!("amax");
+static STRIDED_MODULE: Module = module!("strided");
+static CAST_MODULE: Module = module!("cast");
+static CAST_TRANSPOSE_MODULE: Module = module!("cast_transpose");
+
+static AMAX: ByInput = by_input!(AMAX_MODULE, "amax", AmaxArgs);
+static CURRENT_SCALE: ByTypes = by_types!(AMAX_MODULE, "current_scale", AmaxArgs);
+static SCALE: [Kernel; 2] =
+    [kernel!(AMAX_MODULE, "scale_e4m3", ScaleArgs), kernel!(AMAX_MODULE, "scale_e5m2", ScaleArgs)];
+static STRIDED_AMAX: ByInput = by_input!(STRIDED_MODULE, "strided_amax", StridedAmaxArgs);
+static STRIDED_SCALE: ByTypes = by_types!(STRIDED_MODULE, "strided_current_scale", StridedAmaxArgs);
+static STRIDED_CAST: ByTypes = by_types!(STRIDED_MODULE, "strided_cast", StridedArgs);
+static CAST: ByTypes = by_types!(CAST_MODULE, "cast", CastArgs);
+static CAST_DELAYED: ByTypes = by_types!(CAST_MODULE, "cast_delayed", CastArgs);
+static CAST_CURRENT: ByTypes = by_types!(CAST_MODULE, "cast_current", CurrentCastArgs);
+static CAST_TRANSPOSE: ByTypes = by_types!(CAST_TRANSPOSE_MODULE, "cast_transpose", CastTransposeArgs);
 static CAST_TRANSPOSE_DELAYED: ByTypes =
-    by_types!(CastTranspose, "cast_transpose_delayed", CastTransposeArgs);
+    by_types!(CAST_TRANSPOSE_MODULE, "cast_transpose_delayed", CastTransposeArgs);
 static CAST_TRANSPOSE_CURRENT: ByTypes =
-    by_types!(CastTranspose, "cast_transpose_current", CurrentCastTransposeArgs);
+    by_types!(CAST_TRANSPOSE_MODULE, "cast_transpose_current", CurrentCastTransposeArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {
