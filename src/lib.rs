@@ -9,7 +9,7 @@
 //! ops      one function per operation: validates all arguments, then dispatches by device
 //! cpu      SIMD and threads          cuda   driver loading, module cache, launches
 //! spec     argument types that ops, cpu and cuda share
-//! layout   views, block shapes
+//! layout   views, block shapes, the table of block formats
 //! error    the error enum
 //! format   E4M3, E5M2, E8M0, element types, the scale rule: defines the bytes
 //! ```
@@ -66,5 +66,5 @@ mod python;
 
 pub use error::Error;
 pub use format::Fp8Format;
-pub use layout::{Block, DType, Device, View, ViewMut};
+pub use layout::{Block, BlockFormat, DType, Device, FORMATS, View, ViewMut};
 pub use ops::{ScaleRule, Stream};

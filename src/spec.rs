@@ -94,7 +94,7 @@ impl BlockScale {
 /// How a matrix is divided into blocks, and which scales the blocks get.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BlockSpec {
-    /// (1, [`Block::ALL`]), (1, 128) or (128, 128) with fp32 scales, (1, 32) or (32, 32) with E8M0.
+    /// The block of one of the [formats](crate::layout::FORMATS).
     pub block: Block,
     /// The type and rule of the scales.
     pub scale: BlockScale,
@@ -343,8 +343,8 @@ pub enum Target {
     /// is finite. `scale` becomes `new_scale`, or NaN if a value is not finite. The codes are written in both
     /// cases.
     Tensor,
-    /// FP8 codes with one scale per block of (1, [`Block::ALL`]) or (128, 128) with fp32 scales, or of (32,
-    /// 32) with E8M0 scales. Row 0 starts a block.
+    /// FP8 codes with one scale per block of a [format](crate::layout::FORMATS) that `AdamW` supports. Row 0
+    /// starts a block.
     Blocks(Block, BlockScale),
 }
 

@@ -5,7 +5,7 @@ mod common;
 
 use common::{Layout, Owned, on_each_level, set_flush_to_zero};
 use fp8rs::format::wide::NAN_BITS;
-use fp8rs::{Block, DType, Device, ScaleRule, Stream, View, ViewMut, ops};
+use fp8rs::{Block, DType, Device, FORMATS, ScaleRule, Stream, View, ViewMut, ops};
 use proptest::prelude::*;
 
 fn one(value: &mut f32) -> ViewMut<'_> {
@@ -193,9 +193,10 @@ proptest! {
         shape in common::shape(),
         layouts in (common::input_layout(), common::input_layout(), common::output_layout()),
         block in prop_oneof![
-            Just(Block::TENSOR), Just(Block::ROW), Just(Block { rows: 1, cols: 128 }),
-            Just(Block { rows: 128, cols: 128 }), Just(Block { rows: 1, cols: 32 }),
-            Just(Block { rows: 32, cols: 32 }), Just(Block { rows: 32, cols: 1 }), Just(Block { rows: 5, cols: 7 }),
+            5 => prop::sample::select(FORMATS.to_vec()).prop_map(|format| format.block),
+            1 => Just(Block::TENSOR),
+            1 => Just(Block { rows: 32, cols: 1 }),
+            1 => Just(Block { rows: 5, cols: 7 }),
         ],
         e8m0: bool,
         offset in 0_usize..3,

@@ -19,14 +19,12 @@ use crate::format::random::Words;
 use crate::format::scale::reciprocal;
 use crate::format::wide::{NAN_BITS, canonical};
 use crate::format::{DType, Fp8Format, e8m0};
-use crate::layout::{Block, Matrix};
+use crate::layout::{Block, Matrix, holds_whole_blocks, narrowest_block};
 use crate::spec::{AdamWCall, AdamWTensor, BlockScale, Target};
 
 /// Number of elements that are updated together. It is a multiple of the columns of every square block.
 const CHUNK: usize = 512;
-
-/// The smallest number of columns of a block.
-const SMALLEST: usize = 32;
+const _: () = assert!(holds_whole_blocks(CHUNK, CHUNK));
 
 /// The work on one tensor of a call. Each view is flattened to one row.
 struct Task {
@@ -317,7 +315,7 @@ impl<C: Codes> Kernel for Blocks<'_, C> {
             let cols = start..(start + stretch).min(columns);
             let blocks = if block.cols == Block::ALL { 1 } else { cols.len().div_ceil(width) };
             let first = self.rows.start / block.rows * across + start / block.cols;
-            let mut factors = [0.0_f32; CHUNK / SMALLEST];
+            let mut factors = [0.0_f32; CHUNK / narrowest_block()];
             for (i, factor) in factors[..blocks].iter_mut().enumerate() {
                 // SAFETY: no other piece contains these blocks and their scales.
                 *factor = unsafe { task.scale_at(first + i) };

@@ -7,7 +7,7 @@ use super::views::{aligned, ordinal};
 use super::workspace::{self, PER_CHUNK};
 use crate::error::Error;
 use crate::format::e8m0::Rounding;
-use crate::layout::{Block, DType, Device, View, ViewMut};
+use crate::layout::{Block, BlockFormat, DType, Device, View, ViewMut};
 use crate::spec::{AdamWCall, AdamWTensor, BlockScale, ScaleRule, Stream, Target};
 
 /// Entries of a launch. The parameters of a kernel are limited to 32 KB.
@@ -130,7 +130,7 @@ fn block_shape(block: Block, (rows, cols): (usize, usize), vectors: bool) -> Res
         (32, 32, false) => (&SQUARE_32_TWICE, 512, blocks(32)),
         (128, 128, true) => (&SQUARE_128, 1024, blocks(128)),
         (128, 128, false) => (&SQUARE_128_TWICE, 512, blocks(128)),
-        _ => return Err(block.unsupported("(1, all), (32, 32) or (128, 128)")),
+        _ => return Err(block.unsupported(BlockFormat::list_blocks(|format| format.in_adamw))),
     })
 }
 
@@ -250,17 +250,16 @@ pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::{Block, block_shape};
+    use crate::layout::FORMATS;
 
     #[test]
-    fn blocks_without_a_kernel_of_their_size_are_refused() {
-        for vectors in [true, false] {
-            for (rows, cols) in
-                [(1, 128), (32, 128), (64, 64), (128, 32), (256, 256), (Block::ALL, Block::ALL)]
-            {
-                assert!(block_shape(Block { rows, cols }, (256, 256), vectors).is_err(), "({rows}, {cols})");
-            }
-            for (rows, cols) in [(1, Block::ALL), (32, 32), (128, 128)] {
-                assert!(block_shape(Block { rows, cols }, (256, 256), vectors).is_ok(), "({rows}, {cols})");
+    fn formats_of_adamw_have_a_kernel_and_other_blocks_are_refused() {
+        let extents = [1, 32, 64, 128, 256, Block::ALL];
+        for (rows, cols) in extents.into_iter().flat_map(|rows| extents.map(|cols| (rows, cols))) {
+            let block = Block { rows, cols };
+            let expected = FORMATS.iter().any(|format| format.in_adamw && format.block == block);
+            for vectors in [true, false] {
+                assert_eq!(block_shape(block, (256, 256), vectors).is_ok(), expected, "{block}");
             }
         }
     }

@@ -3,7 +3,7 @@
 use super::tensorwise::check_rule;
 use super::validate::{Call, Kind, check_number, contiguous, same_batch, shape};
 use crate::error::{Arg, Error};
-use crate::layout::{Block, DType, Device, View, ViewMut};
+use crate::layout::{BlockFormat, DType, Device, View, ViewMut};
 use crate::spec::{AdamW, AdamWCall, AdamWTensor, BlockScale, Stream, Target};
 use crate::{cpu, cuda};
 
@@ -62,15 +62,13 @@ fn check_numbers(shared: &AdamW) -> Result<(), Error> {
         check_number(arg, value, works, expected)?;
     }
     if let Target::Blocks(block, scale) = shared.target {
-        let (works, expected): (&[(usize, usize)], _) = match scale {
-            BlockScale::F32(rule) => {
-                check_rule(rule)?;
-                (&[(1, Block::ALL), (128, 128)], "(1, all) or (128, 128) with float32 scales")
-            }
-            BlockScale::E8m0(_) => (&[(32, 32)], "(32, 32) with float8_e8m0fnu scales"),
-        };
-        if !works.contains(&(block.rows, block.cols)) {
-            return Err(block.unsupported(expected));
+        if let BlockScale::F32(rule) = scale {
+            check_rule(rule)?;
+        }
+        let dtype = scale.dtype();
+        if BlockFormat::find(block, dtype).is_none_or(|format| !format.in_adamw) {
+            let blocks = BlockFormat::list_blocks(|format| format.in_adamw && format.scale_dtype == dtype);
+            return Err(block.unsupported(format!("{blocks} with {dtype} scales")));
         }
     }
     Ok(())

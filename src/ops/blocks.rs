@@ -9,7 +9,7 @@
 use super::tensorwise::check_rule_without_margin;
 use super::validate::{Call, Kind, check_number, one_matrix, shape};
 use crate::error::Error;
-use crate::layout::{Block, DType, Device, View, ViewMut, packed};
+use crate::layout::{Block, BlockFormat, DType, Device, View, ViewMut, block_extents, list, packed};
 use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, Stream};
 use crate::{cpu, cuda};
 
@@ -18,7 +18,7 @@ pub(crate) const MX: usize = 32;
 
 /// Computes the absolute maximum of each block by the rule of [`super::amax`], into `out` (fp32). `out` has
 /// one row of elements for each row of blocks that `x` touches, where row 0 of `x` is row `row_offset` of the
-/// whole matrix. Block rows and columns are 1, 32, 128 or [`Block::ALL`].
+/// whole matrix. Block rows and columns are those of the [formats](crate::layout::FORMATS).
 pub fn block_amax(
     x: View,
     block: Block,
@@ -26,10 +26,10 @@ pub fn block_amax(
     out: ViewMut,
     stream: Stream,
 ) -> Result<(), Error> {
-    for extent in [block.rows, block.cols] {
-        if ![1, 32, 128, Block::ALL].contains(&extent) {
-            return Err(block.unsupported("made of 1, 32, 128 or all"));
-        }
+    let extents = block_extents();
+    if !(extents.contains(&block.rows) && extents.contains(&block.cols)) {
+        let names = extents.into_iter().map(Block::extent_name).collect();
+        return Err(block.unsupported(format!("made of {}", list(names))));
     }
     let mut call = Call::default();
     call.input("x", &x, Kind::Wide)?;
@@ -168,8 +168,8 @@ pub fn rebase(
     scale_out: ViewMut,
     stream: Stream,
 ) -> Result<(), Error> {
-    if block.cols != MX || !(block.rows == 1 || block.rows == MX) {
-        return Err(block.unsupported("(1, 32) or (32, 32)"));
+    if BlockFormat::find(block, DType::E8m0).is_none() {
+        return Err(block.unsupported(BlockFormat::list_blocks(|format| format.scale_dtype == DType::E8m0)));
     }
     let mut call = Call::default();
     call.input("codes", &codes, Kind::Fp8)?;
@@ -201,24 +201,23 @@ pub fn rebase(
 
 fn check_spec(spec: BlockSpec) -> Result<(), Error> {
     let BlockSpec { block, scale, row_offset, packed } = spec;
+    if let BlockScale::F32(rule) = scale {
+        check_rule_without_margin(rule, "0 for block scales")?;
+    }
+
+    let dtype = scale.dtype();
+    if BlockFormat::find(block, dtype).is_none() {
+        let blocks = BlockFormat::list_blocks(|format| format.scale_dtype == dtype);
+        return Err(block.unsupported(format!("{blocks} with {dtype} scales")));
+    }
+
     match scale {
-        BlockScale::F32(rule) => {
-            check_rule_without_margin(rule, "0 for block scales")?;
-            let works = [Block::ROW, Block { rows: 1, cols: 128 }, Block { rows: 128, cols: 128 }];
-            if !works.contains(&block) {
-                return Err(block.unsupported("(1, all), (1, 128) or (128, 128) with float32 scales"));
-            }
-            check_number("packed", packed, !packed, "false with float32 scales")?;
-        }
+        BlockScale::F32(_) => check_number("packed", packed, !packed, "false with float32 scales"),
         BlockScale::E8m0(_) => {
-            if block.cols != MX || !(block.rows == 1 || block.rows == MX) {
-                return Err(block.unsupported("(1, 32) or (32, 32) with float8_e8m0fnu scales"));
-            }
             let works = !packed || row_offset % MX == 0;
-            check_number("row_offset", row_offset, works, "a multiple of 32 if scales are packed")?;
+            check_number("row_offset", row_offset, works, "a multiple of 32 if scales are packed")
         }
     }
-    Ok(())
 }
 
 fn check_block_rows(block_rows: usize) -> Result<(), Error> {

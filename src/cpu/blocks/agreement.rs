@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use super::definition::{self, cells, put};
 use crate::cpu::simd::on_each_level;
 use crate::format::e8m0::Rounding;
-use crate::layout::{Block, DType, View, ViewMut, packed};
+use crate::layout::{Block, BlockFormat, DType, FORMATS, View, ViewMut, block_extents, packed};
 use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
 
 type Quantize = dyn Fn(BlockCall);
@@ -130,22 +130,17 @@ impl Filled {
 }
 
 fn spec() -> impl Strategy<Value = BlockSpec> {
-    let rounding = prop_oneof![Just(Rounding::Ceil), Just(Rounding::Floor)];
-    let mx = (prop_oneof![Just(1_usize), Just(32)], rounding, any::<bool>()).prop_map(
-        |(rows, rounding, packed)| BlockSpec {
-            block: Block { rows, cols: 32 },
-            scale: BlockScale::E8m0(rounding),
-            row_offset: 0,
-            packed,
-        },
-    );
-    let blocks = [Block::ROW, Block { rows: 1, cols: 128 }, Block { rows: 128, cols: 128 }];
-    let f32s = (prop::sample::select(blocks.to_vec()), any::<bool>(), prop_oneof![Just(0.0_f32), Just(1e-3)]);
-    let f32s = f32s.prop_map(|(block, power_of_2, amax_epsilon)| {
+    let format = prop::sample::select(FORMATS.to_vec());
+    let e8m0 = (prop_oneof![Just(Rounding::Ceil), Just(Rounding::Floor)], any::<bool>());
+    let f32 = (any::<bool>(), prop_oneof![Just(0.0_f32), Just(1e-3)]);
+    (format, e8m0, f32).prop_map(|(format, (rounding, packed), (power_of_2, amax_epsilon))| {
+        let block = format.block;
+        if format.scale_dtype == DType::E8m0 {
+            return BlockSpec { block, scale: BlockScale::E8m0(rounding), row_offset: 0, packed };
+        }
         let rule = ScaleRule { power_of_2, amax_epsilon, margin: 0 };
         BlockSpec { block, scale: BlockScale::F32(rule), row_offset: 0, packed: false }
-    });
-    prop_oneof![mx, f32s]
+    })
 }
 
 fn fp8() -> impl Strategy<Value = DType> {
@@ -283,8 +278,8 @@ proptest! {
     #[test]
     fn block_amax_matches_the_definition(
         (input, row_offset) in input(),
-        rows in prop::sample::select(vec![1, 32, 128, Block::ALL]),
-        cols in prop::sample::select(vec![1, 32, 128, Block::ALL]),
+        rows in prop::sample::select(block_extents()),
+        cols in prop::sample::select(block_extents()),
         out_lay in lay(),
     ) {
         check_block_amax(&input, row_offset, Block { rows, cols }, out_lay);
@@ -322,30 +317,27 @@ fn large(dtype: DType, lay: Lay) -> Filled {
 
 #[test]
 fn quantize_blocks_over_threads_matches_the_definition() {
-    let mx = |rows, rounding, packed, row_offset| BlockSpec {
-        block: Block { rows, cols: 32 },
-        scale: BlockScale::E8m0(rounding),
-        row_offset,
-        packed,
+    let spec = |format: &BlockFormat, variant: bool, row_offset| {
+        let scale = match format.scale_dtype {
+            DType::E8m0 => BlockScale::E8m0(if variant { Rounding::Floor } else { Rounding::Ceil }),
+            _ => BlockScale::F32(ScaleRule { power_of_2: variant, ..Default::default() }),
+        };
+        BlockSpec { block: format.block, scale, row_offset, packed: false }
     };
-    let f32s = |block, power_of_2, row_offset| {
-        let scale = BlockScale::F32(ScaleRule { power_of_2, ..Default::default() });
-        BlockSpec { block, scale, row_offset, packed: false }
-    };
-    for (spec, column_scale) in [
-        (mx(1, Rounding::Ceil, false, 0), false),
-        (mx(1, Rounding::Floor, true, 64), false),
-        (mx(32, Rounding::Ceil, false, 45), false),
-        (mx(32, Rounding::Ceil, true, 0), false),
-        (f32s(Block { rows: 1, cols: 128 }, true, 0), false),
-        (f32s(Block { rows: 128, cols: 128 }, false, 77), false),
-        (f32s(Block::ROW, false, 0), false),
-        (f32s(Block::ROW, true, 0), true),
-    ] {
-        for (dtype, lay) in [(DType::Bf16, Lay::Rows), (DType::F32, Lay::Columns)] {
-            let (input, lays) = (large(dtype, lay), (Lay::Rows, Lay::Rows));
-            let (dtype, directions, amax) = (DType::E4m3, [true, true], false);
-            Quantization { input, spec, dtype, lays, directions, amax, column_scale }.check();
+    for format in &FORMATS {
+        let mut cases = vec![(spec(format, false, 45), false), (spec(format, true, 77), false)];
+        if format.scale_dtype == DType::E8m0 {
+            cases.push((BlockSpec { packed: true, ..spec(format, true, 64) }, false));
+        }
+        if format.block == Block::ROW {
+            cases.push((spec(format, true, 0), true));
+        }
+        for (spec, column_scale) in cases {
+            for (dtype, lay) in [(DType::Bf16, Lay::Rows), (DType::F32, Lay::Columns)] {
+                let (input, lays) = (large(dtype, lay), (Lay::Rows, Lay::Rows));
+                let (dtype, directions, amax) = (DType::E4m3, [true, true], false);
+                Quantization { input, spec, dtype, lays, directions, amax, column_scale }.check();
+            }
         }
     }
 }

@@ -14,11 +14,11 @@ use crate::cpu::tile::{Fill, by_tiles};
 use crate::cpu::types::{with_codes, with_element};
 use crate::cpu::{pool, rows};
 use crate::format::Fp8Format;
-use crate::layout::{Block, DType, Device, Matrix};
+use crate::layout::{Block, DType, Device, Matrix, narrowest_block};
 use crate::spec::BlockCall;
 
 /// Columns of the narrowest block.
-const NARROWEST: usize = 32;
+const NARROWEST: usize = narrowest_block();
 
 /// See [`crate::ops::quantize_blocks`].
 pub(crate) fn quantize_blocks(call: BlockCall) {
@@ -211,10 +211,10 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
             let to = &mut factors.along[self.in_strip(row)];
             let mut found = [0; CHUNK / NARROWEST];
             if plane.amax.is_none() {
-                if size == NARROWEST {
-                    maxima_of::<T, NARROWEST>(xs, &mut found);
-                } else {
-                    maxima_of::<T, 128>(xs, &mut found);
+                match size {
+                    NARROWEST => maxima_of::<T, NARROWEST>(xs, &mut found),
+                    128 => maxima_of::<T, 128>(xs, &mut found),
+                    _ => unreachable!("no instance for blocks of {size} columns"),
                 }
             }
             let blocks = xs.len().div_ceil(size);
@@ -295,13 +295,15 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
                 &mut line[..self.cols.len()]
             };
             let along = &factors.along[self.in_strip(row)];
-            match column_scale {
-                Some(column_scale) => cast_column_scaled::<T, C>(xs, column_scale, along[0], out),
-                None if size == NARROWEST => cast_blocks::<T, C, NARROWEST>(xs, along, out),
-                None if size == CHUNK => {
+            match (column_scale, size) {
+                (Some(column_scale), _) => cast_column_scaled::<T, C>(xs, column_scale, along[0], out),
+                (None, NARROWEST) => cast_blocks::<T, C, NARROWEST>(xs, along, out),
+                (None, 128) => cast_blocks::<T, C, 128>(xs, along, out),
+                // Blocks of whole rows.
+                (None, CHUNK) => {
                     rows::cast::<T, C, false>(xs, along[0], out);
                 }
-                None => cast_blocks::<T, C, 128>(xs, along, out),
+                _ => unreachable!("no instance for blocks of {size} columns"),
             }
             if !contiguous {
                 for (col, code) in self.cols.clone().zip(line) {

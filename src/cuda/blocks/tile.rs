@@ -9,7 +9,7 @@ use crate::cuda::tensorwise::Rule;
 use crate::cuda::views::rows_aligned;
 use crate::error::Error;
 use crate::format::e8m0::Rounding;
-use crate::layout::{Block, DType, Matrix};
+use crate::layout::{Block, BlockFormat, DType, Matrix};
 use crate::spec::{BlockScale, ScaleRule};
 
 const TILE: usize = 128;
@@ -91,6 +91,12 @@ pub(super) fn quantize(job: &Job) -> Result<(), Error> {
     run(job, kernels_for(job.spec.block, job.spec.scale)?, false)
 }
 
+/// Whether this module has a kernel for a format. Scales of whole rows and columns depend on other tiles, so
+/// `lines` computes their maxima first.
+fn has_kernel(format: &BlockFormat) -> bool {
+    format.block != Block::ROW
+}
+
 fn kernels_for(block: Block, scale: BlockScale) -> Result<&'static ByTypes, Error> {
     Ok(match (scale, block.rows, block.cols) {
         (BlockScale::E8m0(_), 32, 32) => &MX_SQUARE,
@@ -98,9 +104,9 @@ fn kernels_for(block: Block, scale: BlockScale) -> Result<&'static ByTypes, Erro
         (BlockScale::F32(_), 128, 128) => &BLOCK_SQUARE,
         (BlockScale::F32(_), 1, 128) => &BLOCK_LINES,
         _ => {
-            return Err(block.unsupported(
-                "(1, 128) or (128, 128) with float32 scales, or (1, 32) or (32, 32) with float8_e8m0fnu scales",
-            ));
+            let dtype = scale.dtype();
+            let blocks = BlockFormat::list_blocks(|format| has_kernel(format) && format.scale_dtype == dtype);
+            return Err(block.unsupported(format!("{blocks} with {dtype} scales")));
         }
     })
 }
@@ -190,18 +196,24 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Block, BlockScale, Rounding, ScaleRule, kernels_for};
+    use super::{Block, BlockScale, DType, Rounding, ScaleRule, has_kernel, kernels_for};
+    use crate::layout::FORMATS;
 
     #[test]
-    fn blocks_without_a_kernel_of_their_size_are_refused() {
-        let scales = [BlockScale::F32(ScaleRule::default()), BlockScale::E8m0(Rounding::Ceil)];
-        for (scale, size) in scales.into_iter().zip([128, 32]) {
-            for (rows, cols) in [(1, 16), (1, 64), (64, 64), (256, 256), (size, 1), (1, 160 - size)] {
-                assert!(kernels_for(Block { rows, cols }, scale).is_err(), "({rows}, {cols})");
-            }
-            for rows in [1, size] {
-                assert!(kernels_for(Block { rows, cols: size }, scale).is_ok(), "({rows}, {size})");
+    fn every_format_has_a_kernel_and_other_blocks_are_refused() {
+        let extents = [1, 16, 32, 64, 128, 256];
+        for scale in [BlockScale::F32(ScaleRule::default()), BlockScale::E8m0(Rounding::Ceil)] {
+            for (rows, cols) in extents.into_iter().flat_map(|rows| extents.map(|cols| (rows, cols))) {
+                let block = Block { rows, cols };
+                let mut formats = FORMATS.iter().filter(|format| has_kernel(format));
+                let expected =
+                    formats.any(|format| format.block == block && format.scale_dtype == scale.dtype());
+                assert_eq!(kernels_for(block, scale).is_ok(), expected, "{block} {scale:?}");
             }
         }
+        let error = kernels_for(Block::ROW, BlockScale::F32(ScaleRule::default())).err().expect("refused");
+        let expected = "block is (1, all); it must be (1, 128) or (128, 128) with float32 scales";
+        assert_eq!(error.to_string(), expected);
+        assert!(FORMATS.iter().all(|format| [DType::F32, DType::E8m0].contains(&format.scale_dtype)));
     }
 }

@@ -9,7 +9,7 @@ use super::raise::{Failure, throw};
 use super::shim::{Kernel, Value};
 use crate::format::Fp8Format;
 use crate::format::groups::padded_columns;
-use crate::layout::{Block, DType, View, ViewMut, packed};
+use crate::layout::{Block, BlockFormat, DType, View, ViewMut, packed};
 use crate::ops::{
     self, Axis, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Given, Groups, ScaleRule,
 };
@@ -324,8 +324,8 @@ fn quantize_blocks(mut values: Values) -> Results {
     Ok(vec![row, or_empty(row_scale, &x, dtype)?, col, or_empty(col_scale, &x, dtype)?])
 }
 
-/// Allocates the scales of a plane with `lines` rows per matrix. The layout is contiguous, except that for
-/// blocks of (1, 128) it is column-major, so that scales of adjacent rows are adjacent.
+/// Allocates the scales of a plane with `lines` rows per matrix. The layout is contiguous, or column-major if
+/// the format requires it ([`BlockFormat::scales_by_columns`]).
 fn allocate_scales(
     x: &Tensor,
     batch: bool,
@@ -338,7 +338,7 @@ fn allocate_scales(
         return x.allocate(dtype, &[packed::bytes(lines, across) as i64]);
     }
     let sizes = x.each(batch, &shape)?;
-    if spec.block == (Block { rows: 1, cols: 128 }) {
+    if BlockFormat::find(spec.block, dtype).is_some_and(|format| format.scales_by_columns) {
         let [down, across] = shape.map(|extent| extent.max(1));
         let strides = [down * across, 1, down];
         return x.allocate_strided(dtype, &sizes, if batch { &strides } else { &strides[1..] });
