@@ -27,12 +27,12 @@ const CHUNK: usize = 512;
 const _: () = assert!(holds_whole_blocks(CHUNK, CHUNK));
 
 /// The work on one tensor of a call. Each view is flattened to one row.
-struct Task {
-    grad: Matrix,
-    moments: [Matrix; 2],
-    param: Matrix,
-    master: Option<Matrix>,
-    scale: Option<Matrix>,
+struct Task<'a> {
+    grad: Matrix<'a>,
+    moments: [Matrix<'a>; 2],
+    param: Matrix<'a>,
+    master: Option<Matrix<'a>>,
+    scale: Option<Matrix<'a>>,
     new_scale: f32,
     /// Rows and columns of the parameter.
     shape: (usize, usize),
@@ -44,8 +44,8 @@ struct Task {
     found: AtomicU32,
 }
 
-impl Task {
-    fn new(call: &AdamWCall, hyper: &Hyper, grad_scale: Option<f32>, tensor: &AdamWTensor) -> Self {
+impl<'a> Task<'a> {
+    fn new(call: &AdamWCall, hyper: &Hyper, grad_scale: Option<f32>, tensor: &'a AdamWTensor) -> Self {
         // SAFETY: `ops` checks that `step` is one fp32 element.
         let step: f32 = unsafe { tensor.step.matrix().read(0, 0) };
         let words = |seed| Words { seed, stream: tensor.stream, step: step as u32 };
@@ -232,7 +232,7 @@ impl Scratch {
 
 /// A range of elements that share one scale or have no scale.
 struct Elements<'a, C> {
-    task: &'a Task,
+    task: &'a Task<'a>,
     range: Range<usize>,
     format: std::marker::PhantomData<C>,
 }
@@ -268,7 +268,7 @@ impl<C: Codes> Kernel for Elements<'_, C> {
 
 /// The rows of one row of blocks.
 struct Blocks<'a, C> {
-    task: &'a Task,
+    task: &'a Task<'a>,
     rows: Range<usize>,
     format: std::marker::PhantomData<C>,
 }

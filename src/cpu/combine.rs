@@ -74,16 +74,16 @@ fn check_permutation(places: &Matrix) -> Result<(), Error> {
 }
 
 /// Sums the rows of some tokens.
-struct Sums<T> {
-    rows: Matrix,
-    places: Matrix,
-    weights: Option<Matrix>,
-    out: Matrix,
+struct Sums<'a, T> {
+    rows: Matrix<'a>,
+    places: Matrix<'a>,
+    weights: Option<Matrix<'a>>,
+    out: Matrix<'a>,
     tokens: Range<usize>,
     element: PhantomData<T>,
 }
 
-impl<T: Element> Kernel for Sums<T> {
+impl<T: Element> Kernel for Sums<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -127,18 +127,18 @@ pub(crate) fn combine_rows(combine: Combine, out: ViewMut) -> Result<(), Error> 
 }
 
 /// Computes the gradients of some tokens' rows and weights.
-struct Gradients<T> {
-    grad: Matrix,
-    rows: Option<Matrix>,
-    places: Matrix,
-    weights: Matrix,
-    d_rows: Option<Matrix>,
-    d_weights: Option<Matrix>,
+struct Gradients<'a, T> {
+    grad: Matrix<'a>,
+    rows: Option<Matrix<'a>>,
+    places: Matrix<'a>,
+    weights: Matrix<'a>,
+    d_rows: Option<Matrix<'a>>,
+    d_weights: Option<Matrix<'a>>,
     tokens: Range<usize>,
     element: PhantomData<T>,
 }
 
-impl<T: Element> Kernel for Gradients<T> {
+impl<T: Element> Kernel for Gradients<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -200,8 +200,8 @@ pub(crate) fn combine_rows_backward(backward: CombineBackward) -> Result<(), Err
     let _env = DefaultFloatEnv::enter();
     let (grad, places) = (backward.grad.matrix(), backward.places.matrix());
     let (rows, weights) = (backward.rows.map(|rows| rows.matrix()), backward.weights.matrix());
-    let d_rows = backward.d_rows.map(|d_rows| d_rows.matrix());
-    let d_weights = backward.d_weights.map(|d_weights| d_weights.matrix());
+    let d_rows = backward.d_rows.as_ref().map(ViewMut::matrix);
+    let d_weights = backward.d_weights.as_ref().map(ViewMut::matrix);
     check_permutation(&places)?;
     for_rows(grad.rows, places.cols.max(1) * grad.cols, |tokens| {
         with_element!(grad.dtype, T => dispatch(Gradients::<T> {

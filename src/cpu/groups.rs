@@ -63,16 +63,16 @@ pub(crate) fn zero_tail(out: ViewMut, ends: View) {
 }
 
 /// Computes rows of a gated activation or of its gradient.
-struct GatedPiece<T> {
-    h: Matrix,
-    dy: Option<Matrix>,
+struct GatedPiece<'a, T> {
+    h: Matrix<'a>,
+    dy: Option<Matrix<'a>>,
     activation: Activation,
-    values: Matrix,
+    values: Matrix<'a>,
     rows: Range<usize>,
     buffers: [Vec<T>; 3],
 }
 
-impl<T: Element> Kernel for GatedPiece<T> {
+impl<T: Element> Kernel for GatedPiece<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -127,14 +127,14 @@ pub(super) fn for_rows(rows: usize, cols: usize, f: impl Fn(Range<usize>) + Sync
 }
 
 /// Reads rows of `x` through the index.
-struct Reader<T> {
-    x: Matrix,
-    index: Option<Matrix>,
+struct Reader<'a, T> {
+    x: Matrix<'a>,
+    index: Option<Matrix<'a>>,
     buffer: Vec<T>,
 }
 
-impl<T: Element> Reader<T> {
-    fn new(x: Matrix, index: Option<Matrix>) -> Self {
+impl<'a, T: Element> Reader<'a, T> {
+    fn new(x: Matrix<'a>, index: Option<Matrix<'a>>) -> Self {
         Self { x, index, buffer: Vec::new() }
     }
 
@@ -153,18 +153,18 @@ fn scale_of(amax: u32, rule: ScaleRule, format: Fp8Format) -> f32 {
 }
 
 /// Quantizes rows with one scale per row.
-struct RowPiece<T, C> {
-    reader: Reader<T>,
+struct RowPiece<'a, T, C> {
+    reader: Reader<'a, T>,
     rows: Range<usize>,
     /// The number of rows that belong to a group.
     used: usize,
     rule: ScaleRule,
-    codes: Matrix,
-    scales: Matrix,
+    codes: Matrix<'a>,
+    scales: Matrix<'a>,
     format: PhantomData<C>,
 }
 
-impl<T: Element, C: Codes> Kernel for RowPiece<T, C> {
+impl<T: Element, C: Codes> Kernel for RowPiece<'_, T, C> {
     type Output = ();
 
     #[inline(always)]
@@ -188,19 +188,19 @@ impl<T: Element, C: Codes> Kernel for RowPiece<T, C> {
 }
 
 /// Quantizes columns of a group with one scale per column.
-struct ColumnPiece<T, C> {
-    reader: Reader<T>,
+struct ColumnPiece<'a, T, C> {
+    reader: Reader<'a, T>,
     group: usize,
     rows: Range<usize>,
     cols: Range<usize>,
     rule: ScaleRule,
     /// The group's columns of the codes, transposed: row 0 is the first row of the group.
-    codes: Matrix,
-    scales: Matrix,
+    codes: Matrix<'a>,
+    scales: Matrix<'a>,
     format: PhantomData<C>,
 }
 
-impl<T: Element, C: Codes> Kernel for ColumnPiece<T, C> {
+impl<T: Element, C: Codes> Kernel for ColumnPiece<'_, T, C> {
     type Output = ();
 
     #[inline(always)]
@@ -227,15 +227,15 @@ impl<T: Element, C: Codes> Kernel for ColumnPiece<T, C> {
     }
 }
 
-struct CastColumns<T, C> {
-    reader: Reader<T>,
+struct CastColumns<'a, T, C> {
+    reader: Reader<'a, T>,
     first_row: usize,
     first_col: usize,
     factors: Vec<f32>,
     format: PhantomData<C>,
 }
 
-impl<T: Element, C: Codes> Fill for CastColumns<T, C> {
+impl<T: Element, C: Codes> Fill for CastColumns<'_, T, C> {
     #[inline(always)]
     fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         let factors = &self.factors[cols.start - self.first_col..];
@@ -293,7 +293,7 @@ pub(crate) fn quantize_groups(call: GroupCall) {
             let (group, chunk) = (i / chunks, i % chunks);
             let (rows, start) = bounds[group].clone();
             let cols = chunk * COLS..((chunk + 1) * COLS).min(cols);
-            let codes = Matrix { ptr: codes.at(0, start), cols: rows.len(), ..codes }.transposed();
+            let codes = codes.columns(start..start + rows.len()).transposed();
             with_element!(x.dtype, T => with_codes!(format, C => dispatch(ColumnPiece::<T, C> {
                 reader: Reader::new(x, index), group, rows, cols, rule, codes, scales, format: PhantomData,
             })));

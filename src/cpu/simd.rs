@@ -106,12 +106,20 @@ pub(crate) fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     }
 }
 
+/// Runs a kernel that is compiled for AVX2.
+///
+/// # Safety
+/// The CPU must support AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
 }
 
+/// Runs a kernel that is compiled for AVX-512.
+///
+/// # Safety
+/// The CPU must support AVX-512 F, BW, DQ and VL.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn avx512<K: Kernel>(kernel: K) -> K::Output {

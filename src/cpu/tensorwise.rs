@@ -23,8 +23,8 @@ pub(super) const PIECE: usize = 64 * 1024;
 pub(super) const PARALLEL: usize = 128 * 1024;
 
 /// The work on one tensor of a call.
-struct Task {
-    walk: Walk,
+struct Task<'a> {
+    walk: Walk<'a>,
     /// The format of the outputs. It is only used if there are outputs.
     format: Fp8Format,
     /// The factor that elements are multiplied by.
@@ -33,13 +33,13 @@ struct Task {
     found: AtomicU32,
 }
 
-impl Task {
+impl<'a> Task<'a> {
     /// Creates a task that only computes the absolute maximum.
-    fn amax(x: &View) -> Self {
+    fn amax(x: &View<'a>) -> Self {
         Self::new(x, 1.0, None, None)
     }
 
-    fn new(x: &View, scale: f32, rowwise: Option<&ViewMut>, columnwise: Option<&ViewMut>) -> Self {
+    fn new(x: &View<'a>, scale: f32, rowwise: Option<&'a ViewMut>, columnwise: Option<&'a ViewMut>) -> Self {
         let format = rowwise.or(columnwise).and_then(|out| out.dtype().fp8()).unwrap_or(Fp8Format::E4m3);
         let sinks = rowwise.map(ViewMut::matrix).into_iter();
         let sinks = sinks.chain(columnwise.map(|out| out.matrix().transposed())).collect();
@@ -67,13 +67,13 @@ impl Task {
     }
 }
 
-struct AmaxPiece<T> {
-    x: Matrix,
+struct AmaxPiece<'a, T> {
+    x: Matrix<'a>,
     piece: Piece,
     buffer: Vec<T>,
 }
 
-impl<T: Element> Kernel for AmaxPiece<T> {
+impl<T: Element> Kernel for AmaxPiece<'_, T> {
     type Output = u32;
 
     #[inline(always)]
@@ -89,9 +89,9 @@ impl<T: Element> Kernel for AmaxPiece<T> {
 }
 
 struct CastPiece<'a, T, C, const AMAX: bool> {
-    walk: &'a Walk,
+    walk: &'a Walk<'a>,
     piece: Piece,
-    cast: Cast<T, C, AMAX>,
+    cast: Cast<'a, T, C, AMAX>,
 }
 
 impl<T: Element, C: Codes, const AMAX: bool> Kernel for CastPiece<'_, T, C, AMAX> {
@@ -211,7 +211,7 @@ pub(crate) fn multi_quantize_delayed(
     }
 }
 
-fn tasks(xs: &[View], scales: &Matrix, outs: &[ViewMut]) -> Vec<Task> {
+fn tasks<'a>(xs: &[View<'a>], scales: &Matrix, outs: &'a [ViewMut]) -> Vec<Task<'a>> {
     let lists = xs.iter().zip(outs).enumerate();
     // SAFETY: `ops` checks that `scales` has one fp32 element per tensor.
     lists.map(|(i, (x, out))| Task::new(x, unsafe { scales.read(0, i) }, Some(out), None)).collect()

@@ -127,7 +127,10 @@ pub(super) fn slots(ordinal: i32, stream: Stream, count: usize) -> Result<*mut u
     Ok(at as *mut u8)
 }
 
-/// Called once with the box that [`slots`] created, when a graph has been destroyed.
+/// Returns a chunk of a destroyed graph. The driver calls this.
+///
+/// # Safety
+/// `data` must be a box of [`slots`], as a raw pointer, and must not be used afterwards.
 unsafe extern "C" fn give_back(data: *mut c_void) {
     // SAFETY: `data` came from `Box::into_raw` in `slots`, and the driver calls this once.
     let (ordinal, returned) = *unsafe { Box::from_raw(data.cast::<(i32, Returned)>()) };

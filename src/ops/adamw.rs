@@ -3,7 +3,7 @@
 use super::tensorwise::check_rule;
 use super::validate::{Call, Kind, check_number, contiguous, same_batch, shape};
 use crate::error::{Arg, Error};
-use crate::layout::{BlockFormat, DType, Device, View, ViewMut};
+use crate::layout::{BlockFormat, DType, Device};
 use crate::spec::{AdamW, AdamWCall, AdamWTensor, BlockScale, Stream, Target};
 use crate::{cpu, cuda};
 
@@ -74,68 +74,105 @@ fn check_numbers(shared: &AdamW) -> Result<(), Error> {
     Ok(())
 }
 
-fn check_tensor(call: &mut Call, target: &Target, i: usize, tensor: &AdamWTensor) -> Result<(), Error> {
-    let of = tensor.param.shape();
+fn check_tensor<'a>(
+    call: &mut Call<'a>,
+    target: &Target,
+    i: usize,
+    tensor: &'a AdamWTensor,
+) -> Result<(), Error> {
     let param = Arg::Item("params", i);
-    let plain = matches!(target, Target::Plain);
-    call.output(param, &tensor.param, if plain { Kind::Wide } else { Kind::Fp8 })?;
+    call.output(param, &tensor.param, if *target == Target::Plain { Kind::Wide } else { Kind::Fp8 })?;
     contiguous(param, tensor.param.is_contiguous())?;
-    let batch = |name, got| same_batch(Arg::Item(name, i), got, tensor.batch(), param);
 
-    let list = |name, view: &View| {
-        let arg = Arg::Item(name, i);
-        batch(name, view.batch())?;
-        shape(arg, view.shape(), of, &format!("the shape of params[{i}]"))?;
-        contiguous(arg, view.is_contiguous()).map(|()| arg)
-    };
-    call.input(list("grads", &tensor.grad)?, &tensor.grad, Kind::Wide)?;
+    let grad = Arg::Item("grads", i);
+    like_param(tensor, i, grad, tensor.grad.batch(), tensor.grad.shape(), tensor.grad.is_contiguous())?;
+    call.input(grad, &tensor.grad, Kind::Wide)?;
+
     let moment = Kind::Is(if tensor.exp_avg.dtype() == DType::Bf16 { DType::Bf16 } else { DType::F32 });
-    let mut output = |name, view: &ViewMut, kind| {
-        let arg = Arg::Item(name, i);
+    for (list, view, kind) in [
+        ("exp_avgs", Some(&tensor.exp_avg), moment),
+        ("exp_avg_sqs", Some(&tensor.exp_avg_sq), moment),
+        ("masters", tensor.master.as_ref(), Kind::F32),
+    ] {
+        let Some(view) = view else { continue };
+        let arg = Arg::Item(list, i);
         call.output(arg, view, kind)?;
-        batch(name, view.batch())?;
-        shape(arg, view.shape(), of, &format!("the shape of params[{i}]"))?;
-        contiguous(arg, view.is_contiguous())
-    };
-    output("exp_avgs", &tensor.exp_avg, moment)?;
-    output("exp_avg_sqs", &tensor.exp_avg_sq, moment)?;
-    if let Some(master) = &tensor.master {
-        output("masters", master, Kind::F32)?;
+        like_param(tensor, i, arg, view.batch(), view.shape(), view.is_contiguous())?;
     }
     call.one_input(Arg::Item("steps", i), &tensor.step)?;
 
-    given("scales", i, tensor.scale.is_some(), !plain, "present if and only if the parameter is FP8 codes")?;
+    check_presence(target, i, tensor)?;
+    check_scales(call, target, i, tensor)
+}
+
+/// Returns an error unless an argument is contiguous and has the parameter's shape.
+fn like_param(
+    tensor: &AdamWTensor,
+    i: usize,
+    arg: Arg,
+    batch: usize,
+    got: (usize, usize),
+    is_contiguous: bool,
+) -> Result<(), Error> {
+    same_batch(arg, batch, tensor.batch(), Arg::Item("params", i))?;
+    shape(arg, got, tensor.param.shape(), &format!("the shape of params[{i}]"))?;
+    contiguous(arg, is_contiguous)
+}
+
+/// Returns an error unless the scales and the amax are present that the target requires, and no others.
+fn check_presence(target: &Target, i: usize, tensor: &AdamWTensor) -> Result<(), Error> {
+    let is_codes = *target != Target::Plain;
+    given(
+        "scales",
+        i,
+        tensor.scale.is_some(),
+        is_codes,
+        "present if and only if the parameter is FP8 codes",
+    )?;
     given(
         "new_scales",
         i,
         tensor.new_scale.is_some(),
-        matches!(target, Target::Tensor),
+        *target == Target::Tensor,
         "present if and only if the target is one given scale",
     )?;
     match target {
-        Target::Measure => given("amaxes", i, tensor.amax.is_some(), true, "present, to measure")?,
-        Target::Blocks(..) => given("amaxes", i, tensor.amax.is_some(), false, "absent with block scales")?,
-        Target::Plain | Target::Tensor => {}
+        Target::Measure => given("amaxes", i, tensor.amax.is_some(), true, "present, to measure"),
+        Target::Blocks(..) => given("amaxes", i, tensor.amax.is_some(), false, "absent with block scales"),
+        Target::Plain | Target::Tensor => Ok(()),
     }
+}
+
+/// Adds the scales and the amax of a tensor to the call.
+fn check_scales<'a>(
+    call: &mut Call<'a>,
+    target: &Target,
+    i: usize,
+    tensor: &'a AdamWTensor,
+) -> Result<(), Error> {
+    let check_batch = |arg, got| same_batch(arg, got, tensor.batch(), Arg::Item("params", i));
+
     if let Some(scale) = &tensor.scale {
         let arg = Arg::Item("scales", i);
-        batch("scales", scale.batch())?;
-        match target {
-            Target::Blocks(block, kind) => {
-                call.output(arg, scale, Kind::Is(kind.dtype()))?;
-                shape(arg, scale.shape(), block.grid(of.0, of.1), "one element for each block")?;
-                contiguous(arg, scale.is_contiguous())?;
-            }
-            _ => call.one_output(arg, scale)?,
+        check_batch(arg, scale.batch())?;
+        if let Target::Blocks(block, kind) = target {
+            let (rows, cols) = tensor.param.shape();
+            call.output(arg, scale, Kind::Is(kind.dtype()))?;
+            shape(arg, scale.shape(), block.grid(rows, cols), "one element for each block")?;
+            contiguous(arg, scale.is_contiguous())?;
+        } else {
+            call.one_output(arg, scale)?;
         }
     }
     if let Some(scale) = &tensor.new_scale {
-        batch("new_scales", scale.batch())?;
-        call.one_input(Arg::Item("new_scales", i), scale)?;
+        let arg = Arg::Item("new_scales", i);
+        check_batch(arg, scale.batch())?;
+        call.one_input(arg, scale)?;
     }
     if let Some(amax) = &tensor.amax {
-        batch("amaxes", amax.batch())?;
-        call.one_output(Arg::Item("amaxes", i), amax)?;
+        let arg = Arg::Item("amaxes", i);
+        check_batch(arg, amax.batch())?;
+        call.one_output(arg, amax)?;
     }
     Ok(())
 }

@@ -165,12 +165,12 @@ pub fn quantize_gated(
 }
 
 /// Adds the groups and the outputs of a quantization of (rows, cols) values. Returns the format.
-fn outputs(
-    call: &mut Call,
+fn outputs<'a>(
+    call: &mut Call<'a>,
     (rows, cols): (usize, usize),
-    groups: &Groups,
+    groups: &Groups<'a>,
     rule: ScaleRule,
-    [rowwise, columnwise]: [Option<&BlockPlane>; 2],
+    [rowwise, columnwise]: [Option<&'a BlockPlane>; 2],
 ) -> Result<Fp8Format, Error> {
     let count = groups.count();
     for (arg, view) in [("ends", groups.ends), ("padded_ends", groups.padded_ends)] {

@@ -28,13 +28,13 @@ pub(super) fn overlaps_itself(m: &Matrix) -> bool {
 /// The memory of `batch` matrices whose first elements are `batch_stride` elements apart. No two of them share
 /// memory.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Region {
-    pub(super) matrix: Matrix,
+pub(super) struct Region<'a> {
+    pub(super) matrix: Matrix<'a>,
     pub(super) batch: usize,
     batch_stride: isize,
 }
 
-impl Region {
+impl Region<'_> {
     /// Returns the number of elements.
     pub(super) fn numel(&self) -> usize {
         self.batch * self.matrix.numel()
@@ -56,9 +56,10 @@ pub(super) fn regions(matrix: Matrix, batch: usize, batch_stride: isize) -> impl
     let stride = batch_stride.wrapping_mul(matrix.dtype.size() as isize);
     let apart = matrix.extent().is_none_or(|(low, high)| stride.unsigned_abs() >= high.wrapping_sub(low));
     let (count, batch) = if batch <= 1 || apart { (1, batch) } else { (batch, 1) };
-    (0..count).map(move |i| {
-        let ptr = matrix.ptr.wrapping_offset(stride.wrapping_mul(i as isize));
-        Region { matrix: Matrix { ptr, ..matrix }, batch, batch_stride }
+    (0..count).map(move |i| Region {
+        matrix: matrix.shifted(batch_stride.wrapping_mul(i as isize)),
+        batch,
+        batch_stride,
     })
 }
 
@@ -153,10 +154,8 @@ mod tests {
     use super::*;
     use crate::layout::{DType, Device};
 
-    fn matrix(start: usize, dtype: DType, shape: (usize, usize), strides: (isize, isize)) -> Matrix {
-        let ptr = std::ptr::without_provenance_mut(start);
-        let ((rows, cols), (row_stride, col_stride)) = (shape, strides);
-        Matrix { ptr, dtype, device: Device::Cpu, rows, cols, row_stride, col_stride }
+    fn matrix(start: usize, dtype: DType, shape: (usize, usize), strides: (isize, isize)) -> Matrix<'static> {
+        Matrix::new(std::ptr::without_provenance_mut(start), dtype, Device::Cpu, shape, strides)
     }
 
     fn elements(m: &Matrix) -> Vec<isize> {
@@ -173,17 +172,17 @@ mod tests {
         elements(m).into_iter().flat_map(|at| at..at + m.dtype.size() as isize).collect()
     }
 
-    fn any_matrix() -> impl Strategy<Value = Matrix> {
+    fn any_matrix() -> impl Strategy<Value = Matrix<'static>> {
         let dtype = prop::sample::select(vec![DType::F32, DType::Bf16, DType::E4m3]);
         (1000..1064_usize, dtype, (0..6_usize, 0..6_usize), (-9..10_isize, -9..10_isize))
             .prop_map(|(start, dtype, shape, strides)| matrix(start, dtype, shape, strides))
     }
 
-    fn one(matrix: Matrix) -> Region {
+    fn one(matrix: Matrix<'static>) -> Region<'static> {
         Region { matrix, batch: 1, batch_stride: 0 }
     }
 
-    fn any_batch() -> impl Strategy<Value = (Matrix, usize, isize)> {
+    fn any_batch() -> impl Strategy<Value = (Matrix<'static>, usize, isize)> {
         (any_matrix(), 0..4_usize, -40..41_isize)
     }
 

@@ -209,7 +209,7 @@ pub fn multi_quantize_delayed(
     }
 }
 
-fn check_lists(call: &mut Call, xs: &[View], outs: &[ViewMut]) -> Result<(), Error> {
+fn check_lists<'a>(call: &mut Call<'a>, xs: &[View<'a>], outs: &'a [ViewMut]) -> Result<(), Error> {
     length("outs", outs.len(), xs.len(), "xs")?;
     for (i, (x, out)) in xs.iter().zip(outs).enumerate() {
         call.input(Arg::Item("xs", i), x, Kind::Wide)?;

@@ -115,7 +115,8 @@ fn input() -> impl Strategy<Value = (Filled, usize)> {
 impl Filled {
     fn fill(&self) -> Buffer {
         let mut buffer = Buffer::new(self.dtype, (self.rows, self.cols), self.lay);
-        let m = buffer.view_mut().matrix();
+        let view = buffer.view_mut();
+        let m = view.matrix();
         for (i, (row, col)) in cells(self.rows, self.cols).enumerate() {
             // The stride is coprime to most lengths, so that neighbours differ from row to row.
             let x = self.values[(i * 7 + row) % self.values.len()];
@@ -238,7 +239,8 @@ impl Rebasing<'_> {
         let (rows, cols) = self.shape;
         let fill = |dtype, shape: (usize, usize), lay, bytes: &[u8]| {
             let mut buffer = Buffer::new(dtype, shape, lay);
-            let m = buffer.view_mut().matrix();
+            let view = buffer.view_mut();
+            let m = view.matrix();
             for (i, (row, col)) in cells(shape.0, shape.1).enumerate() {
                 put(&m, row, col, bytes[(i * 7 + row) % bytes.len()]);
             }

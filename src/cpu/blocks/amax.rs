@@ -44,11 +44,11 @@ pub(super) fn maxima(
 }
 
 struct Maxima<'a, T> {
-    x: Matrix,
+    x: Matrix<'a>,
     column_scale: Option<&'a [f32]>,
     block: Block,
     block_offset: usize,
-    out: &'a Matrix,
+    out: &'a Matrix<'a>,
     strip: usize,
     element: PhantomData<T>,
 }

@@ -10,24 +10,24 @@ const RUN: usize = 64;
 
 /// One direction, expressed as a rowwise one. For the columnwise plane, `x` is transposed.
 #[derive(Clone, Copy)]
-pub(super) struct Plane {
-    pub(super) x: Matrix,
+pub(super) struct Plane<'a> {
+    pub(super) x: Matrix<'a>,
     pub(super) block: Block,
     /// The rows and columns of the first block that lie before `x`.
     pub(super) block_offset: (usize, usize),
     pub(super) scale: BlockScale,
     pub(super) format: Fp8Format,
-    pub(super) amax: Option<Matrix>,
-    pub(super) column_scale: Option<Matrix>,
-    pub(super) codes: Matrix,
-    pub(super) scales: Matrix,
+    pub(super) amax: Option<Matrix<'a>>,
+    pub(super) column_scale: Option<Matrix<'a>>,
+    pub(super) codes: Matrix<'a>,
+    pub(super) scales: Matrix<'a>,
     pub(super) packed: bool,
 }
 
-impl Plane {
+impl<'a> Plane<'a> {
     /// Returns the rowwise and the columnwise direction of a call, or None for a direction that is not
     /// requested.
-    pub(super) fn of(call: &BlockCall) -> [Option<Self>; 2] {
+    pub(super) fn of(call: &'a BlockCall) -> [Option<Self>; 2] {
         let BlockCall { x, spec, format, given, .. } = call;
         let block = spec.block;
         let rowwise = call.rowwise.as_ref().map(|plane| Self {

@@ -44,13 +44,13 @@ fn zero(packed: &Matrix) {
 
 /// The quantization of x, or of its transpose if that has the contiguous rows. The "walked matrix" is the one
 /// of the two that is read.
-struct Job {
-    x: Matrix,
+struct Job<'a> {
+    x: Matrix<'a>,
     format: Fp8Format,
     /// The plane with blocks along the rows of the walked matrix. Codes keep their positions.
-    along: Option<Plane>,
+    along: Option<Plane<'a>>,
     /// The plane with blocks down the columns of the walked matrix. Codes are written transposed.
-    across: Option<Plane>,
+    across: Option<Plane<'a>>,
     /// Rows of the first block that lie before the walked matrix.
     block_offset: usize,
     /// With one scale per line: the factors of the rows and of the columns of the walked matrix, for `along`
@@ -59,8 +59,8 @@ struct Job {
     column_scale: Option<Vec<f32>>,
 }
 
-impl Job {
-    fn new(call: &BlockCall) -> Self {
+impl<'a> Job<'a> {
+    fn new(call: &'a BlockCall) -> Self {
         let (x, format) = (call.x.matrix(), call.format);
         let [rowwise, columnwise] = Plane::of(call);
         let any = rowwise.or(columnwise).expect("validated: at least one output");
@@ -107,10 +107,8 @@ fn line_factors(plane: &Plane, x: Matrix, column_scale: Option<&[f32]>, block: B
     let lines = plane.x.rows;
     let mut found = vec![0_u32; lines];
     if plane.amax.is_none() {
-        let (rows, cols) = block.grid(x.rows, x.cols);
-        let (row_stride, col_stride) = (cols as isize, 1);
-        let ptr = found.as_mut_ptr().cast();
-        let out = Matrix { ptr, dtype: DType::F32, device: Device::Cpu, rows, cols, row_stride, col_stride };
+        let grid = block.grid(x.rows, x.cols);
+        let out = Matrix::new(found.as_mut_ptr().cast(), DType::F32, Device::Cpu, grid, (grid.1 as isize, 1));
         maxima(x, column_scale, block, 0, &out);
     }
     let mut factors = vec![0.0; lines];
@@ -120,7 +118,7 @@ fn line_factors(plane: &Plane, x: Matrix, column_scale: Option<&[f32]>, block: B
 
 /// One chunk of one strip.
 struct Part<'a, T, C> {
-    job: &'a Job,
+    job: &'a Job<'a>,
     strip: usize,
     cols: Range<usize>,
     types: PhantomData<(T, C)>,

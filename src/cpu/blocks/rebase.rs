@@ -53,27 +53,27 @@ fn base(bytes: impl Iterator<Item = u8>) -> u8 {
     bytes.filter(|&byte| byte != e8m0::NAN).max().unwrap_or(0).max(1)
 }
 
-struct Job {
-    codes: Matrix,
-    scales: Matrix,
+struct Job<'a> {
+    codes: Matrix<'a>,
+    scales: Matrix<'a>,
     block: Block,
     axis: Axis,
-    out: Matrix,
+    out: Matrix<'a>,
     /// The base of each row or column of blocks.
     largest: Vec<u8>,
     /// Whether a line has a code that is neither zero nor NaN, in a block that is not NaN.
     lines: Vec<AtomicU8>,
 }
 
-impl Job {
+impl Job<'_> {
     /// Returns the output in the orientation of the codes.
-    fn sink(&self) -> Matrix {
+    fn sink(&self) -> Matrix<'_> {
         if self.axis == Axis::Columns { self.out.transposed() } else { self.out }
     }
 }
 
 struct Strip<'a, C> {
-    job: &'a Job,
+    job: &'a Job<'a>,
     index: usize,
     format: PhantomData<C>,
 }
@@ -101,7 +101,7 @@ impl<C: Codes> Kernel for Strip<'_, C> {
 
 /// Rewrites the codes of a strip in a chunk of columns.
 struct Chunk<'a, C> {
-    job: &'a Job,
+    job: &'a Job<'a>,
     /// Whether a column has a code that is neither zero nor NaN.
     seen: [u8; CHUNK],
     buffer: Vec<u8>,

@@ -27,35 +27,35 @@ pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {
 
 /// The outputs and the given maxima of one direction.
 #[derive(Clone, Copy)]
-struct Plane {
-    codes: Matrix,
-    scales: Matrix,
-    amax: Option<Matrix>,
+struct Plane<'a> {
+    codes: Matrix<'a>,
+    scales: Matrix<'a>,
+    amax: Option<Matrix<'a>>,
 }
 
 /// A call in the kernels' orientation: if `x` or its transpose has contiguous rows, that one is `x`.
-struct Job {
+struct Job<'a> {
     device: i32,
     stream: Stream,
-    x: Matrix,
+    x: Matrix<'a>,
     spec: BlockSpec,
     format: Fp8Format,
     /// The plane whose codes have the positions of `x`.
-    row: Option<Plane>,
+    row: Option<Plane<'a>>,
     /// The plane whose codes are transposed.
-    col: Option<Plane>,
+    col: Option<Plane<'a>>,
     /// Maxima of square blocks, which apply to both planes.
-    square_amax: Option<Matrix>,
-    column_scale: Option<Matrix>,
+    square_amax: Option<Matrix<'a>>,
+    column_scale: Option<Matrix<'a>>,
     /// Rows of the first block that lie before `x`.
     block_offset: usize,
 }
 
-impl Job {
-    fn new(call: &BlockCall, stream: Stream) -> Result<Self, Error> {
+impl<'a> Job<'a> {
+    fn new(call: &'a BlockCall, stream: Stream) -> Result<Self, Error> {
         let BlockCall { spec, format, given, .. } = call;
         let square = spec.block.is_square();
-        let plane = |out: &crate::spec::BlockPlane, amax: Option<Matrix>| Plane {
+        let plane = |out: &'a crate::spec::BlockPlane, amax: Option<Matrix<'a>>| Plane {
             codes: out.codes.matrix(),
             scales: out.scales.matrix(),
             amax,

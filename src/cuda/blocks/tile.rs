@@ -118,15 +118,13 @@ pub(super) fn quantize_lines(job: &Job, found: bool) -> Result<(), Error> {
     run(job, &ROW_BOTH, found)
 }
 
-fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
+fn run<'a>(job: &Job<'a>, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
     let Job { x, spec, block_offset, .. } = job;
-    let codes = |plane: &Option<Plane>| plane.map(|plane| plane.codes);
-    let scales = |plane: &Option<Plane>| plane.map(|plane| plane.scales);
-    let amax = |plane: &Option<Plane>| plane.and_then(|p| if found { Some(p.scales) } else { p.amax });
-    let (row, col) = (codes(&job.row), codes(&job.col));
-    let (row_scale, col_scale) = (scales(&job.row), scales(&job.col));
-    let row_amax = if spec.block.is_square() { job.square_amax } else { amax(&job.row) };
-    let col_amax = amax(&job.col);
+    let (row, col) = (job.row.map(|plane| plane.codes), job.col.map(|plane| plane.codes));
+    let (row_scale, col_scale) = (job.row.map(|plane| plane.scales), job.col.map(|plane| plane.scales));
+    let maxima_of = if found { |plane: Plane<'a>| Some(plane.scales) } else { |plane: Plane<'a>| plane.amax };
+    let row_amax = if spec.block.is_square() { job.square_amax } else { job.row.and_then(maxima_of) };
+    let col_amax = job.col.and_then(maxima_of);
     let (rule, floor) = match spec.scale {
         BlockScale::F32(rule) => (rule, false),
         BlockScale::E8m0(rounding) => (ScaleRule::default(), rounding == Rounding::Floor),

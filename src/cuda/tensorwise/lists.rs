@@ -326,14 +326,9 @@ mod tests {
 
     #[test]
     fn elements_of_a_list_are_a_column_stride_apart() {
-        let list = |col_stride| Matrix {
-            ptr: std::ptr::without_provenance_mut(1000),
-            dtype: DType::F32,
-            device: Device::Cuda(0),
-            rows: 1,
-            cols: 4,
-            row_stride: 7,
-            col_stride,
+        let list = |col_stride| {
+            let start = std::ptr::without_provenance_mut(1000);
+            Matrix::new(start, DType::F32, Device::Cuda(0), (1, 4), (7, col_stride))
         };
         assert_eq!(element(&list(2), 3).addr(), 1024);
         assert_eq!(element(&list(-2), 3).addr(), 976);

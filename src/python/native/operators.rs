@@ -22,6 +22,8 @@ macro_rules! operators {
         /// All operators that have a kernel here. Operators that declare a write are not among them, because
         /// torch's C interface cannot increase a tensor's version.
         pub(super) const ALL: &[(&CStr, Kernel)] = &[$(($symbol, {
+            /// # Safety
+            /// The requirements of [`run`] apply.
             unsafe extern "C-unwind" fn kernel(stack: *mut Value, inputs: u64, outputs: u64) {
                 // SAFETY: torch passes `inputs` arguments and provides space for `outputs` results.
                 unsafe { run($name, stack, inputs, outputs) }
