@@ -1,6 +1,6 @@
 //! FP8 quantization for training: CUDA and CPU kernels that agree byte for byte.
 //!
-//! The crate does not depend on Python; the extension module is an optional feature. A module imports only
+//! The operations are in [`ops`]. The crate does not depend on Python; the extension module is an optional feature. A module imports only
 //! modules that are listed below it (`tools/check_arrows.py` checks this):
 //!
 //! ```text
@@ -52,19 +52,25 @@
 //! # Ok::<(), fp8rs::Error>(())
 //! ```
 
-pub mod cpu;
-pub mod cuda;
-pub mod dlpack;
-pub mod error;
-pub mod format;
-pub mod layout;
+mod cpu;
+mod cuda;
+#[cfg(any(feature = "python", test))]
+#[cfg_attr(not(feature = "python"), allow(dead_code, reason = "tests use a part of it"))]
+mod dlpack;
+mod error;
+mod format;
+mod layout;
 pub mod ops;
 mod spec;
 
 #[cfg(feature = "python")]
 mod python;
 
-pub use error::Error;
+#[cfg(test)]
+mod tests;
+
+pub use error::{Arg, Error};
 pub use format::Fp8Format;
-pub use layout::{Block, BlockFormat, DType, Device, FORMATS, View, ViewMut};
+pub use format::wide::Wide;
+pub use layout::{Block, BlockFormat, DType, Device, FORMATS, View, ViewMut, packed};
 pub use ops::{ScaleRule, Stream};

@@ -94,15 +94,15 @@ impl BlockScale {
 /// How a matrix is divided into blocks, and which scales the blocks get.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BlockSpec {
-    /// The block of one of the [formats](crate::layout::FORMATS).
+    /// The block of one of the [formats](crate::FORMATS).
     pub block: Block,
     /// The type and rule of the scales.
     pub scale: BlockScale,
     /// The row of the whole matrix that row 0 of `x` corresponds to. Blocks begin where they do in the whole
     /// matrix, so a shard that starts inside a block has a short first block.
     pub row_offset: usize,
-    /// Write E8M0 scales in the packed 128x4 layout ([`packed`]), as a contiguous vector of
-    /// [`packed::bytes`]`(rows of the plane, blocks per row)`. The first block must start at row 0 of `x`.
+    /// Write E8M0 scales in the packed 128x4 layout ([`packed`](crate::packed)), as a contiguous vector of
+    /// [`packed::bytes`](crate::packed::bytes)`(rows of the plane, blocks per row)`. The first block must start at row 0 of `x`.
     pub packed: bool,
 }
 
@@ -197,7 +197,7 @@ impl<'a> BlockCall<'a> {
     }
 }
 
-/// Rows that are divided into groups, one for each expert ([`crate::format::groups::bounds`]). Rows from the
+/// Rows that are divided into groups, one for each expert (`format::groups::bounds`). Rows from the
 /// last end on belong to no group.
 #[derive(Debug, Clone, Copy)]
 pub struct Groups<'a> {
@@ -343,7 +343,7 @@ pub enum Target {
     /// is finite. `scale` becomes `new_scale`, or NaN if a value is not finite. The codes are written in both
     /// cases.
     Tensor,
-    /// FP8 codes with one scale per block of a [format](crate::layout::FORMATS) that `AdamW` supports. Row 0
+    /// FP8 codes with one scale per block of a [format](crate::FORMATS) that `AdamW` supports. Row 0
     /// starts a block.
     Blocks(Block, BlockScale),
 }
@@ -365,7 +365,7 @@ pub struct AdamW<'a> {
     pub target: Target,
 }
 
-/// Selects the random numbers of a tensor's elements ([`crate::format::random::Words`]).
+/// Selects the random numbers of a tensor's elements (`format::random::Words`).
 #[derive(Debug, Clone, Copy)]
 pub struct Numbers<'a> {
     /// The seed.

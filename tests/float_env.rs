@@ -2,12 +2,13 @@
 //! the caller's thread nor on the pool's threads. This is a separate test binary with one test, because the
 //! pool must be created by a caller that flushes.
 
-mod common;
+#[path = "../src/tests/flush_to_zero.rs"]
+mod flush_to_zero;
 
-use common::set_flush_to_zero;
-use fp8rs::format::adamw::Hyper;
-use fp8rs::format::e8m0::Rounding;
-use fp8rs::ops::{AdamW, AdamWTensor, BlockPlane, BlockScale, BlockSpec, Given, Numbers, Target};
+use flush_to_zero::set_flush_to_zero;
+use fp8rs::ops::{
+    AdamW, AdamWTensor, BlockPlane, BlockScale, BlockSpec, Given, Hyper, Numbers, Rounding, Target,
+};
 use fp8rs::{Block, BlockFormat, DType, FORMATS, Fp8Format, ScaleRule, Stream, View, ViewMut, ops};
 
 /// Asserts that the results of an operation with and without flushing are the same bits, and that they are

@@ -1,9 +1,7 @@
 //! Rows of the block formats, with E4M3 outputs.
 
-use fp8rs::format::e8m0::Rounding;
-use fp8rs::layout::packed;
-use fp8rs::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given};
-use fp8rs::{Block, BlockFormat, DType, FORMATS, ScaleRule};
+use fp8rs::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given, Rounding};
+use fp8rs::{Block, BlockFormat, DType, FORMATS, ScaleRule, packed};
 
 use crate::machine::{Case, Plan};
 use crate::row::{Id, Operands, Row};

@@ -7,7 +7,7 @@ use crate::layout::{BlockFormat, DType, Device};
 use crate::spec::{AdamW, AdamWCall, AdamWTensor, BlockScale, Stream, Target};
 use crate::{cpu, cuda};
 
-/// Performs one step of `AdamW` ([`crate::format::adamw`]) for each tensor. It updates the moments, and
+/// Performs one step of `AdamW` (`format::adamw`) for each tensor. It updates the moments, and
 /// writes the parameter as the [`Target`] specifies. Stored moments are rounded to nearest; the parameter is
 /// computed from the unrounded moments.
 ///

@@ -18,7 +18,7 @@ pub(crate) const MX: usize = 32;
 
 /// Computes the absolute maximum of each block by the rule of [`super::amax`], into `out` (fp32). `out` has
 /// one row of elements for each row of blocks that `x` touches, where row 0 of `x` is row `row_offset` of the
-/// whole matrix. Block rows and columns are those of the [formats](crate::layout::FORMATS).
+/// whole matrix. Block rows and columns are those of the [formats](crate::FORMATS).
 pub fn block_amax(
     x: View,
     block: Block,
@@ -52,7 +52,7 @@ pub fn block_amax(
 
 /// Quantizes with a scale for each block, in one or both directions from one read.
 ///
-/// fp32 scales follow [`ScaleRule::scale`]; E8M0 scales follow [`crate::format::e8m0::from_amax`]. Codes are
+/// fp32 scales follow [`crate::ScaleRule::scale`]; E8M0 scales follow `format::e8m0::from_amax`. Codes are
 /// encode(x * (1 / scale)). If a block holds a NaN or an infinity, its scale is NaN (E8M0: byte 255) and all
 /// its codes are 0x7F. Neighbouring blocks are not affected.
 pub fn quantize_blocks(

@@ -6,7 +6,7 @@ use crate::layout::{DType, Device, ViewMut};
 use crate::spec::{Combine, CombineBackward, Stream};
 use crate::{cpu, cuda};
 
-/// Sums the rows of each token ([`crate::format::sum::weighted_sum`]), and rounds the sums to the dtype of
+/// Sums the rows of each token (`format::sum::weighted_sum`), and rounds the sums to the dtype of
 /// the rows.
 ///
 /// If a place is not a row, nothing is written on the CPU, and the call returns an error. On CUDA, which does

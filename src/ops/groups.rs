@@ -9,8 +9,8 @@ use crate::layout::{DType, Device, View, ViewMut};
 use crate::spec::{BlockPlane, Gated, GroupCall, Groups, ScaleRule, Stream};
 use crate::{cpu, cuda};
 
-/// Computes the bounds of groups from untrusted offsets into `rows` rows ([`crate::format::groups::bounds`]).
-/// `offs`, `ends` and `padded_ends` are int32 with one element per group, so [`padded_columns`] must fit int32.
+/// Computes the bounds of groups from untrusted offsets into `rows` rows (`format::groups::bounds`).
+/// `offs`, `ends` and `padded_ends` are int32 with one element per group, so `padded_columns(rows, groups)` must fit int32.
 ///
 /// An invalid offset is an error. On the CPU, nothing is written then. On CUDA, the device replaces the offset
 /// and sets a flag, which stays set until the host finds it. This call, every later one and
@@ -75,7 +75,7 @@ pub fn zero_tail(out: ViewMut, ends: View, stream: Stream) -> Result<(), Error> 
 /// Rowwise, each row has a scale: codes (rows, cols), scales (rows, 1). Rows that belong to no group have
 /// codes 0 and scale 1, and are not read.
 ///
-/// Columnwise, each column of each group has a scale: codes (cols, [`padded_columns`]), scales (groups,
+/// Columnwise, each column of each group has a scale: codes (cols, `padded_columns`), scales (groups,
 /// cols). Row i of group g is column `padded_ends[g - 1] + i` of the codes. All other columns are 0. A group
 /// without rows has scales of 1.
 ///

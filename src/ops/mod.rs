@@ -28,6 +28,7 @@ mod tensorwise;
 mod validate;
 
 pub use crate::format::activation::Activation;
+pub use crate::format::e8m0::Rounding;
 pub use crate::spec::{
     AdamW, AdamWTensor, Axis, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Given,
     Groups, Hyper, Numbers, ScaleRule, Stream, Target,

@@ -6,7 +6,7 @@ use crate::layout::{Device, ViewMut};
 use crate::spec::{Numbers, Stream};
 use crate::{cpu, cuda};
 
-/// Fills `x` with random numbers between `low` and `high` ([`crate::format::random::between`], rounded to the
+/// Fills `x` with random numbers between `low` and `high` (`format::random::between`, rounded to the
 /// dtype of `x`). Element i in row-major order gets the number with index `numbers.offset` + i.
 pub fn random_uniform(
     x: ViewMut,

@@ -7,7 +7,7 @@ use crate::spec::Stream;
 use crate::{cpu, cuda};
 
 /// Sums the rows of `x` (bf16) in fp32 from first to last, and divides by `divisor`
-/// ([`crate::format::sum::divided_sum`]). `out` is fp32, one row with an element for each column.
+/// (`format::sum::divided_sum`). `out` is fp32, one row with an element for each column.
 pub fn sum_rows(out: ViewMut, x: View, divisor: f32, stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     call.output("out", &out, Kind::F32)?;

@@ -7,7 +7,6 @@ use pyo3::prelude::*;
 use super::parse;
 use super::tensors::Arguments;
 use crate::error::Error;
-use crate::format::wide::narrowed;
 use crate::layout::{DType, ViewMut};
 use crate::ops::{self, AdamW, AdamWTensor, BlockScale, Hyper, Numbers, Target};
 
@@ -154,5 +153,5 @@ fn random_uniform<'py>(
     let x = args.output("x", x)?;
     let step = args.optional_input("step", step)?;
     let numbers = Numbers { seed: seed as u64, offset, stream, step };
-    args.run(|stream| ops::random_uniform(x, numbers, (narrowed(low), narrowed(high)), stream))
+    args.run(|stream| ops::random_uniform(x, numbers, (parse::narrowed(low), parse::narrowed(high)), stream))
 }

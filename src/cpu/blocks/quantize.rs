@@ -126,9 +126,9 @@ struct Part<'a, T, C> {
 
 /// The factors of a chunk's elements.
 struct Factors {
-    /// For `along`: [row of the strip][block].
+    /// For `along`, by row of the strip and block.
     along: Box<[[f32; CHUNK / NARROWEST]; STRIP]>,
-    /// For `across`: [row of blocks in the strip][column].
+    /// For `across`, by row of blocks in the strip and column.
     across: Box<[[f32; CHUNK]; STRIP / NARROWEST]>,
 }
 

@@ -12,9 +12,9 @@ use super::shim::{self, RawTensor, Shim, Value};
 use crate::dlpack::{CUDA, list};
 use crate::error::{Arg, Error};
 use crate::format::Fp8Format;
-use crate::format::wide::narrowed;
 use crate::layout::{DType, Device, Matrices, View, ViewMut, collapse, matrices};
 use crate::ops::Stream;
+use crate::python::parse;
 
 /// Reads the arguments of a call one after the other.
 pub(super) struct Values<'a> {
@@ -91,7 +91,7 @@ impl<'a> Values<'a> {
     }
 
     pub(super) fn float(&mut self) -> f32 {
-        narrowed(f64::from_bits(self.next()))
+        parse::narrowed(f64::from_bits(self.next()))
     }
 
     pub(super) fn flag(&mut self) -> bool {

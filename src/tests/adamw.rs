@@ -1,15 +1,13 @@
 //! The `AdamW` step and random numbers on the CPU. Results match the definition byte for byte, on every
 //! instruction set and for every kind of parameter, and invalid calls return errors.
 
-mod common;
-
-use common::{Layout, Owned, on_each_level};
-use fp8rs::format::adamw::Hyper;
-use fp8rs::format::e8m0::{self, Rounding};
-use fp8rs::format::random::{Words, between};
-use fp8rs::format::wide::{self, NAN_BITS, Wide};
-use fp8rs::ops::{AdamW, AdamWTensor, BlockScale, Target};
-use fp8rs::{Block, BlockFormat, DType, Error, FORMATS, ScaleRule, Stream, View, ops};
+use super::common::{self, Layout, Owned, on_each_level};
+use crate::format::adamw::Hyper;
+use crate::format::e8m0::{self, Rounding};
+use crate::format::random::{Words, between};
+use crate::format::wide::{self, NAN_BITS, Wide};
+use crate::ops::{AdamW, AdamWTensor, BlockScale, Target};
+use crate::{Block, BlockFormat, DType, Error, FORMATS, ScaleRule, Stream, View, ops};
 use half::{bf16, f16};
 use proptest::prelude::*;
 

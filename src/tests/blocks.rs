@@ -1,9 +1,9 @@
 //! Block formats through the public API: bytes from the specification, layouts, and blocks that shard
 //! boundaries split.
 
-use fp8rs::format::e8m0::Rounding;
-use fp8rs::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given};
-use fp8rs::{Block, DType, Error, ScaleRule, Stream, View, ViewMut};
+use crate::format::e8m0::Rounding;
+use crate::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given};
+use crate::{Block, DType, Error, ScaleRule, Stream, View, ViewMut};
 
 const MX: Block = Block { rows: 1, cols: 32 };
 const MX_SQUARE: Block = Block { rows: 32, cols: 32 };
@@ -22,7 +22,7 @@ fn quantize(
 ) -> (Vec<u8>, Vec<u8>) {
     let (r, c) = if columnwise { (cols, rows) } else { (rows, cols) };
     let grid = spec.block.grid(r, c);
-    let bytes = if spec.packed { fp8rs::layout::packed::bytes(r, grid.1) } else { grid.0 * grid.1 };
+    let bytes = if spec.packed { crate::layout::packed::bytes(r, grid.1) } else { grid.0 * grid.1 };
     let (mut codes, mut scales) = (vec![0xAA; r * c], vec![0xAA; bytes]);
     let shape = if spec.packed { (1, bytes) } else { grid };
     let plane = BlockPlane {

@@ -1,12 +1,12 @@
 //! Tensors without elements have a null data pointer in torch. No operation may form a slice from it.
 
-use fp8rs::format::activation::Activation;
-use fp8rs::format::e8m0::Rounding;
-use fp8rs::format::groups::padded_columns;
-use fp8rs::ops::{
+use crate::format::activation::Activation;
+use crate::format::e8m0::Rounding;
+use crate::format::groups::padded_columns;
+use crate::ops::{
     Axis, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Given, Groups, Numbers,
 };
-use fp8rs::{Block, BlockFormat, DType, Device, FORMATS, ScaleRule, Stream, View, ViewMut, ops};
+use crate::{Block, BlockFormat, DType, Device, FORMATS, ScaleRule, Stream, View, ViewMut, ops};
 
 /// A tensor whose pointer is null if it has no elements.
 struct Owned {

@@ -1,12 +1,10 @@
 //! Invalid calls return errors before anything is written. The message names the argument, what was given,
 //! and what is expected.
 
-mod common;
-
-use common::{Layout, Owned};
-use fp8rs::format::e8m0::Rounding;
-use fp8rs::ops::{BlockPlane, BlockScale, BlockSpec, Given, Numbers};
-use fp8rs::{Block, DType, Device, Error, Fp8Format, ScaleRule, Stream, View, ViewMut, ops};
+use super::common::{self, Layout, Owned};
+use crate::format::e8m0::Rounding;
+use crate::ops::{BlockPlane, BlockScale, BlockSpec, Given, Numbers};
+use crate::{Block, DType, Device, Error, Fp8Format, ScaleRule, Stream, View, ViewMut, ops};
 
 fn matrix(dtype: DType, rows: usize, cols: usize) -> Owned {
     Owned::dense(dtype, (rows, cols)).random(1)
