@@ -7,8 +7,9 @@ pub use crate::format::scale::ScaleRule;
 
 use crate::format::activation::Activation;
 use crate::format::e8m0::Rounding;
+use crate::format::groups::padded_columns;
 use crate::format::{DType, Fp8Format};
-use crate::layout::{Block, View, ViewMut};
+use crate::layout::{Block, View, ViewMut, packed};
 
 /// A CUDA stream. The default is the legacy default stream. CPU operations ignore it.
 #[derive(Debug, Clone, Copy)]
@@ -106,6 +107,13 @@ pub struct BlockSpec {
     pub packed: bool,
 }
 
+/// The shapes of the outputs of one direction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PlaneShape {
+    pub(crate) codes: (usize, usize),
+    pub(crate) scales: (usize, usize),
+}
+
 impl BlockSpec {
     /// Returns the block grids of the rowwise and the columnwise plane, which are the shapes of their scales.
     #[must_use]
@@ -113,6 +121,15 @@ impl BlockSpec {
         let grid = self.block.grid_from(self.row_offset, rows, cols);
         let (down, across) = self.block.transposed().grid_from(self.row_offset, rows, cols);
         [grid, (across, down)]
+    }
+
+    /// Returns the shapes of the rowwise and the columnwise plane.
+    pub(crate) fn plane_shapes(&self, rows: usize, cols: usize) -> [PlaneShape; 2] {
+        let [grid, columnwise_grid] = self.grids(rows, cols);
+        [((rows, cols), grid), ((cols, rows), columnwise_grid)].map(|(codes, grid)| {
+            let scales = if self.packed { (1, packed::bytes(codes.0, grid.1)) } else { grid };
+            PlaneShape { codes, scales }
+        })
     }
 }
 
@@ -212,6 +229,15 @@ impl Groups<'_> {
     pub(crate) fn count(&self) -> usize {
         self.ends.cols()
     }
+
+    /// Returns the shapes of the rowwise and the columnwise plane of (rows, cols) values.
+    pub(crate) fn plane_shapes(&self, (rows, cols): (usize, usize)) -> [PlaneShape; 2] {
+        let columns = padded_columns(rows, self.count());
+        [
+            PlaneShape { codes: (rows, cols), scales: (rows, 1) },
+            PlaneShape { codes: (cols, columns), scales: (self.count(), cols) },
+        ]
+    }
 }
 
 /// A validated call of `ops::quantize_groups`.
@@ -225,6 +251,18 @@ pub(crate) struct GroupCall<'a> {
     pub(crate) columnwise: Option<BlockPlane<'a>>,
 }
 
+impl GroupCall<'_> {
+    /// Returns the shape of the values: a row of `x` for each index, or all rows of `x` without an index.
+    pub(crate) fn shape(&self) -> (usize, usize) {
+        indexed_shape(&self.x, self.index.as_ref())
+    }
+}
+
+/// Returns the shape of the rows of `x` that an index selects, or of `x` without an index.
+pub(crate) fn indexed_shape(x: &View, index: Option<&View>) -> (usize, usize) {
+    (index.map_or(x.rows(), View::cols), x.cols())
+}
+
 /// A gated activation: activation(gate) * up for `h` = (gate, up), or the gradient of `h`.
 #[derive(Debug)]
 pub struct Gated<'a> {
@@ -236,6 +274,12 @@ pub struct Gated<'a> {
     pub activation: Activation,
     /// Output for the values: computed in fp32, rounded to the dtype of `h`. Contiguous.
     pub values: ViewMut<'a>,
+}
+
+/// Returns the shape of the values of a [`Gated`] call with an `h` of this shape: of the product, or of the
+/// gradient of `h`.
+pub(crate) fn gated_shape((rows, cols): (usize, usize), is_gradient: bool) -> (usize, usize) {
+    (rows, if is_gradient { cols } else { cols / 2 })
 }
 
 /// The rows of all tokens, which are summed for each token.
@@ -274,6 +318,16 @@ pub enum Axis {
     Rows,
     /// Columns. The codes are written transposed, so that columns become rows.
     Columns,
+}
+
+impl Axis {
+    /// Returns the shape of the codes that `ops::rebase` writes for codes of this shape. Each row has a scale.
+    pub(crate) fn rebased_shape(self, (rows, cols): (usize, usize)) -> (usize, usize) {
+        match self {
+            Self::Rows => (rows, cols),
+            Self::Columns => (cols, rows),
+        }
+    }
 }
 
 /// One tensor of [`crate::ops::adamw`]. All views are contiguous. Unless noted otherwise, they have the shape

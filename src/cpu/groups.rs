@@ -272,9 +272,9 @@ fn last_end(groups: &Groups, rows: usize) -> usize {
 
 pub(crate) fn quantize_groups(call: GroupCall) {
     let _env = DefaultFloatEnv::enter();
+    let (rows, cols) = call.shape();
     let GroupCall { x, index, groups, rule, format, rowwise, columnwise } = call;
     let (x, index) = (x.matrix(), index.map(|index| index.matrix()));
-    let (rows, cols) = (index.map_or(x.rows, |index| index.cols), x.cols);
     if let Some(plane) = rowwise {
         let (codes, scales) = (plane.codes.matrix(), plane.scales.matrix());
         let used = last_end(&groups, rows);

@@ -176,7 +176,7 @@ pub(crate) fn quantize_gated(gated: &Gated, call: GroupCall, stream: Stream) -> 
 fn quantize(call: &GroupCall, gated: Option<&Gated>, stream: Stream) -> Result<(), Error> {
     let GroupCall { x, index, groups, rule, format, rowwise, columnwise } = call;
     let (values, device) = (x.matrix(), ordinal(x.device()));
-    let (rows, cols) = (index.map_or(values.rows, |index| index.cols()), values.cols);
+    let (rows, cols) = call.shape();
     let columns = padded_columns(rows, groups.count());
     let null = || (ptr::null_mut(), ptr::null_mut());
     let plane = |plane: &Option<crate::spec::BlockPlane>| {

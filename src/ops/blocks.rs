@@ -72,15 +72,17 @@ pub fn quantize_blocks(
     check_spec(spec)?;
 
     let [grid, columnwise_grid] = spec.grids(rows, cols);
-    for (arg, plane, grid, lines) in
-        [("rowwise_scale", &rowwise, grid, rows), ("columnwise_scale", &columnwise, columnwise_grid, cols)]
-    {
+    let [rowwise_shape, columnwise_shape] = spec.plane_shapes(rows, cols);
+    for (arg, plane, expected, blocks) in [
+        ("rowwise_scale", &rowwise, rowwise_shape, grid.1),
+        ("columnwise_scale", &columnwise, columnwise_shape, columnwise_grid.1),
+    ] {
         let Some(plane) = plane else { continue };
         call.output(arg, &plane.scales, Kind::Is(spec.scale.dtype()))?;
         if spec.packed {
-            packed_vector(arg, &plane.scales.shape(), plane.scales.is_contiguous(), lines, grid.1)?;
+            packed_vector(arg, &plane.scales, expected.codes.0, blocks)?;
         } else {
-            shape(arg, plane.scales.shape(), grid, "one element for each block")?;
+            shape(arg, plane.scales.shape(), expected.scales, "one element for each block")?;
         }
     }
     for (arg, view, expected, used) in [
@@ -141,7 +143,7 @@ pub fn pack_scales(
     call.output("out", &out, Kind::Is(DType::E8m0))?;
     let expected = (rows.div_ceil(block_rows), scale.cols());
     shape("scale", scale.shape(), expected, "one row for each row of blocks")?;
-    packed_vector("out", &out.shape(), out.is_contiguous(), rows, scale.cols())?;
+    packed_vector("out", &out, rows, scale.cols())?;
     one_matrix("scale", scale.batch())?;
     match call.finish()? {
         Device::Cpu => {
@@ -177,9 +179,10 @@ pub fn rebase(
     let (rows, cols) = codes.shape();
     shape("scale", scale.shape(), block.grid(rows, cols), "one element for each block")?;
     call.output("out", &out, Kind::Is(codes.dtype()))?;
-    let (expected, is) = match axis {
-        Axis::Rows => ((rows, cols), "the shape of codes"),
-        Axis::Columns => ((cols, rows), "the transposed shape of codes"),
+    let expected = axis.rebased_shape((rows, cols));
+    let is = match axis {
+        Axis::Rows => "the shape of codes",
+        Axis::Columns => "the transposed shape of codes",
     };
     shape("out", out.shape(), expected, is)?;
     call.output("scale_out", &scale_out, Kind::F32)?;
@@ -224,18 +227,12 @@ fn check_block_rows(block_rows: usize) -> Result<(), Error> {
     check_number("block_rows", block_rows, block_rows == 1 || block_rows == MX, "1 or 32")
 }
 
-/// Returns an error unless `got` is a contiguous vector of the packed size.
-fn packed_vector(
-    arg: &'static str,
-    got: &(usize, usize),
-    contiguous: bool,
-    rows: usize,
-    blocks: usize,
-) -> Result<(), Error> {
+/// Returns an error unless the scales are a contiguous vector of the packed size.
+fn packed_vector(arg: &'static str, scales: &ViewMut, rows: usize, blocks: usize) -> Result<(), Error> {
     let bytes = packed::bytes(rows, blocks);
     let is = format!("the packed layout of {rows} rows of {blocks} blocks");
-    shape(arg, *got, (1, bytes), &is)?;
-    if contiguous {
+    shape(arg, scales.shape(), (1, bytes), &is)?;
+    if scales.is_contiguous() {
         return Ok(());
     }
     Err(Error::Value {

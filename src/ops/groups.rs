@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::format::groups::padded_columns;
 use crate::layout::{DType, Device, View, ViewMut};
-use crate::spec::{BlockPlane, Gated, GroupCall, Groups, ScaleRule, Stream};
+use crate::spec::{BlockPlane, Gated, GroupCall, Groups, ScaleRule, Stream, gated_shape, indexed_shape};
 use crate::{cpu, cuda};
 
 /// Computes the bounds of groups from untrusted offsets into `rows` rows (`format::groups::bounds`).
@@ -93,10 +93,9 @@ pub fn quantize_groups(
     let mut call = Call::default();
     call.input("x", &x, Kind::Wide)?;
     one_matrix("x", x.batch())?;
-    let mut rows = x.rows();
+    let (rows, cols) = indexed_shape(&x, index.as_ref());
     if let Some(index) = &index {
         call.input("index", index, Kind::Is(DType::I32))?;
-        rows = index.cols();
         shape("index", index.shape(), (1, rows), "a vector with one element for each row")?;
         contiguous("index", index.is_contiguous())?;
         if x.rows() == 0 && rows > 0 {
@@ -104,8 +103,7 @@ pub fn quantize_groups(
             return Err(Error::Value { arg: "x".into(), got: "a matrix without rows".into(), expected });
         }
     }
-    let format =
-        outputs(&mut call, (rows, x.cols()), &groups, rule, [rowwise.as_ref(), columnwise.as_ref()])?;
+    let format = outputs(&mut call, (rows, cols), &groups, rule, [rowwise.as_ref(), columnwise.as_ref()])?;
     let device = call.finish()?;
     let call = GroupCall { x, index, groups, rule, format, rowwise, columnwise };
     match device {
@@ -127,7 +125,7 @@ pub fn quantize_gated(
     stream: Stream,
 ) -> Result<(), Error> {
     let Gated { h, dy, values, .. } = &gated;
-    let (rows, cols) = h.shape();
+    let cols = h.cols();
     let mut call = Call::default();
     call.input("h", h, Kind::Wide)?;
     one_matrix("h", h.batch())?;
@@ -140,9 +138,9 @@ pub fn quantize_gated(
     }
     if let Some(dy) = dy {
         call.input("dy", dy, Kind::Is(h.dtype()))?;
-        shape("dy", dy.shape(), (rows, cols / 2), "half the columns of h")?;
+        shape("dy", dy.shape(), gated_shape(h.shape(), false), "half the columns of h")?;
     }
-    let expected = (rows, if dy.is_some() { cols } else { cols / 2 });
+    let expected = gated_shape(h.shape(), dy.is_some());
     call.output("values", values, Kind::Is(h.dtype()))?;
     shape("values", values.shape(), expected, "the shape of the values")?;
     contiguous("values", values.is_contiguous())?;
@@ -164,10 +162,10 @@ pub fn quantize_gated(
     }
 }
 
-/// Adds the groups and the outputs of a quantization of (rows, cols) values. Returns the format.
+/// Adds the groups and the outputs of a quantization of values of this shape. Returns the format.
 fn outputs<'a>(
     call: &mut Call<'a>,
-    (rows, cols): (usize, usize),
+    values: (usize, usize),
     groups: &Groups<'a>,
     rule: ScaleRule,
     [rowwise, columnwise]: [Option<&'a BlockPlane>; 2],
@@ -179,19 +177,19 @@ fn outputs<'a>(
         contiguous(arg, view.is_contiguous())?;
     }
     let mut format = None;
-    let columns = padded_columns(rows, count);
-    for (names, plane, codes, scales) in [
-        (["rowwise", "rowwise_scale"], rowwise, (rows, cols), (rows, 1)),
-        (["columnwise", "columnwise_scale"], columnwise, (cols, columns), (count, cols)),
+    let [rowwise_shape, columnwise_shape] = groups.plane_shapes(values);
+    for (names, plane, expected_shape) in [
+        (["rowwise", "rowwise_scale"], rowwise, rowwise_shape),
+        (["columnwise", "columnwise_scale"], columnwise, columnwise_shape),
     ] {
         let Some(plane) = plane else { continue };
         let expected = format.map_or(Kind::Fp8, |format: Fp8Format| Kind::Is(format.into()));
         call.output(names[0], &plane.codes, expected)?;
         format = plane.codes.dtype().fp8();
-        shape(names[0], plane.codes.shape(), codes, "the shape of the plane")?;
+        shape(names[0], plane.codes.shape(), expected_shape.codes, "the shape of the plane")?;
         contiguous(names[0], plane.codes.is_contiguous())?;
         call.output(names[1], &plane.scales, Kind::F32)?;
-        shape(names[1], plane.scales.shape(), scales, "one element for each line")?;
+        shape(names[1], plane.scales.shape(), expected_shape.scales, "one element for each line")?;
         contiguous(names[1], plane.scales.is_contiguous())?;
     }
     check_rule_without_margin(rule, "0 for groups")?;
