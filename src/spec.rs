@@ -43,7 +43,7 @@ impl Default for Stream {
 #[derive(Debug)]
 pub(crate) enum Scaling<'a> {
     /// The scale is given.
-    Known(View<'a>),
+    Static(View<'a>),
     /// The scale is given, and the call also records the absolute maximum.
     Delayed { scale: View<'a>, amax: ViewMut<'a>, scale_used: ViewMut<'a> },
     /// The scale is computed from the absolute maximum of the tensor.
@@ -54,7 +54,7 @@ impl Scaling<'_> {
     /// The scaling of matrix `i` of a batch.
     pub(crate) fn at(&self, i: usize) -> Scaling<'_> {
         match self {
-            Self::Known(scale) => Scaling::Known(scale.at(i)),
+            Self::Static(scale) => Scaling::Static(scale.at(i)),
             Self::Delayed { scale, amax, scale_used } => {
                 Scaling::Delayed { scale: scale.at(i), amax: amax.at(i), scale_used: scale_used.at(i) }
             }

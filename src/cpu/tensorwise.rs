@@ -168,7 +168,7 @@ pub(crate) fn quantize(call: TensorCall) {
     let task = |scale| [Task::new(&x, scale, rowwise.as_ref(), columnwise.as_ref())];
     match scaling {
         // SAFETY: `ops` checks that the scale is one fp32 element.
-        Scaling::Known(scale) => run(&task(unsafe { scale.matrix().read(0, 0) }), false),
+        Scaling::Static(scale) => run(&task(unsafe { scale.matrix().read(0, 0) }), false),
         Scaling::Delayed { scale, amax, scale_used } => {
             let scale = scale.matrix();
             // SAFETY: `ops` checks that the scale is one fp32 element.

@@ -85,7 +85,7 @@ pub fn quantize(
     columnwise: Option<ViewMut>,
     stream: Stream,
 ) -> Result<(), Error> {
-    quantize_tensor(x, Scaling::Known(scale), rowwise, columnwise, stream)
+    quantize_tensor(x, Scaling::Static(scale), rowwise, columnwise, stream)
 }
 
 /// Quantizes with a given scale and records the absolute maximum from the same read (delayed scaling).
@@ -130,7 +130,7 @@ fn quantize_tensor(
     let mut call = Call::default();
     call.input("x", &x, Kind::Wide)?;
     match &scaling {
-        Scaling::Known(scale) => call.one_input("scale", scale)?,
+        Scaling::Static(scale) => call.one_input("scale", scale)?,
         Scaling::Delayed { scale, amax, scale_used } => {
             call.one_input("scale", scale)?;
             call.one_output("amax", amax)?;

@@ -1,7 +1,7 @@
 //! Operations on lists of tensors, in as few launches as the types of the tensors allow.
 
 use super::args::{Delayed, Entry, MultiArgs};
-use super::{AMAX, Cast, STRIDED_AMAX, cast, find_amax};
+use super::{AMAX, Cast, CastScale, STRIDED_AMAX, find_amax};
 use crate::cuda::driver::{self, Grid, launch};
 use crate::cuda::modules::{
     ByInput, ByTypes, Kernel, Module, by_input, by_types, format_index, input_index, module,
@@ -103,8 +103,8 @@ fn for_each_launch(
     keys.sort_unstable();
     keys.dedup();
     for key in keys {
-        let own: Vec<Entry> = entries.iter().filter(|(k, _)| *k == key).map(|(_, e)| *e).collect();
-        for part in own.chunks(LONG) {
+        let of_kernel: Vec<Entry> = entries.iter().filter(|(k, _)| *k == key).map(|(_, e)| *e).collect();
+        for part in of_kernel.chunks(LONG) {
             let mut part = part.to_vec();
             let mut blocks = 0_u64;
             for entry in &mut part {
@@ -179,15 +179,15 @@ fn multi_cast(
             continue;
         }
         let scale = element(scales, i).cast_const();
-        let how = match delayed {
-            None => Cast::Known(scale),
+        let source = match delayed {
+            None => CastScale::Static(scale),
             Some(lists) => {
                 let [amax, scale_used] = lists.map(|list| element(&list, i));
                 let grid_max = workspace::slots(device, stream, 1)?;
-                Cast::Delayed { scale, delayed: Delayed { amax, scale_used, grid_max } }
+                CastScale::Delayed { scale, delayed: Delayed { amax, scale_used, grid_max } }
             }
         };
-        cast(x, how, format, Some(out), None, stream)?;
+        Cast { x, source, format, rowwise: Some(out), columnwise: None, stream }.run()?;
     }
     let least = u64::from(delayed.is_some());
     for_each_launch(
