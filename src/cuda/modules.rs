@@ -87,13 +87,15 @@ impl Kernel {
         find: impl FnOnce() -> Result<sys::CUfunction, Error>,
     ) -> Result<sys::CUfunction, Error> {
         let slot = &self.functions[ordinal as usize];
-        let known =
-            || Some(slot.load(Ordering::Acquire)).filter(|at| *at != 0).map(|at| at as sys::CUfunction);
-        if let Some(function) = known() {
+        let loaded = || match slot.load(Ordering::Acquire) {
+            0 => None,
+            address => Some(address as sys::CUfunction),
+        };
+        if let Some(function) = loaded() {
             return Ok(function);
         }
         let _guard = loading.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(function) = known() {
+        if let Some(function) = loaded() {
             return Ok(function);
         }
         let function = find()?;
@@ -125,28 +127,31 @@ macro_rules! by_input {
 macro_rules! by_types {
     ($module:ident, $name:expr, $args:ty) => {
         [
-            [
-                $crate::cuda::modules::kernel!($module, concat!($name, "_f32_e4m3"), $args),
-                $crate::cuda::modules::kernel!($module, concat!($name, "_f32_e5m2"), $args),
-            ],
-            [
-                $crate::cuda::modules::kernel!($module, concat!($name, "_bf16_e4m3"), $args),
-                $crate::cuda::modules::kernel!($module, concat!($name, "_bf16_e5m2"), $args),
-            ],
-            [
-                $crate::cuda::modules::kernel!($module, concat!($name, "_f16_e4m3"), $args),
-                $crate::cuda::modules::kernel!($module, concat!($name, "_f16_e5m2"), $args),
-            ],
+            $crate::cuda::modules::by_format!($module, concat!($name, "_f32"), $args),
+            $crate::cuda::modules::by_format!($module, concat!($name, "_bf16"), $args),
+            $crate::cuda::modules::by_format!($module, concat!($name, "_f16"), $args),
         ]
     };
 }
 
-pub(super) use {by_input, by_types, embedded, kernel, module};
+/// `by_format!(MODULE, "name", Args)` defines a kernel for each format, `name_e4m3` and so on.
+macro_rules! by_format {
+    ($module:ident, $name:expr, $args:ty) => {
+        [
+            $crate::cuda::modules::kernel!($module, concat!($name, "_e4m3"), $args),
+            $crate::cuda::modules::kernel!($module, concat!($name, "_e5m2"), $args),
+        ]
+    };
+}
+
+pub(super) use {by_format, by_input, by_types, embedded, kernel, module};
 
 /// Kernels for each input type.
 pub(super) type ByInput = [Kernel; 3];
+/// Kernels for each format.
+pub(super) type ByFormat = [Kernel; 2];
 /// Kernels for each input type and format.
-pub(super) type ByTypes = [[Kernel; 2]; 3];
+pub(super) type ByTypes = [ByFormat; 3];
 
 /// Returns the index of an input type in [`ByInput`] and [`ByTypes`].
 pub(super) fn input_index(dtype: DType) -> usize {
@@ -157,7 +162,7 @@ pub(super) fn input_index(dtype: DType) -> usize {
     }
 }
 
-/// Returns the index of a format in [`ByTypes`].
+/// Returns the index of a format in [`ByFormat`].
 pub(super) fn format_index(format: Fp8Format) -> usize {
     match format {
         Fp8Format::E4m3 => 0,

@@ -12,7 +12,8 @@ use args::{
 
 use super::driver::{self, Args, Grid, launch};
 use super::modules::{
-    ByInput, ByTypes, Kernel, Module, by_input, by_types, format_index, input_index, kernel, module,
+    ByFormat, ByInput, ByTypes, Kernel, Module, by_format, by_input, by_types, format_index, input_index,
+    module,
 };
 use super::views::{aligned, contiguous_and_aligned, ordinal};
 use super::workspace;
@@ -31,8 +32,7 @@ static CAST_TRANSPOSE_MODULE: Module = module!("cast_transpose");
 
 static AMAX: ByInput = by_input!(AMAX_MODULE, "amax", AmaxArgs);
 static CURRENT_SCALE: ByTypes = by_types!(AMAX_MODULE, "current_scale", AmaxArgs);
-static SCALE: [Kernel; 2] =
-    [kernel!(AMAX_MODULE, "scale_e4m3", ScaleArgs), kernel!(AMAX_MODULE, "scale_e5m2", ScaleArgs)];
+static SCALE: ByFormat = by_format!(AMAX_MODULE, "scale", ScaleArgs);
 static STRIDED_AMAX: ByInput = by_input!(STRIDED_MODULE, "strided_amax", StridedAmaxArgs);
 static STRIDED_SCALE: ByTypes = by_types!(STRIDED_MODULE, "strided_current_scale", StridedAmaxArgs);
 static STRIDED_CAST: ByTypes = by_types!(STRIDED_MODULE, "strided_cast", StridedArgs);
