@@ -132,7 +132,7 @@ impl ExchangeApi {
 
 impl DLDataType {
     /// Returns the element type, or None if the crate does not support it.
-    fn known(self) -> Option<DType> {
+    fn supported(self) -> Option<DType> {
         match (self.code, self.bits, self.lanes) {
             (2, 32, 1) => Some(DType::F32),
             (2, 16, 1) => Some(DType::F16),
@@ -218,7 +218,7 @@ impl DLTensor {
     /// # Safety
     /// `shape` and `strides` must have been filled in by an exporter.
     unsafe fn parts(&self, arg: Arg, batch: bool) -> Result<Parts, Error> {
-        let Some(dtype) = self.dtype.known() else {
+        let Some(dtype) = self.dtype.supported() else {
             return Err(Error::ForeignDType { arg, got: self.dtype.name() });
         };
         let Some(device) = self.device() else {
@@ -320,9 +320,9 @@ mod tests {
         let mut old = table(1, std::ptr::null_mut());
         let new = table(2, (&raw mut old).cast());
         // SAFETY: both tables outlive their use here.
-        let (found, none) =
+        let (older, none) =
             unsafe { (ExchangeApi::compatible(&raw const new), ExchangeApi::compatible(std::ptr::null())) };
-        assert_eq!(found.unwrap().header.version.major, 1);
+        assert_eq!(older.unwrap().header.version.major, 1);
         assert!(none.is_none());
     }
 }

@@ -102,8 +102,8 @@ pub struct BlockSpec {
     /// The row of the whole matrix that row 0 of `x` corresponds to. Blocks begin where they do in the whole
     /// matrix, so a shard that starts inside a block has a short first block.
     pub row_offset: usize,
-    /// Write E8M0 scales in the packed 128x4 layout ([`packed`](crate::packed)), as a contiguous vector of
-    /// [`packed::bytes`](crate::packed::bytes)`(rows of the plane, blocks per row)`. The first block must start at row 0 of `x`.
+    /// Write E8M0 scales in the packed 128x4 layout ([`packed`]), as a contiguous vector of
+    /// [`packed::bytes`]`(rows of the plane, blocks per row)`. The first block must start at row 0 of `x`.
     pub packed: bool,
 }
 
@@ -135,7 +135,7 @@ impl BlockSpec {
 
 /// Optional inputs of a block quantization that replace or scale what the call would compute.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Given<'a> {
+pub struct BlockInputs<'a> {
     /// Absolute maxima of the rowwise blocks or of square blocks (fp32, in the shape of the unpacked scales).
     /// If absent, the call computes them. If present, they may cover more than `x`, for example the whole
     /// matrix when `x` is a shard of it. They must not be negative. This is not checked, because reading them
@@ -174,7 +174,7 @@ pub(crate) struct BlockCall<'a> {
     pub(crate) x: View<'a>,
     pub(crate) spec: BlockSpec,
     pub(crate) format: Fp8Format,
-    pub(crate) given: Given<'a>,
+    pub(crate) inputs: BlockInputs<'a>,
     pub(crate) rowwise: Option<BlockPlane<'a>>,
     pub(crate) columnwise: Option<BlockPlane<'a>>,
 }
@@ -185,10 +185,10 @@ impl<'a> BlockCall<'a> {
         let at = |view: Option<View<'a>>| view.map(|view| view.at(i));
         BlockCall {
             x: self.x.at(i),
-            given: Given {
-                amax: at(self.given.amax),
-                amax_columnwise: at(self.given.amax_columnwise),
-                column_scale: at(self.given.column_scale),
+            inputs: BlockInputs {
+                amax: at(self.inputs.amax),
+                amax_columnwise: at(self.inputs.amax_columnwise),
+                column_scale: at(self.inputs.column_scale),
             },
             rowwise: self.rowwise.as_ref().map(|plane| plane.at(i)),
             columnwise: self.columnwise.as_ref().map(|plane| plane.at(i)),
@@ -199,18 +199,20 @@ impl<'a> BlockCall<'a> {
     /// Returns the call for the rows of all matrices as one matrix. Returns None if a block would then span
     /// two matrices, or if the call has columnwise outputs or a column scale.
     pub(crate) fn flat(&self) -> Option<BlockCall<'_>> {
-        let Self { x, spec, given, rowwise: Some(rowwise), columnwise: None, .. } = self else { return None };
+        let Self { x, spec, inputs, rowwise: Some(rowwise), columnwise: None, .. } = self else {
+            return None;
+        };
         if x.batch() == 1 {
             return Some(self.at(0));
         }
         let aligned = spec.row_offset == 0 && spec.block.divides_rows(x.rows()) && !spec.packed;
         let is_flat = x.is_flat() && rowwise.codes.is_flat() && rowwise.scales.is_flat();
-        let amax_is_flat = given.amax.is_none_or(|amax| amax.is_flat());
-        if !(aligned && is_flat && amax_is_flat && given.column_scale.is_none()) {
+        let amax_is_flat = inputs.amax.is_none_or(|amax| amax.is_flat());
+        if !(aligned && is_flat && amax_is_flat && inputs.column_scale.is_none()) {
             return None;
         }
-        let given = Given { amax: given.amax.map(|amax| amax.flat()), ..Given::default() };
-        Some(BlockCall { x: x.flat(), given, rowwise: Some(rowwise.flat()), columnwise: None, ..*self })
+        let inputs = BlockInputs { amax: inputs.amax.map(|amax| amax.flat()), ..BlockInputs::default() };
+        Some(BlockCall { x: x.flat(), inputs, rowwise: Some(rowwise.flat()), columnwise: None, ..*self })
     }
 }
 

@@ -7,7 +7,7 @@ mod flush_to_zero;
 
 use flush_to_zero::set_flush_to_zero;
 use fp8rs::ops::{
-    AdamW, AdamWTensor, BlockPlane, BlockScale, BlockSpec, Given, Hyper, Numbers, Rounding, Target,
+    AdamW, AdamWTensor, BlockInputs, BlockPlane, BlockScale, BlockSpec, Hyper, Numbers, Rounding, Target,
 };
 use fp8rs::{Block, BlockFormat, DType, FORMATS, Fp8Format, ScaleRule, Stream, View, ViewMut, ops};
 
@@ -99,7 +99,7 @@ fn no_operation_depends_on_the_callers_flush_to_zero() {
             let codes = ViewMut::from_bytes(out, DType::E5m2, 2, 32).unwrap();
             let spec = BlockSpec { block, scale, row_offset: 0, packed: false };
             let plane = BlockPlane { codes, scales };
-            ops::quantize_blocks(x(), spec, Given::default(), Some(plane), None, stream).unwrap();
+            ops::quantize_blocks(x(), spec, BlockInputs::default(), Some(plane), None, stream).unwrap();
         });
     }
     both::<u32>(64, |out| {

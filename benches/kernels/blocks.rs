@@ -1,6 +1,6 @@
 //! Rows of the block formats, with E4M3 outputs.
 
-use fp8rs::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given, Rounding};
+use fp8rs::ops::{self, Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Rounding};
 use fp8rs::{Block, BlockFormat, DType, FORMATS, ScaleRule, packed};
 
 use crate::machine::{Case, Plan};
@@ -147,12 +147,12 @@ fn quantize(case: Case, variant: Variant, directions: Directions) -> Row {
     o.row("quantize_blocks", name(&what, case.dtype, case.shape), move |r| {
         let plane = |plane: Plane| BlockPlane { codes: r.out(plane.codes), scales: r.out(plane.scales) };
         let amax = |plane: Option<Plane>| plane.and_then(|plane| plane.amax).map(|amax| r.view(amax));
-        let given = Given {
+        let inputs = BlockInputs {
             amax: amax(rowwise),
             amax_columnwise: amax(columnwise),
             column_scale: column_scale.map(|column_scale| r.view(column_scale)),
         };
-        ops::quantize_blocks(r.view(x), spec, given, rowwise.map(plane), columnwise.map(plane), r.stream())
+        ops::quantize_blocks(r.view(x), spec, inputs, rowwise.map(plane), columnwise.map(plane), r.stream())
     })
 }
 

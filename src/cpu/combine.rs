@@ -59,10 +59,10 @@ fn check_places(places: &Matrix, rows: usize) -> Result<(), Error> {
 fn check_permutation(places: &Matrix) -> Result<(), Error> {
     let rows = places.rows * places.cols;
     check_places(places, rows)?;
-    let mut seen = vec![false; rows];
+    let mut is_used = vec![false; rows];
     for (token, j) in (0..places.rows).flat_map(|token| (0..places.cols).map(move |j| (token, j))) {
         let place = place(places, token, j);
-        if std::mem::replace(&mut seen[place], true) {
+        if std::mem::replace(&mut is_used[place], true) {
             return Err(Error::Value {
                 arg: Arg::Item("places", token * places.cols + j),
                 got: format!("{place}, as an earlier one is"),
@@ -163,9 +163,9 @@ impl<T: Element> Kernel for Gradients<'_, T> {
                 if let (Some(d_weights), Some(rows)) = (d_weights, rows) {
                     // SAFETY: each place is a row, whose elements are `T`.
                     let values: &[T] = unsafe { rows.row(row, cols.clone(), &mut second) };
-                    let found = f32::narrow(product(grads, values));
+                    let gradient = f32::narrow(product(grads, values));
                     // SAFETY: the fp32 output has the shape of the places. No other piece has this token.
-                    unsafe { d_weights.write(token, j, found) };
+                    unsafe { d_weights.write(token, j, gradient) };
                 }
             }
         }

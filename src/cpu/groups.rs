@@ -28,9 +28,9 @@ pub(crate) fn group_bounds(
     let offs = offs.matrix();
     // SAFETY: validation checked that this is an int32 row.
     let offset = |i| unsafe { offs.read::<i32>(0, i) };
-    let found = bounds((0..offs.cols).map(offset), rows);
-    if let Some(group) = found.invalid {
-        let least = group.checked_sub(1).map_or(0, |before| found.ends[before]);
+    let bounds = bounds((0..offs.cols).map(offset), rows);
+    if let Some(group) = bounds.invalid {
+        let least = group.checked_sub(1).map_or(0, |before| bounds.ends[before]);
         return Err(Error::Value {
             arg: Arg::Item("offs", group),
             got: offset(group).to_string(),
@@ -41,7 +41,7 @@ pub(crate) fn group_bounds(
             .into(),
         });
     }
-    for (out, values) in [(ends.matrix(), &found.ends), (padded_ends.matrix(), &found.padded_ends)] {
+    for (out, values) in [(ends.matrix(), &bounds.ends), (padded_ends.matrix(), &bounds.padded_ends)] {
         for (i, value) in values.iter().enumerate() {
             // SAFETY: validation checked that these outputs are int32 rows with an element per group.
             unsafe { out.write(0, i, *value) };
@@ -207,13 +207,13 @@ impl<T: Element, C: Codes> Kernel for ColumnPiece<'_, T, C> {
     fn run(mut self) {
         let mut maxima = vec![T::Bits::default(); self.cols.len()];
         for row in self.rows.clone() {
-            for (found, x) in maxima.iter_mut().zip(self.reader.row(row, self.cols.clone())) {
-                *found = (*found).max(x.magnitude());
+            for (maximum, x) in maxima.iter_mut().zip(self.reader.row(row, self.cols.clone())) {
+                *maximum = (*maximum).max(x.magnitude());
             }
         }
         let mut factors = vec![0.0; self.cols.len()];
-        for ((col, found), factor) in self.cols.clone().zip(maxima).zip(&mut factors) {
-            let scale = scale_of(T::widen_magnitude(found), self.rule, C::FORMAT);
+        for ((col, maximum), factor) in self.cols.clone().zip(maxima).zip(&mut factors) {
+            let scale = scale_of(T::widen_magnitude(maximum), self.rule, C::FORMAT);
             *factor = reciprocal(scale);
             // SAFETY: the element is inside the fp32 output, and no other piece has these columns of the
             // group.
@@ -257,10 +257,10 @@ fn read_bounds(groups: &Groups, rows: usize, columns: usize) -> Vec<(Range<usize
             let (end, padded) = unsafe { (ends.read::<i32>(0, i), padded_ends.read::<i32>(0, i)) };
             let most = rows.min(start + (columns - padded_start));
             let end = (end.max(0) as usize).clamp(start, most);
-            let found = (start..end, padded_start);
+            let group = (start..end, padded_start);
             padded_start = (padded.max(0) as usize).clamp(padded_start + (end - start), columns);
             start = end;
-            found
+            group
         })
         .collect()
 }

@@ -18,14 +18,14 @@ pub(super) struct Cast<'a, T, C, const AMAX: bool> {
     x: Matrix<'a>,
     q: f32,
     /// The absolute maximum so far, in the form that [`rows::amax`] returns.
-    pub(super) found: u32,
+    pub(super) amax_bits: u32,
     buffer: Vec<T>,
     format: PhantomData<C>,
 }
 
 impl<'a, T, C, const AMAX: bool> Cast<'a, T, C, AMAX> {
     pub(super) fn new(x: Matrix<'a>, q: f32) -> Self {
-        Self { x, q, found: 0, buffer: Vec::new(), format: PhantomData }
+        Self { x, q, amax_bits: 0, buffer: Vec::new(), format: PhantomData }
     }
 }
 
@@ -34,7 +34,7 @@ impl<T: Element, C: Codes, const AMAX: bool> Fill for Cast<'_, T, C, AMAX> {
     fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         // SAFETY: walks stay inside their source, and `T` is the type of its dtype.
         let xs = unsafe { self.x.row(row, cols, &mut self.buffer) };
-        self.found = self.found.max(rows::cast::<T, C, AMAX>(xs, self.q, out));
+        self.amax_bits = self.amax_bits.max(rows::cast::<T, C, AMAX>(xs, self.q, out));
     }
 }
 
@@ -157,13 +157,13 @@ mod tests {
             let x = dense(rows, cols);
             for sinks in [vec![], vec![x], vec![dense(cols, rows).transposed()]] {
                 let walk = Walk::new(x, sinks);
-                let mut seen = vec![0_u8; rows * cols];
+                let mut visits = vec![0_u8; rows * cols];
                 for Piece { rows, cols } in walk.pieces(4096) {
                     for row in rows {
-                        cols.clone().for_each(|col| seen[row * walk.source.cols + col] += 1);
+                        cols.clone().for_each(|col| visits[row * walk.source.cols + col] += 1);
                     }
                 }
-                assert!(seen.iter().all(|n| *n == 1), "{rows}x{cols}");
+                assert!(visits.iter().all(|n| *n == 1), "{rows}x{cols}");
             }
         }
         assert_eq!(Walk::new(dense(0, 4), vec![]).pieces(64), vec![]);

@@ -60,12 +60,12 @@ const ENTRY: &str = ".visible .entry ";
 /// Splits a module's PTX into the declarations that all entries share, and the entries with their names.
 fn parts(ptx: &str) -> (&str, impl Iterator<Item = (&str, &str)>) {
     let at = ptx.find(ENTRY).unwrap_or(ptx.len());
-    let (shared, mut rest) = ptx.split_at(at);
+    let (shared, mut remaining) = ptx.split_at(at);
     let entries = std::iter::from_fn(move || {
-        let after = rest.strip_prefix(ENTRY)?;
-        let end = after.find(ENTRY).map_or(rest.len(), |at| at + ENTRY.len());
-        let (entry, others) = rest.split_at(end);
-        rest = others;
+        let after = remaining.strip_prefix(ENTRY)?;
+        let end = after.find(ENTRY).map_or(remaining.len(), |at| at + ENTRY.len());
+        let (entry, others) = remaining.split_at(end);
+        remaining = others;
         Some((after.split('(').next().unwrap_or(after), entry))
     });
     (shared, entries)
@@ -74,7 +74,7 @@ fn parts(ptx: &str) -> (&str, impl Iterator<Item = (&str, &str)>) {
 /// Returns the PTX of one entry of a module, ending in NUL.
 pub(super) fn one_entry(ptx: &str, name: &CStr) -> Result<Vec<u8>, Error> {
     let (shared, mut entries) = parts(ptx);
-    let Some((_, entry)) = entries.find(|(found, _)| found.as_bytes() == name.to_bytes()) else {
+    let Some((_, entry)) = entries.find(|(entry_name, _)| entry_name.as_bytes() == name.to_bytes()) else {
         let message = format!("{} is not in its module", name.to_string_lossy());
         return Err(Error::Cuda { call: "module".into(), message });
     };
@@ -147,8 +147,8 @@ mod tests {
                 assert_eq!(&code[..4], b"\x7fELF", "{}", module.name);
                 // e_flags of the ELF header: the architecture, which is in the second byte for Blackwell and
                 // newer.
-                let found = if flags < 100 { code[48] } else { code[49] };
-                assert_eq!(found, flags, "{}", module.name);
+                let architecture = if flags < 100 { code[48] } else { code[49] };
+                assert_eq!(architecture, flags, "{}", module.name);
                 for (name, _) in parts(&ptx).1 {
                     let section = format!(".text.{name}\0");
                     assert!(code.windows(section.len()).any(|w| w == section.as_bytes()), "{name}");

@@ -184,7 +184,7 @@ mod tests {
             std::thread::sleep(std::time::Duration::from_millis(20));
             Ok(at as sys::CUfunction)
         };
-        let found = std::thread::scope(|scope| {
+        let functions = std::thread::scope(|scope| {
             let launch = || {
                 barrier.wait();
                 KERNEL.function(0, &loading, load).map(|f| f as usize)
@@ -192,25 +192,25 @@ mod tests {
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(launch)).collect();
             threads.into_iter().map(|t| t.join().expect("no panic").expect("it loads")).collect::<Vec<_>>()
         });
-        assert_eq!((found, loads.into_inner()), (vec![1; 8], 1));
+        assert_eq!((functions, loads.into_inner()), (vec![1; 8], 1));
     }
 
     /// Returns `(entry, size of its parameter in bytes)` for each entry of a module's PTX.
     fn entries(module: &Module) -> Vec<(String, usize)> {
         let ptx = module.ptx().expect("it decompresses");
-        let mut found = Vec::new();
+        let mut entries = Vec::new();
         for part in ptx.split(".entry ").skip(1) {
-            let (name, rest) = part.split_once('(').expect("an entry has parameters");
-            let (parameters, _) = rest.split_once(')').expect("parameters end");
+            let (name, declaration) = part.split_once('(').expect("an entry has parameters");
+            let (parameters, _) = declaration.split_once(')').expect("parameters end");
             let mut sizes = parameters.split(".param").skip(1).map(|p| {
                 let (_, size) = p.split_once('[').expect("a struct by value is a byte array");
                 size.split_once(']').expect("an array's size ends").0.parse::<usize>().expect("a number")
             });
             let size = sizes.next().expect("one parameter");
             assert_eq!(sizes.next(), None, "{name} takes more than one parameter");
-            found.push((name.trim().to_owned(), size));
+            entries.push((name.trim().to_owned(), size));
         }
-        found
+        entries
     }
 
     #[test]

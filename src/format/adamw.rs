@@ -36,7 +36,7 @@ pub(crate) struct Factors {
     /// Factor of the second moment.
     pub(crate) beta2: f32,
     /// Factor of the squared gradient: 1 - `beta2`.
-    pub(crate) rest: f32,
+    pub(crate) one_minus_beta2: f32,
     /// The square root of 1 - `beta2`^step.
     pub(crate) root: f32,
     /// Added to the denominator.
@@ -74,7 +74,7 @@ impl Hyper {
             lerp: if from_grad { -(1.0 - lerp) } else { lerp },
             from_grad,
             beta2: self.beta2 as f32,
-            rest: (1.0 - self.beta2) as f32,
+            one_minus_beta2: (1.0 - self.beta2) as f32,
             root: (1.0 - power(self.beta2, step)).sqrt() as f32,
             eps: self.eps as f32,
             size: (self.lr / (1.0 - power(self.beta1, step))) as f32,
@@ -92,7 +92,7 @@ impl Factors {
         let weight = weight * self.decay;
         let start = if self.from_grad { grad } else { exp_avg };
         let exp_avg = start + (grad - exp_avg) * self.lerp;
-        let exp_avg_sq = exp_avg_sq * self.beta2 + self.rest * grad * grad;
+        let exp_avg_sq = exp_avg_sq * self.beta2 + self.one_minus_beta2 * grad * grad;
         let denominator = exp_avg_sq.sqrt() / self.root + self.eps;
         (exp_avg, exp_avg_sq, weight - self.size * exp_avg / denominator)
     }

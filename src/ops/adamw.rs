@@ -28,7 +28,13 @@ pub fn adamw(shared: AdamW, tensors: Vec<AdamWTensor>, stream: Stream) -> Result
             ("masters", tensor.master.is_some(), first.master.is_some()),
             ("amaxes", tensor.amax.is_some(), first.amax.is_some()),
         ] {
-            given(list, i, has, expected, "as for the first tensor (present for all tensors or for none)")?;
+            check_present(
+                list,
+                i,
+                has,
+                expected,
+                "as for the first tensor (present for all tensors or for none)",
+            )?;
         }
     }
     let device = call.finish()?;
@@ -122,14 +128,14 @@ fn like_param(
 /// Returns an error unless the scales and the amax are present that the target requires, and no others.
 fn check_presence(target: &Target, i: usize, tensor: &AdamWTensor) -> Result<(), Error> {
     let is_codes = *target != Target::Plain;
-    given(
+    check_present(
         "scales",
         i,
         tensor.scale.is_some(),
         is_codes,
         "present if and only if the parameter is FP8 codes",
     )?;
-    given(
+    check_present(
         "new_scales",
         i,
         tensor.new_scale.is_some(),
@@ -137,8 +143,10 @@ fn check_presence(target: &Target, i: usize, tensor: &AdamWTensor) -> Result<(),
         "present if and only if the target is one given scale",
     )?;
     match target {
-        Target::Measure => given("amaxes", i, tensor.amax.is_some(), true, "present, to measure"),
-        Target::Blocks(..) => given("amaxes", i, tensor.amax.is_some(), false, "absent with block scales"),
+        Target::Measure => check_present("amaxes", i, tensor.amax.is_some(), true, "present, to measure"),
+        Target::Blocks(..) => {
+            check_present("amaxes", i, tensor.amax.is_some(), false, "absent with block scales")
+        }
         Target::Plain | Target::Tensor => Ok(()),
     }
 }
@@ -177,7 +185,13 @@ fn check_scales<'a>(
     Ok(())
 }
 
-fn given(list: &'static str, i: usize, has: bool, expected: bool, words: &'static str) -> Result<(), Error> {
+fn check_present(
+    list: &'static str,
+    i: usize,
+    has: bool,
+    expected: bool,
+    words: &'static str,
+) -> Result<(), Error> {
     if has == expected {
         return Ok(());
     }

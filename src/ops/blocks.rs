@@ -10,7 +10,7 @@ use super::tensorwise::check_rule_without_margin;
 use super::validate::{Call, Kind, check_number, one_matrix, shape};
 use crate::error::Error;
 use crate::layout::{Block, BlockFormat, DType, Device, View, ViewMut, block_extents, list, packed};
-use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, Stream};
+use crate::spec::{Axis, BlockCall, BlockInputs, BlockPlane, BlockScale, BlockSpec, Stream};
 use crate::{cpu, cuda};
 
 /// Elements of an MX block along a dimension in which it has more than one.
@@ -58,7 +58,7 @@ pub fn block_amax(
 pub fn quantize_blocks(
     x: View,
     spec: BlockSpec,
-    given: Given,
+    inputs: BlockInputs,
     rowwise: Option<BlockPlane>,
     columnwise: Option<BlockPlane>,
     stream: Stream,
@@ -86,14 +86,14 @@ pub fn quantize_blocks(
         }
     }
     for (arg, view, expected, used) in [
-        ("amax", given.amax, grid, rowwise.is_some() || block.is_square()),
+        ("amax", inputs.amax, grid, rowwise.is_some() || block.is_square()),
         (
             "amax_columnwise",
-            given.amax_columnwise,
+            inputs.amax_columnwise,
             columnwise_grid,
             columnwise.is_some() && !block.is_square(),
         ),
-        ("column_scale", given.column_scale, (1, cols), rowwise.is_some() && block == Block::ROW),
+        ("column_scale", inputs.column_scale, (1, cols), rowwise.is_some() && block == Block::ROW),
     ] {
         let Some(view) = view else { continue };
         if !used {
@@ -113,7 +113,7 @@ pub fn quantize_blocks(
         shape(arg, view.shape(), expected, &format!("one element for each {of}"))?;
     }
     let device = call.finish()?;
-    let call = BlockCall { x, spec, format, given, rowwise, columnwise };
+    let call = BlockCall { x, spec, format, inputs, rowwise, columnwise };
     let quantize_blocks = |call| match device {
         Device::Cpu => {
             cpu::quantize_blocks(call);

@@ -10,7 +10,8 @@ use crate::spec::{BlockPlane, Gated, GroupCall, Groups, ScaleRule, Stream, gated
 use crate::{cpu, cuda};
 
 /// Computes the bounds of groups from untrusted offsets into `rows` rows (`format::groups::bounds`).
-/// `offs`, `ends` and `padded_ends` are int32 with one element per group, so `padded_columns(rows, groups)` must fit int32.
+/// `offs`, `ends` and `padded_ends` are int32 with one element per group, so `padded_columns(rows, groups)`
+/// must fit int32.
 ///
 /// An invalid offset is an error. On the CPU, nothing is written then. On CUDA, the device replaces the offset
 /// and sets a flag, which stays set until the host finds it. This call, every later one and

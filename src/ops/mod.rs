@@ -30,8 +30,8 @@ mod validate;
 pub use crate::format::activation::Activation;
 pub use crate::format::e8m0::Rounding;
 pub use crate::spec::{
-    AdamW, AdamWTensor, Axis, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Given,
-    Groups, Hyper, Numbers, ScaleRule, Stream, Target,
+    AdamW, AdamWTensor, Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward,
+    Gated, Groups, Hyper, Numbers, ScaleRule, Stream, Target,
 };
 pub use adamw::*;
 pub use blocks::*;

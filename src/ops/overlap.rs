@@ -98,8 +98,8 @@ pub(super) fn overlap(a: &Region, b: &Region) -> bool {
     }
     steps.sort_by_key(|step| std::cmp::Reverse(step.size));
     let (low, high) = (target - size_a + 1, target + size_b - 1);
-    let mut left = MAX_STEPS;
-    reaches(&steps, low, high, &mut left)
+    let mut budget = MAX_STEPS;
+    reaches(&steps, low, high, &mut budget)
 }
 
 /// Up to `most` steps of `size` bytes each.
@@ -110,27 +110,27 @@ struct Step {
 }
 
 /// Returns whether a sum of steps lies between `low` and `high`. Returns true if the search takes more than
-/// `left` tries.
-fn reaches(steps: &[Step], low: i128, high: i128, left: &mut usize) -> bool {
+/// `budget` tries.
+fn reaches(steps: &[Step], low: i128, high: i128, budget: &mut usize) -> bool {
     let span: i128 = steps.iter().map(|step| step.size * step.most).sum();
     if high < 0 || low > span {
         return false;
     }
-    let Some((first, rest)) = steps.split_first() else { return true };
+    let Some((first, others)) = steps.split_first() else { return true };
     // All sums are multiples of the greatest common divisor of the sizes.
     let common = steps.iter().fold(0, |common, step| gcd(common, step.size as usize)) as i128;
     if low.max(0).div_euclid(common) == high.div_euclid(common) && low.max(0).rem_euclid(common) != 0 {
         return false;
     }
-    let rest_span = span - first.size * first.most;
-    let fewest = (low - rest_span).max(0);
+    let others_span = span - first.size * first.most;
+    let fewest = (low - others_span).max(0);
     let (from, to) = ((fewest + first.size - 1) / first.size, (high / first.size).min(first.most));
     for count in from..=to {
-        if *left == 0 {
+        if *budget == 0 {
             return true;
         }
-        *left -= 1;
-        if reaches(rest, low - count * first.size, high - count * first.size, left) {
+        *budget -= 1;
+        if reaches(others, low - count * first.size, high - count * first.size, budget) {
             return true;
         }
     }
@@ -205,15 +205,15 @@ mod tests {
         fn batches_overlap_if_two_of_their_regions_do(a in any_batch(), b in any_batch()) {
             let parts = |(matrix, batch, stride)| regions(matrix, batch, stride).collect::<Vec<_>>();
             let (first, second) = (parts(a), parts(b));
-            let found = first.iter().any(|a| second.iter().any(|b| overlap(a, b)));
-            prop_assert_eq!(found, !bytes_of_batch(a).is_disjoint(&bytes_of_batch(b)));
+            let overlapping = first.iter().any(|a| second.iter().any(|b| overlap(a, b)));
+            prop_assert_eq!(overlapping, !bytes_of_batch(a).is_disjoint(&bytes_of_batch(b)));
             for region in first {
                 let all = bytes_of_batch((region.matrix, region.batch, region.batch_stride));
                 let range = all.iter().min().map(|low| (*low as usize, *all.iter().max().unwrap() as usize + 1));
                 prop_assert_eq!(region.extent(), range);
                 let size = region.matrix.dtype.size();
-                let own = if overlaps_itself(&region.matrix) { 0 } else { region.numel() * size };
-                prop_assert!(all.len() >= own, "no two matrices of a region share memory");
+                let least = if overlaps_itself(&region.matrix) { 0 } else { region.numel() * size };
+                prop_assert!(all.len() >= least, "no two matrices of a region share memory");
             }
         }
 

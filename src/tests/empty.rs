@@ -4,7 +4,7 @@ use crate::format::activation::Activation;
 use crate::format::e8m0::Rounding;
 use crate::format::groups::padded_columns;
 use crate::ops::{
-    Axis, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Given, Groups, Numbers,
+    Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Groups, Numbers,
 };
 use crate::{Block, BlockFormat, DType, Device, FORMATS, ScaleRule, Stream, View, ViewMut, ops};
 
@@ -107,8 +107,15 @@ fn blocks() {
             let (mut row, mut row_scale) = (codes(rows, cols), Owned::new(scale_dtype, down, across));
             let (mut col, mut col_scale) = (codes(cols, rows), Owned::new(scale_dtype, down_t, across_t));
             let planes = (Some(plane(&mut row, &mut row_scale)), Some(plane(&mut col, &mut col_scale)));
-            ops::quantize_blocks(x.view(), spec, Given::default(), planes.0, planes.1, Stream::default())
-                .unwrap();
+            ops::quantize_blocks(
+                x.view(),
+                spec,
+                BlockInputs::default(),
+                planes.0,
+                planes.1,
+                Stream::default(),
+            )
+            .unwrap();
             ops::block_amax(x.view(), block, 0, f32s(down, across).view_mut(), Stream::default()).unwrap();
             let mut out = wide(rows, cols);
             ops::dequantize(row.view(), row_scale.view(), block, out.view_mut(), Stream::default()).unwrap();

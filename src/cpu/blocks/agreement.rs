@@ -7,7 +7,7 @@ use super::definition::{self, cells, put};
 use crate::cpu::simd::on_each_level;
 use crate::format::e8m0::Rounding;
 use crate::layout::{Block, BlockFormat, DType, FORMATS, View, ViewMut, block_extents, packed};
-use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
+use crate::spec::{Axis, BlockCall, BlockInputs, BlockPlane, BlockScale, BlockSpec, ScaleRule};
 
 type Quantize = dyn Fn(BlockCall);
 type Amax = dyn Fn(View, Block, usize, ViewMut);
@@ -178,7 +178,7 @@ impl Quantization {
             Filled { rows: grid.0, cols: grid.1, lay: Lay::Spread, dtype: DType::F32, values }.fill()
         };
         let (amax, amax_t, column_scale) = (factors(grid), factors(grid_t), factors((1, cols)));
-        let given = Given {
+        let inputs = BlockInputs {
             amax: (self.amax && (*rowwise || block.is_square())).then(|| amax.view()),
             amax_columnwise: (self.amax && *columnwise && !block.is_square()).then(|| amax_t.view()),
             column_scale: (self.column_scale && *rowwise && block == Block::ROW).then(|| column_scale.view()),
@@ -197,7 +197,7 @@ impl Quantization {
                 x: x.view(),
                 spec: *spec,
                 format: dtype.fp8().unwrap(),
-                given,
+                inputs,
                 rowwise: rowwise.then(|| BlockPlane { codes: codes.view_mut(), scales: scales.view_mut() }),
                 columnwise: columnwise
                     .then(|| BlockPlane { codes: codes_t.view_mut(), scales: scales_t.view_mut() }),

@@ -105,14 +105,20 @@ impl<'a> Job<'a> {
 /// line of the walked matrix.
 fn line_factors(plane: &Plane, x: Matrix, column_scale: Option<&[f32]>, block: Block) -> Vec<f32> {
     let lines = plane.x.rows;
-    let mut found = vec![0_u32; lines];
+    let mut block_maxima = vec![0_u32; lines];
     if plane.amax.is_none() {
         let grid = block.grid(x.rows, x.cols);
-        let out = Matrix::new(found.as_mut_ptr().cast(), DType::F32, Device::Cpu, grid, (grid.1 as isize, 1));
+        let out = Matrix::new(
+            block_maxima.as_mut_ptr().cast(),
+            DType::F32,
+            Device::Cpu,
+            grid,
+            (grid.1 as isize, 1),
+        );
         maxima(x, column_scale, block, 0, &out);
     }
     let mut factors = vec![0.0; lines];
-    plane.finish(|line| (line, 0), &mut found, &mut factors);
+    plane.finish(|line| (line, 0), &mut block_maxima, &mut factors);
     factors
 }
 
@@ -207,16 +213,16 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
             // SAFETY: this is a part of a row of the input, and `T` is the type of its dtype.
             let xs = unsafe { self.job.x.row::<T>(row, self.cols.clone(), buffer) };
             let to = &mut factors.along[self.in_strip(row)];
-            let mut found = [0; CHUNK / NARROWEST];
+            let mut block_maxima = [0; CHUNK / NARROWEST];
             if plane.amax.is_none() {
                 match size {
-                    NARROWEST => maxima_of::<T, NARROWEST>(xs, &mut found),
-                    128 => maxima_of::<T, 128>(xs, &mut found),
+                    NARROWEST => maxima_of::<T, NARROWEST>(xs, &mut block_maxima),
+                    128 => maxima_of::<T, 128>(xs, &mut block_maxima),
                     _ => unreachable!("no instance for blocks of {size} columns"),
                 }
             }
             let blocks = xs.len().div_ceil(size);
-            plane.finish(|i| (row, first + i), &mut found[..blocks], &mut to[..blocks]);
+            plane.finish(|i| (row, first + i), &mut block_maxima[..blocks], &mut to[..blocks]);
         }
     }
 
@@ -240,34 +246,37 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
                 self.column_maxima(rows, buffer)
             };
             let to = &mut factors.across[block % (STRIP / size)];
-            let mut found = columns.map(T::widen_magnitude);
+            let mut block_maxima = columns.map(T::widen_magnitude);
             let (first, count) = (self.cols.start, self.cols.len());
-            plane.finish(|i| (first + i, block), &mut found[..count], &mut to[..count]);
+            plane.finish(|i| (first + i, block), &mut block_maxima[..count], &mut to[..count]);
         }
     }
 
     #[inline(always)]
     fn find_square(&self, size: usize, factors: &mut Factors, buffer: &mut Vec<T>) {
         let Job { along, across, .. } = self.job;
-        let given = along.or(*across).is_some_and(|plane| plane.amax.is_some());
+        let has_amaxes = along.or(*across).is_some_and(|plane| plane.amax.is_some());
         for (block, rows) in self.row_blocks(size) {
-            let columns =
-                if given { [T::Bits::default(); CHUNK] } else { self.column_maxima(rows.clone(), buffer) };
-            let mut found = [0; CHUNK / NARROWEST];
+            let columns = if has_amaxes {
+                [T::Bits::default(); CHUNK]
+            } else {
+                self.column_maxima(rows.clone(), buffer)
+            };
+            let mut block_maxima = [0; CHUNK / NARROWEST];
             let mut factor = [0.0; CHUNK / NARROWEST];
             let blocks = self.cols.len().div_ceil(size);
-            for (columns, found) in columns[..self.cols.len()].chunks(size).zip(&mut found) {
-                *found = largest::<T>(columns);
+            for (columns, amax) in columns[..self.cols.len()].chunks(size).zip(&mut block_maxima) {
+                *amax = largest::<T>(columns);
             }
             let first = self.cols.start / size;
             if let Some(plane) = along {
-                plane.finish(|i| (block, first + i), &mut found[..blocks], &mut factor[..blocks]);
+                plane.finish(|i| (block, first + i), &mut block_maxima[..blocks], &mut factor[..blocks]);
                 for row in rows {
                     factors.along[self.in_strip(row)] = factor;
                 }
             }
             if let Some(plane) = across {
-                plane.finish(|i| (first + i, block), &mut found[..blocks], &mut factor[..blocks]);
+                plane.finish(|i| (first + i, block), &mut block_maxima[..blocks], &mut factor[..blocks]);
                 let to = &mut factors.across[block % (STRIP / size)];
                 for (to, factor) in to.chunks_mut(size).zip(factor) {
                     to.fill(factor);
@@ -342,26 +351,26 @@ impl<T: Element, C: Codes> Fill for Across<'_, T, C> {
 /// Computes the absolute maxima of blocks of N elements, as fp32 bits. The constant length lets the compiler
 /// vectorize short loops well.
 #[inline(always)]
-fn maxima_of<T: Element, const N: usize>(xs: &[T], found: &mut [u32]) {
-    let (blocks, rest) = xs.as_chunks::<N>();
-    for (block, found) in blocks.iter().zip(&mut *found) {
-        *found = rows::amax(block);
+fn maxima_of<T: Element, const N: usize>(xs: &[T], block_maxima: &mut [u32]) {
+    let (blocks, tail) = xs.as_chunks::<N>();
+    for (block, amax) in blocks.iter().zip(&mut *block_maxima) {
+        *amax = rows::amax(block);
     }
-    if !rest.is_empty() {
-        found[blocks.len()] = rows::amax(rest);
+    if !tail.is_empty() {
+        block_maxima[blocks.len()] = rows::amax(tail);
     }
 }
 
 /// Computes out = encode(x * factor), with one factor for each block of N elements.
 #[inline(always)]
 fn cast_blocks<T: Element, C: Codes, const N: usize>(xs: &[T], factors: &[f32], out: &mut [u8]) {
-    let (blocks, rest) = xs.as_chunks::<N>();
+    let (blocks, tail) = xs.as_chunks::<N>();
     let (out_blocks, out_rest) = out.as_chunks_mut::<N>();
     for ((block, out), factor) in blocks.iter().zip(out_blocks).zip(factors) {
         rows::cast::<T, C, false>(block, *factor, out);
     }
-    if !rest.is_empty() {
-        rows::cast::<T, C, false>(rest, factors[blocks.len()], out_rest);
+    if !tail.is_empty() {
+        rows::cast::<T, C, false>(tail, factors[blocks.len()], out_rest);
     }
 }
 

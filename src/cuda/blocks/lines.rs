@@ -131,12 +131,12 @@ pub(super) fn quantize(job: &Job, rule: ScaleRule) -> Result<(), Error> {
         return tile::quantize_lines(job, false);
     }
     // Maxima that are not given are computed in the memory of the scales, which later replace them.
-    let found = planes.map(|plane| plane.filter(|plane| plane.amax.is_none()).map(|plane| plane.scales));
+    let computed = planes.map(|plane| plane.filter(|plane| plane.amax.is_none()).map(|plane| plane.scales));
     let empty = job.x.numel() == 0;
     let first = if empty { rule.scale(0.0, job.format) } else { 0.0 };
-    fill(job.device, job.stream, &LinesArgs::new(found[0].as_ref(), found[1].as_ref(), first))?;
+    fill(job.device, job.stream, &LinesArgs::new(computed[0].as_ref(), computed[1].as_ref(), first))?;
     if !empty {
-        line_amax(job, found[0].as_ref(), found[1].as_ref())?;
+        line_amax(job, computed[0].as_ref(), computed[1].as_ref())?;
     }
     for plane in planes.into_iter().flatten() {
         if let Some(amax) = &plane.amax {

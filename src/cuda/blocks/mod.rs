@@ -53,15 +53,15 @@ struct Job<'a> {
 
 impl<'a> Job<'a> {
     fn new(call: &'a BlockCall, stream: Stream) -> Result<Self, Error> {
-        let BlockCall { spec, format, given, .. } = call;
+        let BlockCall { spec, format, inputs, .. } = call;
         let square = spec.block.is_square();
         let plane = |out: &'a crate::spec::BlockPlane, amax: Option<Matrix<'a>>| Plane {
             codes: out.codes.matrix(),
             scales: out.scales.matrix(),
             amax,
         };
-        let amax = given.amax.map(|m| m.matrix());
-        let amax_columnwise = given.amax_columnwise.map(|m| m.matrix());
+        let amax = inputs.amax.map(|m| m.matrix());
+        let amax_columnwise = inputs.amax_columnwise.map(|m| m.matrix());
         let row = call.rowwise.as_ref().map(|out| plane(out, amax.filter(|_| !square)));
         let col = call.columnwise.as_ref().map(|out| plane(out, amax_columnwise));
         // Rowwise blocks have one row, so a shard boundary does not split them.
@@ -76,7 +76,7 @@ impl<'a> Job<'a> {
             row,
             col,
             square_amax: amax.filter(|_| square),
-            column_scale: given.column_scale.map(|m| m.matrix()),
+            column_scale: inputs.column_scale.map(|m| m.matrix()),
             block_offset: split.block_offset(spec.row_offset),
         };
         for (arg, plane) in [("rowwise_scale", &job.row), ("columnwise_scale", &job.col)] {

@@ -112,17 +112,18 @@ fn kernels_for(block: Block, scale: BlockScale) -> Result<&'static ByTypes, Erro
 }
 
 /// Quantizes with one scale per row and per column. The scales come from the planes' given maxima. With
-/// `found`, they come from the memory of the scales, which then holds maxima that `line_amax` marked, or
+/// `in_scales`, they come from the memory of the scales, which then holds maxima that `line_amax` marked, or
 /// final scales.
-pub(super) fn quantize_lines(job: &Job, found: bool) -> Result<(), Error> {
-    run(job, &ROW_BOTH, found)
+pub(super) fn quantize_lines(job: &Job, in_scales: bool) -> Result<(), Error> {
+    run(job, &ROW_BOTH, in_scales)
 }
 
-fn run<'a>(job: &Job<'a>, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
+fn run<'a>(job: &Job<'a>, kernels: &'static ByTypes, in_scales: bool) -> Result<(), Error> {
     let Job { x, spec, block_offset, .. } = job;
     let (row, col) = (job.row.map(|plane| plane.codes), job.col.map(|plane| plane.codes));
     let (row_scale, col_scale) = (job.row.map(|plane| plane.scales), job.col.map(|plane| plane.scales));
-    let maxima_of = if found { |plane: Plane<'a>| Some(plane.scales) } else { |plane: Plane<'a>| plane.amax };
+    let maxima_of =
+        if in_scales { |plane: Plane<'a>| Some(plane.scales) } else { |plane: Plane<'a>| plane.amax };
     let row_amax = if spec.block.is_square() { job.square_amax } else { job.row.and_then(maxima_of) };
     let col_amax = job.col.and_then(maxima_of);
     let (rule, floor) = match spec.scale {
@@ -141,7 +142,7 @@ fn run<'a>(job: &Job<'a>, kernels: &'static ByTypes, found: bool) -> Result<(), 
         (FLOOR_RULE, floor),
         (ROW_SCALE_WORDS, row_scale.is_some_and(|m| words(&m))),
         (COL_SCALE_WORDS, col_scale.is_some_and(|m| words(&m))),
-        (FOUND, found),
+        (FOUND, in_scales),
     ];
     let flags = flags.into_iter().filter(|(_, on)| *on).map(|(flag, _)| flag).sum();
 
@@ -185,7 +186,7 @@ fn run<'a>(job: &Job<'a>, kernels: &'static ByTypes, found: bool) -> Result<(), 
         flags,
     };
     debug_assert!(!spec.packed || [row_scale, col_scale].iter().all(|p| p.addr().is_multiple_of(16)));
-    debug_assert!(spec.block == Block::ROW || !found);
+    debug_assert!(spec.block == Block::ROW || !in_scales);
     let threads = if x.dtype == DType::F32 { 256 } else { 128 };
     let grid = blocks_of((x.rows + block_offset).div_ceil(TILE) * tiles_across, threads);
     let kernel = &kernels[input_index(x.dtype)][format_index(job.format)];

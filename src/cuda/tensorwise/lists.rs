@@ -263,20 +263,20 @@ mod tests {
             least in 0..2_u64,
         ) {
             let launches = split(&sizes, least);
-            let mut seen = vec![0; sizes.len()];
+            let mut visits = vec![0; sizes.len()];
             for (key, part, blocks) in &launches {
                 prop_assert!(!part.is_empty() && part.len() <= LONG);
                 let mut next = 0;
                 for entry in part {
-                    let (own, n) = sizes[entry.index as usize];
-                    prop_assert_eq!((own, n), (*key, entry.n));
+                    let (entry_key, n) = sizes[entry.index as usize];
+                    prop_assert_eq!((entry_key, n), (*key, entry.n));
                     prop_assert_eq!(u64::from(entry.first_block), next);
                     next += n.div_ceil(per_block(key.0)).max(least);
-                    seen[entry.index as usize] += 1;
+                    visits[entry.index as usize] += 1;
                 }
                 prop_assert_eq!(u64::from(*blocks), next);
             }
-            prop_assert!(seen.iter().all(|&times| times == 1));
+            prop_assert!(visits.iter().all(|&times| times == 1));
             // There are as few launches as the kernels' lengths allow.
             let mut keys: Vec<_> = sizes.iter().map(|(key, _)| *key).collect();
             keys.sort_unstable();

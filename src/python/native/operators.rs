@@ -10,7 +10,8 @@ use super::shim::{Kernel, Value};
 use crate::format::Fp8Format;
 use crate::layout::{Block, BlockFormat, DType, View, ViewMut, packed};
 use crate::ops::{
-    self, Axis, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Given, Groups, ScaleRule,
+    self, Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Groups,
+    ScaleRule,
 };
 use crate::python::parse;
 use crate::spec::{PlaneShape, gated_shape, indexed_shape};
@@ -155,10 +156,10 @@ fn multi_amax(mut values: Values) -> Results {
         x.matrix(batch)
     };
     let xs = xs.into_iter().map(matrix).collect::<Result<Vec<_>, _>>()?;
-    let own = views(&xs, "xs", batched)?;
-    let count = own.iter().map(View::batch).sum::<usize>();
+    let views = views(&xs, "xs", batched)?;
+    let count = views.iter().map(View::batch).sum::<usize>();
     let out = xs[0].allocate(DType::F32, &[count as i64])?;
-    ops::multi_amax(&own, out.view_mut("out")?, stream(&xs)?)?;
+    ops::multi_amax(&views, out.view_mut("out")?, stream(&xs)?)?;
     Ok(vec![out])
 }
 
@@ -237,7 +238,7 @@ fn dequantize(mut values: Values) -> Results {
         let message = format!("block is {block:?}; it must be two sizes, where -1 is the whole extent");
         return Err(Failure::Value(message));
     };
-    let Some(wide) = dtype.known().filter(|dtype| dtype.is_wide()) else {
+    let Some(wide) = dtype.supported().filter(|dtype| dtype.is_wide()) else {
         let message = format!("dtype is {}; it must be float32, bfloat16 or float16", dtype.name());
         return Err(Failure::Type(message));
     };
@@ -274,7 +275,7 @@ fn quantize_blocks(mut values: Values) -> Results {
     let batch = x.is_batch(values.flag())?;
 
     let block = pair(&block)?;
-    let scales = scale_dtype.known();
+    let scales = scale_dtype.supported();
     let scale = match scales {
         Some(DType::E8m0) => BlockScale::E8m0(parse::rounding(&rounding)?),
         Some(DType::F32) => {
@@ -307,13 +308,13 @@ fn quantize_blocks(mut values: Values) -> Results {
         let columnwise = plane(col, optional_mut(col_scale.as_ref(), "columnwise_scale", batch)?);
         let view =
             |i: usize, name| given[i].as_ref().map(|tensor| tensor.batch_view(name, batch)).transpose();
-        let known = Given {
+        let inputs = BlockInputs {
             amax: view(0, "amax")?,
             amax_columnwise: view(1, "amax_columnwise")?,
             column_scale: view(2, "column_scale")?,
         };
         let stream = stream(given.iter().flatten().chain([&x]))?;
-        ops::quantize_blocks(x.batch_view("x", batch)?, spec, known, rowwise, columnwise, stream)?;
+        ops::quantize_blocks(x.batch_view("x", batch)?, spec, inputs, rowwise, columnwise, stream)?;
     }
     let dtype = scale.dtype();
     let [row, col] = codes.or_empty(&x)?;

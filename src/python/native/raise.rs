@@ -12,9 +12,9 @@
 //! throwing function would avoid the unwinding, but the functions that acquire the interpreter's lock
 //! themselves cannot throw an arbitrary exception.
 //!
-//! Returning a status, which a function in Python would check after each call, costs little (0.08 to 0.15 us per
-//! call), but loses errors: code that Inductor compiled calls `torch.ops.fp8rs.*.default` directly, and thus
-//! skips that function. Only an exception of the kernel itself reaches the caller in eager and in compiled code.
+//! Returning a status that a function in Python checks after each call would cost only 0.08 to 0.15 us per call,
+//! but it would lose errors: code that Inductor compiled calls `torch.ops.fp8rs.*.default` directly, without that
+//! function. Only an exception of the kernel itself reaches the caller in eager and in compiled code.
 
 use std::ffi::{c_char, c_int};
 use std::sync::OnceLock;
