@@ -18,9 +18,9 @@ use crate::error::{Arg, Error};
 use crate::layout::{DType, Device, Matrices, View, ViewMut, matrices};
 
 /// The `DLPACK_MAJOR_VERSION` of these structs.
-pub const MAJOR_VERSION: u32 = 1;
+pub(crate) const MAJOR_VERSION: u32 = 1;
 /// The name of the capsule in `__dlpack_c_exchange_api__`.
-pub const EXCHANGE_CAPSULE: &std::ffi::CStr = c"dlpack_exchange_api";
+pub(crate) const EXCHANGE_CAPSULE: &std::ffi::CStr = c"dlpack_exchange_api";
 
 const CPU: i32 = 1;
 pub(crate) const CUDA: i32 = 2;
@@ -30,7 +30,7 @@ const CUDA_MANAGED: i32 = 13;
 /// `DLPackVersion`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct DLPackVersion {
+pub(crate) struct DLPackVersion {
     /// Struct layout version. It must equal [`MAJOR_VERSION`].
     pub major: u32,
     /// Version of the set of enumeration values.
@@ -40,7 +40,7 @@ pub struct DLPackVersion {
 /// `DLDevice`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct DLDevice {
+pub(crate) struct DLDevice {
     /// `DLDeviceType`.
     pub device_type: i32,
     /// Index among the devices of that type.
@@ -50,7 +50,7 @@ pub struct DLDevice {
 /// `DLDataType`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct DLDataType {
+pub(crate) struct DLDataType {
     /// `DLDataTypeCode`.
     pub code: u8,
     /// Bits of one lane.
@@ -62,7 +62,7 @@ pub struct DLDataType {
 /// `DLTensor`: describes borrowed memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct DLTensor {
+pub(crate) struct DLTensor {
     /// Start of the allocation. May be null for a tensor without elements.
     pub data: *mut c_void,
     /// The device of the memory.
@@ -82,7 +82,7 @@ pub struct DLTensor {
 /// `DLPackExchangeAPIHeader`.
 #[repr(C)]
 #[derive(Debug)]
-pub struct ExchangeHeader {
+pub(crate) struct ExchangeHeader {
     /// Version of the table that follows.
     pub version: DLPackVersion,
     /// The table of an older version, or null.
@@ -92,7 +92,7 @@ pub struct ExchangeHeader {
 /// `DLPackExchangeAPI`: the exporter's function table, valid for the lifetime of the process.
 #[repr(C)]
 #[derive(Debug)]
-pub struct ExchangeApi {
+pub(crate) struct ExchangeApi {
     /// Version, and the chain of older tables.
     pub header: ExchangeHeader,
     /// Functions for owning tensors: allocate, import from an object, export to an object.
@@ -115,7 +115,7 @@ impl ExchangeApi {
     /// # Safety
     /// `api` must be null or come from an exporter's capsule. Exporters never free their tables.
     #[must_use]
-    pub unsafe fn compatible(api: *const ExchangeApi) -> Option<&'static ExchangeApi> {
+    pub(crate) unsafe fn compatible(api: *const ExchangeApi) -> Option<&'static ExchangeApi> {
         let mut header = api.cast::<ExchangeHeader>();
         while !header.is_null() {
             // SAFETY: `header` is not null, and tables of every version start with this header.
@@ -132,7 +132,7 @@ impl ExchangeApi {
 
 impl DLDataType {
     /// Returns the element type, or None if the crate does not support it.
-    fn known(self) -> Option<DType> {
+    fn supported(self) -> Option<DType> {
         match (self.code, self.bits, self.lanes) {
             (2, 32, 1) => Some(DType::F32),
             (2, 16, 1) => Some(DType::F16),
@@ -166,8 +166,7 @@ type Parts = (*mut u8, DType, Device, Matrices);
 
 impl DLTensor {
     /// Returns a tensor without memory, for an exporter to fill in.
-    #[must_use]
-    pub const fn empty() -> Self {
+    pub(crate) const fn empty() -> Self {
         Self {
             data: std::ptr::null_mut(),
             device: DLDevice { device_type: 0, device_id: 0 },
@@ -184,7 +183,7 @@ impl DLTensor {
     ///
     /// # Safety
     /// The tensor must have been filled in by an exporter, and its memory must stay readable for `'a`.
-    pub unsafe fn view<'a>(&self, arg: impl Into<Arg>, batch: bool) -> Result<View<'a>, Error> {
+    pub(crate) unsafe fn view<'a>(&self, arg: impl Into<Arg>, batch: bool) -> Result<View<'a>, Error> {
         // SAFETY: the caller guarantees that an exporter filled in the tensor.
         let (ptr, dtype, device, (shape, strides, (count, stride))) =
             unsafe { self.parts(arg.into(), batch) }?;
@@ -197,7 +196,7 @@ impl DLTensor {
     ///
     /// # Safety
     /// The tensor must have been filled in by an exporter, and its memory must stay writable for `'a`.
-    pub unsafe fn view_mut<'a>(&self, arg: impl Into<Arg>, batch: bool) -> Result<ViewMut<'a>, Error> {
+    pub(crate) unsafe fn view_mut<'a>(&self, arg: impl Into<Arg>, batch: bool) -> Result<ViewMut<'a>, Error> {
         // SAFETY: the caller guarantees that an exporter filled in the tensor.
         let (ptr, dtype, device, (shape, strides, (count, stride))) =
             unsafe { self.parts(arg.into(), batch) }?;
@@ -208,7 +207,7 @@ impl DLTensor {
 
     /// Returns the device of the tensor, or None if operations do not support it.
     #[must_use]
-    pub fn device(&self) -> Option<Device> {
+    pub(crate) fn device(&self) -> Option<Device> {
         match self.device.device_type {
             CPU | CUDA_HOST => Some(Device::Cpu),
             CUDA | CUDA_MANAGED => Some(Device::Cuda(self.device.device_id)),
@@ -219,7 +218,7 @@ impl DLTensor {
     /// # Safety
     /// `shape` and `strides` must have been filled in by an exporter.
     unsafe fn parts(&self, arg: Arg, batch: bool) -> Result<Parts, Error> {
-        let Some(dtype) = self.dtype.known() else {
+        let Some(dtype) = self.dtype.supported() else {
             return Err(Error::ForeignDType { arg, got: self.dtype.name() });
         };
         let Some(device) = self.device() else {
@@ -321,9 +320,9 @@ mod tests {
         let mut old = table(1, std::ptr::null_mut());
         let new = table(2, (&raw mut old).cast());
         // SAFETY: both tables outlive their use here.
-        let (found, none) =
+        let (older, none) =
             unsafe { (ExchangeApi::compatible(&raw const new), ExchangeApi::compatible(std::ptr::null())) };
-        assert_eq!(found.unwrap().header.version.major, 1);
+        assert_eq!(older.unwrap().header.version.major, 1);
         assert!(none.is_none());
     }
 }

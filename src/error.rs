@@ -23,7 +23,7 @@ impl From<&'static str> for Arg {
 
 impl PartialEq<&str> for Arg {
     fn eq(&self, name: &&str) -> bool {
-        matches!(self, Self::Of(own) if own == name)
+        matches!(self, Self::Of(other) if other == name)
     }
 }
 

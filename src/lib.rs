@@ -1,7 +1,7 @@
 //! FP8 quantization for training: CUDA and CPU kernels that agree byte for byte.
 //!
-//! The crate does not depend on Python; the extension module is an optional feature. A module imports only
-//! modules that are listed below it (`tools/check_arrows.py` checks this):
+//! The operations are in [`ops`]. The crate does not depend on Python; the extension module is an optional
+//! feature. A module imports only modules that are listed below it (`tools/check_arrows.py` checks this):
 //!
 //! ```text
 //! python   the extension module `fp8rs._core` (feature "python")
@@ -9,7 +9,7 @@
 //! ops      one function per operation: validates all arguments, then dispatches by device
 //! cpu      SIMD and threads          cuda   driver loading, module cache, launches
 //! spec     argument types that ops, cpu and cuda share
-//! layout   views, block shapes
+//! layout   views, block shapes, the table of block formats
 //! error    the error enum
 //! format   E4M3, E5M2, E8M0, element types, the scale rule: defines the bytes
 //! ```
@@ -26,7 +26,7 @@
 //! - **row offset**: for a part of a matrix, the row of the whole matrix at which the part begins. **block
 //!   offset**: the number of rows of the part's first block that lie before the part.
 //! - **column scale**: one factor per column, multiplied into the rowwise plane only.
-//! - **given** and **found**: a given amax is an argument. A found amax is computed by the call.
+//! - **given**: a given amax or scale is an argument. Otherwise, the call computes it.
 //! - **strip**, **chunk**, **piece** (CPU): a strip is 128 rows and holds whole blocks. A chunk is 512
 //!   columns of a strip and stays in the cache. A piece is the work that a thread takes at a time. **tile**:
 //!   a rectangle that is written by rows and read by columns. On CUDA, a tile is also the work of one thread
@@ -52,19 +52,25 @@
 //! # Ok::<(), fp8rs::Error>(())
 //! ```
 
-pub mod cpu;
-pub mod cuda;
-pub mod dlpack;
-pub mod error;
-pub mod format;
-pub mod layout;
+mod cpu;
+mod cuda;
+#[cfg(any(feature = "python", test))]
+#[cfg_attr(not(feature = "python"), allow(dead_code, reason = "tests use a part of it"))]
+mod dlpack;
+mod error;
+mod format;
+mod layout;
 pub mod ops;
 mod spec;
 
 #[cfg(feature = "python")]
 mod python;
 
-pub use error::Error;
+#[cfg(test)]
+mod tests;
+
+pub use error::{Arg, Error};
 pub use format::Fp8Format;
-pub use layout::{Block, DType, Device, View, ViewMut};
+pub use format::wide::Wide;
+pub use layout::{Block, BlockFormat, DType, Device, FORMATS, View, ViewMut, packed};
 pub use ops::{ScaleRule, Stream};

@@ -7,8 +7,9 @@ pub use crate::format::scale::ScaleRule;
 
 use crate::format::activation::Activation;
 use crate::format::e8m0::Rounding;
+use crate::format::groups::padded_columns;
 use crate::format::{DType, Fp8Format};
-use crate::layout::{Block, View, ViewMut};
+use crate::layout::{Block, View, ViewMut, packed};
 
 /// A CUDA stream. The default is the legacy default stream. CPU operations ignore it.
 #[derive(Debug, Clone, Copy)]
@@ -42,7 +43,7 @@ impl Default for Stream {
 #[derive(Debug)]
 pub(crate) enum Scaling<'a> {
     /// The scale is given.
-    Known(View<'a>),
+    Static(View<'a>),
     /// The scale is given, and the call also records the absolute maximum.
     Delayed { scale: View<'a>, amax: ViewMut<'a>, scale_used: ViewMut<'a> },
     /// The scale is computed from the absolute maximum of the tensor.
@@ -53,7 +54,7 @@ impl Scaling<'_> {
     /// The scaling of matrix `i` of a batch.
     pub(crate) fn at(&self, i: usize) -> Scaling<'_> {
         match self {
-            Self::Known(scale) => Scaling::Known(scale.at(i)),
+            Self::Static(scale) => Scaling::Static(scale.at(i)),
             Self::Delayed { scale, amax, scale_used } => {
                 Scaling::Delayed { scale: scale.at(i), amax: amax.at(i), scale_used: scale_used.at(i) }
             }
@@ -94,7 +95,7 @@ impl BlockScale {
 /// How a matrix is divided into blocks, and which scales the blocks get.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BlockSpec {
-    /// (1, [`Block::ALL`]), (1, 128) or (128, 128) with fp32 scales, (1, 32) or (32, 32) with E8M0.
+    /// The block of one of the [formats](crate::FORMATS).
     pub block: Block,
     /// The type and rule of the scales.
     pub scale: BlockScale,
@@ -106,6 +107,13 @@ pub struct BlockSpec {
     pub packed: bool,
 }
 
+/// The shapes of the outputs of one direction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PlaneShape {
+    pub(crate) codes: (usize, usize),
+    pub(crate) scales: (usize, usize),
+}
+
 impl BlockSpec {
     /// Returns the block grids of the rowwise and the columnwise plane, which are the shapes of their scales.
     #[must_use]
@@ -114,11 +122,20 @@ impl BlockSpec {
         let (down, across) = self.block.transposed().grid_from(self.row_offset, rows, cols);
         [grid, (across, down)]
     }
+
+    /// Returns the shapes of the rowwise and the columnwise plane.
+    pub(crate) fn plane_shapes(&self, rows: usize, cols: usize) -> [PlaneShape; 2] {
+        let [grid, columnwise_grid] = self.grids(rows, cols);
+        [((rows, cols), grid), ((cols, rows), columnwise_grid)].map(|(codes, grid)| {
+            let scales = if self.packed { (1, packed::bytes(codes.0, grid.1)) } else { grid };
+            PlaneShape { codes, scales }
+        })
+    }
 }
 
 /// Optional inputs of a block quantization that replace or scale what the call would compute.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Given<'a> {
+pub struct BlockInputs<'a> {
     /// Absolute maxima of the rowwise blocks or of square blocks (fp32, in the shape of the unpacked scales).
     /// If absent, the call computes them. If present, they may cover more than `x`, for example the whole
     /// matrix when `x` is a shard of it. They must not be negative. This is not checked, because reading them
@@ -157,7 +174,7 @@ pub(crate) struct BlockCall<'a> {
     pub(crate) x: View<'a>,
     pub(crate) spec: BlockSpec,
     pub(crate) format: Fp8Format,
-    pub(crate) given: Given<'a>,
+    pub(crate) inputs: BlockInputs<'a>,
     pub(crate) rowwise: Option<BlockPlane<'a>>,
     pub(crate) columnwise: Option<BlockPlane<'a>>,
 }
@@ -168,10 +185,10 @@ impl<'a> BlockCall<'a> {
         let at = |view: Option<View<'a>>| view.map(|view| view.at(i));
         BlockCall {
             x: self.x.at(i),
-            given: Given {
-                amax: at(self.given.amax),
-                amax_columnwise: at(self.given.amax_columnwise),
-                column_scale: at(self.given.column_scale),
+            inputs: BlockInputs {
+                amax: at(self.inputs.amax),
+                amax_columnwise: at(self.inputs.amax_columnwise),
+                column_scale: at(self.inputs.column_scale),
             },
             rowwise: self.rowwise.as_ref().map(|plane| plane.at(i)),
             columnwise: self.columnwise.as_ref().map(|plane| plane.at(i)),
@@ -182,22 +199,24 @@ impl<'a> BlockCall<'a> {
     /// Returns the call for the rows of all matrices as one matrix. Returns None if a block would then span
     /// two matrices, or if the call has columnwise outputs or a column scale.
     pub(crate) fn flat(&self) -> Option<BlockCall<'_>> {
-        let Self { x, spec, given, rowwise: Some(rowwise), columnwise: None, .. } = self else { return None };
+        let Self { x, spec, inputs, rowwise: Some(rowwise), columnwise: None, .. } = self else {
+            return None;
+        };
         if x.batch() == 1 {
             return Some(self.at(0));
         }
         let aligned = spec.row_offset == 0 && spec.block.divides_rows(x.rows()) && !spec.packed;
         let is_flat = x.is_flat() && rowwise.codes.is_flat() && rowwise.scales.is_flat();
-        let amax_is_flat = given.amax.is_none_or(|amax| amax.is_flat());
-        if !(aligned && is_flat && amax_is_flat && given.column_scale.is_none()) {
+        let amax_is_flat = inputs.amax.is_none_or(|amax| amax.is_flat());
+        if !(aligned && is_flat && amax_is_flat && inputs.column_scale.is_none()) {
             return None;
         }
-        let given = Given { amax: given.amax.map(|amax| amax.flat()), ..Given::default() };
-        Some(BlockCall { x: x.flat(), given, rowwise: Some(rowwise.flat()), columnwise: None, ..*self })
+        let inputs = BlockInputs { amax: inputs.amax.map(|amax| amax.flat()), ..BlockInputs::default() };
+        Some(BlockCall { x: x.flat(), inputs, rowwise: Some(rowwise.flat()), columnwise: None, ..*self })
     }
 }
 
-/// Rows that are divided into groups, one for each expert ([`crate::format::groups::bounds`]). Rows from the
+/// Rows that are divided into groups, one for each expert (`format::groups::bounds`). Rows from the
 /// last end on belong to no group.
 #[derive(Debug, Clone, Copy)]
 pub struct Groups<'a> {
@@ -212,6 +231,15 @@ impl Groups<'_> {
     pub(crate) fn count(&self) -> usize {
         self.ends.cols()
     }
+
+    /// Returns the shapes of the rowwise and the columnwise plane of (rows, cols) values.
+    pub(crate) fn plane_shapes(&self, (rows, cols): (usize, usize)) -> [PlaneShape; 2] {
+        let columns = padded_columns(rows, self.count());
+        [
+            PlaneShape { codes: (rows, cols), scales: (rows, 1) },
+            PlaneShape { codes: (cols, columns), scales: (self.count(), cols) },
+        ]
+    }
 }
 
 /// A validated call of `ops::quantize_groups`.
@@ -225,6 +253,18 @@ pub(crate) struct GroupCall<'a> {
     pub(crate) columnwise: Option<BlockPlane<'a>>,
 }
 
+impl GroupCall<'_> {
+    /// Returns the shape of the values: a row of `x` for each index, or all rows of `x` without an index.
+    pub(crate) fn shape(&self) -> (usize, usize) {
+        indexed_shape(&self.x, self.index.as_ref())
+    }
+}
+
+/// Returns the shape of the rows of `x` that an index selects, or of `x` without an index.
+pub(crate) fn indexed_shape(x: &View, index: Option<&View>) -> (usize, usize) {
+    (index.map_or(x.rows(), View::cols), x.cols())
+}
+
 /// A gated activation: activation(gate) * up for `h` = (gate, up), or the gradient of `h`.
 #[derive(Debug)]
 pub struct Gated<'a> {
@@ -236,6 +276,12 @@ pub struct Gated<'a> {
     pub activation: Activation,
     /// Output for the values: computed in fp32, rounded to the dtype of `h`. Contiguous.
     pub values: ViewMut<'a>,
+}
+
+/// Returns the shape of the values of a [`Gated`] call with an `h` of this shape: of the product, or of the
+/// gradient of `h`.
+pub(crate) fn gated_shape((rows, cols): (usize, usize), is_gradient: bool) -> (usize, usize) {
+    (rows, if is_gradient { cols } else { cols / 2 })
 }
 
 /// The rows of all tokens, which are summed for each token.
@@ -274,6 +320,16 @@ pub enum Axis {
     Rows,
     /// Columns. The codes are written transposed, so that columns become rows.
     Columns,
+}
+
+impl Axis {
+    /// Returns the shape of the codes that `ops::rebase` writes for codes of this shape. Each row has a scale.
+    pub(crate) fn rebased_shape(self, (rows, cols): (usize, usize)) -> (usize, usize) {
+        match self {
+            Self::Rows => (rows, cols),
+            Self::Columns => (cols, rows),
+        }
+    }
 }
 
 /// One tensor of [`crate::ops::adamw`]. All views are contiguous. Unless noted otherwise, they have the shape
@@ -343,8 +399,8 @@ pub enum Target {
     /// is finite. `scale` becomes `new_scale`, or NaN if a value is not finite. The codes are written in both
     /// cases.
     Tensor,
-    /// FP8 codes with one scale per block of (1, [`Block::ALL`]) or (128, 128) with fp32 scales, or of (32,
-    /// 32) with E8M0 scales. Row 0 starts a block.
+    /// FP8 codes with one scale per block of a [format](crate::FORMATS) that `AdamW` supports. Row 0
+    /// starts a block.
     Blocks(Block, BlockScale),
 }
 
@@ -365,7 +421,7 @@ pub struct AdamW<'a> {
     pub target: Target,
 }
 
-/// Selects the random numbers of a tensor's elements ([`crate::format::random::Words`]).
+/// Selects the random numbers of a tensor's elements (`format::random::Words`).
 #[derive(Debug, Clone, Copy)]
 pub struct Numbers<'a> {
     /// The seed.

@@ -2,13 +2,14 @@
 //! the caller's thread nor on the pool's threads. This is a separate test binary with one test, because the
 //! pool must be created by a caller that flushes.
 
-mod common;
+#[path = "../src/tests/flush_to_zero.rs"]
+mod flush_to_zero;
 
-use common::set_flush_to_zero;
-use fp8rs::format::adamw::Hyper;
-use fp8rs::format::e8m0::Rounding;
-use fp8rs::ops::{AdamW, AdamWTensor, BlockPlane, BlockScale, BlockSpec, Given, Numbers, Target};
-use fp8rs::{Block, DType, Fp8Format, ScaleRule, Stream, View, ViewMut, ops};
+use flush_to_zero::set_flush_to_zero;
+use fp8rs::ops::{
+    AdamW, AdamWTensor, BlockInputs, BlockPlane, BlockScale, BlockSpec, Hyper, Numbers, Rounding, Target,
+};
+use fp8rs::{Block, BlockFormat, DType, FORMATS, Fp8Format, ScaleRule, Stream, View, ViewMut, ops};
 
 /// Asserts that the results of an operation with and without flushing are the same bits, and that they are
 /// not all zero.
@@ -80,21 +81,25 @@ fn no_operation_depends_on_the_callers_flush_to_zero() {
         let out = ViewMut::from_slice(floats(out), 2, 32).unwrap();
         ops::dequantize(codes, scale, Block::TENSOR, out, stream).unwrap();
     });
-    for (block, scale) in [
-        (Block::ROW, BlockScale::F32(ScaleRule::default())),
-        (Block { rows: 1, cols: 128 }, BlockScale::F32(ScaleRule::default())),
-        (Block { rows: 1, cols: 32 }, BlockScale::E8m0(Rounding::Ceil)),
-    ] {
+    // A matrix of two rows has one row of square blocks.
+    for BlockFormat { block, scale_dtype, .. } in FORMATS {
+        let grid = block.grid(2, 32);
         both::<u8>(64, |out| {
             let (mut scales, mut bytes) = ([0_f32; 2], [0_u8; 2]);
-            let scales = match scale {
-                BlockScale::F32(_) => ViewMut::from_slice(&mut scales, 2, 1).unwrap(),
-                BlockScale::E8m0(_) => ViewMut::from_bytes(&mut bytes, DType::E8m0, 2, 1).unwrap(),
+            let (scale, scales) = match scale_dtype {
+                DType::E8m0 => (
+                    BlockScale::E8m0(Rounding::Ceil),
+                    ViewMut::from_bytes(&mut bytes[..grid.0], DType::E8m0, grid.0, 1).unwrap(),
+                ),
+                _ => (
+                    BlockScale::F32(ScaleRule::default()),
+                    ViewMut::from_slice(&mut scales[..grid.0], grid.0, 1).unwrap(),
+                ),
             };
             let codes = ViewMut::from_bytes(out, DType::E5m2, 2, 32).unwrap();
             let spec = BlockSpec { block, scale, row_offset: 0, packed: false };
             let plane = BlockPlane { codes, scales };
-            ops::quantize_blocks(x(), spec, Given::default(), Some(plane), None, stream).unwrap();
+            ops::quantize_blocks(x(), spec, BlockInputs::default(), Some(plane), None, stream).unwrap();
         });
     }
     both::<u32>(64, |out| {

@@ -1,9 +1,7 @@
 //! Rows of the block formats, with E4M3 outputs.
 
-use fp8rs::format::e8m0::Rounding;
-use fp8rs::layout::packed;
-use fp8rs::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given};
-use fp8rs::{Block, DType, ScaleRule};
+use fp8rs::ops::{self, Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Rounding};
+use fp8rs::{Block, BlockFormat, DType, FORMATS, ScaleRule, packed};
 
 use crate::machine::{Case, Plan};
 use crate::row::{Id, Operands, Row};
@@ -14,7 +12,6 @@ const F32: DType = DType::F32;
 
 const MX: Block = Block { rows: 1, cols: 32 };
 const MX_SQUARE: Block = Block { rows: 32, cols: 32 };
-const LINE: Block = Block { rows: 1, cols: 128 };
 const SQUARE: Block = Block { rows: 128, cols: 128 };
 
 /// The largest magnitude of random inputs, used as given maximum.
@@ -22,11 +19,10 @@ const AMAX: f32 = 2.0;
 /// The column scale.
 const COLUMN_SCALE: f32 = 1.5;
 
-/// A block format and its options.
+/// A block format and the options of a row.
 #[derive(Clone, Copy)]
-struct Format {
-    name: &'static str,
-    block: Block,
+struct Variant {
+    format: &'static BlockFormat,
     packed: bool,
     /// Whether maxima are given.
     given: bool,
@@ -34,18 +30,41 @@ struct Format {
     column_scale: bool,
 }
 
-impl Format {
-    const fn new(name: &'static str, block: Block) -> Self {
-        Self { name, block, packed: false, given: false, column_scale: false }
+impl Variant {
+    /// Returns the rows of a format: without options, and with each option that the format has.
+    fn of(format: &'static BlockFormat) -> Vec<Self> {
+        let plain = Self { format, packed: false, given: false, column_scale: false };
+        if format.block == MX {
+            return vec![plain, Self { packed: true, ..plain }];
+        }
+        if format.block == Block::ROW {
+            return vec![plain, Self { given: true, ..plain }, Self { column_scale: true, ..plain }];
+        }
+        vec![plain]
+    }
+
+    fn name(self) -> String {
+        let mut name = match self.format {
+            format if format.block == Block::ROW => "per_row".to_owned(),
+            format if format.scale_dtype == E8M0 => format!("mx_{}", format.name),
+            format => format.name.to_owned(),
+        };
+        for (option, suffix) in
+            [(self.packed, "_packed"), (self.given, "_given"), (self.column_scale, "_column_scale")]
+        {
+            if option {
+                name.push_str(suffix);
+            }
+        }
+        name
     }
 
     fn spec(self) -> BlockSpec {
-        let scale = if self.block.cols == MX.cols {
-            BlockScale::E8m0(Rounding::Ceil)
-        } else {
-            BlockScale::F32(ScaleRule::default())
+        let scale = match self.format.scale_dtype {
+            E8M0 => BlockScale::E8m0(Rounding::Ceil),
+            _ => BlockScale::F32(ScaleRule::default()),
         };
-        BlockSpec { block: self.block, scale, row_offset: 0, packed: self.packed }
+        BlockSpec { block: self.format.block, scale, row_offset: 0, packed: self.packed }
     }
 }
 
@@ -57,29 +76,16 @@ enum Directions {
 }
 use Directions::{Both, Columnwise, Rowwise};
 
-const MX_FORMATS: [Format; 2] =
-    [Format::new("mx_1x32", MX), Format { packed: true, ..Format::new("mx_1x32_packed", MX) }];
-
-const FORMATS: [(Format, &[Directions]); 6] = [
-    (Format::new("mx_32x32", MX_SQUARE), &[Rowwise, Both]),
-    (Format::new("1x128", LINE), &[Rowwise, Both]),
-    (Format::new("128x128", SQUARE), &[Rowwise, Both]),
-    (Format::new("per_row", Block::ROW), &[Rowwise, Both]),
-    (Format { given: true, ..Format::new("per_row_given", Block::ROW) }, &[Rowwise, Both]),
-    (Format { column_scale: true, ..Format::new("per_row_column_scale", Block::ROW) }, &[Rowwise, Both]),
-];
-
 /// Returns all rows, grouped by operation.
 pub(crate) fn rows(plan: &Plan) -> Vec<Row> {
     let mut rows = Vec::new();
-    for &case in &plan.mx {
-        for format in MX_FORMATS {
-            rows.extend([Rowwise, Columnwise, Both].map(|directions| quantize(case, format, directions)));
-        }
-    }
-    for &case in &plan.blocks {
-        for (format, directions) in FORMATS {
-            rows.extend(directions.iter().map(|&directions| quantize(case, format, directions)));
+    for format in &FORMATS {
+        let is_mx = format.block == MX;
+        let directions: &[Directions] = if is_mx { &[Rowwise, Columnwise, Both] } else { &[Rowwise, Both] };
+        for &case in if is_mx { &plan.mx } else { &plan.blocks } {
+            for variant in Variant::of(format) {
+                rows.extend(directions.iter().map(|&directions| quantize(case, variant, directions)));
+            }
         }
     }
     for &case in &plan.blocks {
@@ -109,43 +115,44 @@ struct Plane {
 }
 
 impl Plane {
-    fn new(o: &mut Operands, format: Format, shape: (usize, usize)) -> Self {
+    fn new(o: &mut Operands, variant: Variant, shape: (usize, usize)) -> Self {
+        let format = variant.format;
         let grid = format.block.grid(shape.0, shape.1);
         let codes = o.output(E4M3, shape);
-        let scales = match format.spec().scale {
-            BlockScale::E8m0(_) if format.packed => o.output(E8M0, (1, packed::bytes(shape.0, grid.1))),
-            BlockScale::E8m0(_) => o.output(E8M0, grid),
-            // The layout that GEMMs with 1x128 blocks require.
-            BlockScale::F32(_) if format.block == LINE => o.output_by_columns(F32, grid),
-            BlockScale::F32(_) => o.output(F32, grid),
+        let scales = if variant.packed {
+            o.output(format.scale_dtype, (1, packed::bytes(shape.0, grid.1)))
+        } else if format.scales_by_columns {
+            o.output_by_columns(format.scale_dtype, grid)
+        } else {
+            o.output(format.scale_dtype, grid)
         };
-        Self { codes, scales, amax: format.given.then(|| o.value(AMAX, grid)) }
+        Self { codes, scales, amax: variant.given.then(|| o.value(AMAX, grid)) }
     }
 }
 
-fn quantize(case: Case, format: Format, directions: Directions) -> Row {
+fn quantize(case: Case, variant: Variant, directions: Directions) -> Row {
     let (rows, cols) = case.shape;
-    let spec = format.spec();
+    let spec = variant.spec();
     let mut o = Operands::default();
     let x = o.case(case);
-    let rowwise = (!matches!(directions, Columnwise)).then(|| Plane::new(&mut o, format, (rows, cols)));
-    let columnwise = (!matches!(directions, Rowwise)).then(|| Plane::new(&mut o, format, (cols, rows)));
-    let column_scale = format.column_scale.then(|| o.value(COLUMN_SCALE, (1, cols)));
+    let rowwise = (!matches!(directions, Columnwise)).then(|| Plane::new(&mut o, variant, (rows, cols)));
+    let columnwise = (!matches!(directions, Rowwise)).then(|| Plane::new(&mut o, variant, (cols, rows)));
+    let column_scale = variant.column_scale.then(|| o.value(COLUMN_SCALE, (1, cols)));
     let direction = match directions {
         Rowwise => "rowwise",
         Columnwise => "columnwise",
         Both => "both",
     };
-    let what = format!("{}_{direction}", format.name);
+    let what = format!("{}_{direction}", variant.name());
     o.row("quantize_blocks", name(&what, case.dtype, case.shape), move |r| {
         let plane = |plane: Plane| BlockPlane { codes: r.out(plane.codes), scales: r.out(plane.scales) };
         let amax = |plane: Option<Plane>| plane.and_then(|plane| plane.amax).map(|amax| r.view(amax));
-        let given = Given {
+        let inputs = BlockInputs {
             amax: amax(rowwise),
             amax_columnwise: amax(columnwise),
             column_scale: column_scale.map(|column_scale| r.view(column_scale)),
         };
-        ops::quantize_blocks(r.view(x), spec, given, rowwise.map(plane), columnwise.map(plane), r.stream())
+        ops::quantize_blocks(r.view(x), spec, inputs, rowwise.map(plane), columnwise.map(plane), r.stream())
     })
 }
 

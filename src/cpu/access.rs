@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use crate::layout::Matrix;
 
-impl Matrix {
+impl<'a> Matrix<'a> {
     /// Returns the address of an element. The address is not dereferenced, so any indices are safe.
     #[inline(always)]
     pub(super) fn at(&self, row: usize, col: usize) -> *mut u8 {
@@ -46,12 +46,15 @@ impl Matrix {
     /// # Safety
     /// The requirements of [`Self::read`] apply to each of the elements for as long as the slice lives.
     #[inline(always)]
-    pub(super) unsafe fn row<'a, T: Copy>(
+    pub(super) unsafe fn row<'b, T: Copy>(
         &self,
         row: usize,
         cols: Range<usize>,
-        buffer: &'a mut Vec<T>,
-    ) -> &'a [T] {
+        buffer: &'b mut Vec<T>,
+    ) -> &'b [T]
+    where
+        'a: 'b,
+    {
         debug_assert!(row < self.rows && cols.end <= self.cols && size_of::<T>() == self.dtype.size());
         if cols.is_empty() {
             return &[]; // a matrix without elements may have a null pointer, which is not a valid slice
@@ -83,19 +86,13 @@ impl Matrix {
     /// The elements must be contiguous. The requirements of [`Self::write`] apply to each of them for as long
     /// as the slice lives.
     #[inline(always)]
-    pub(super) unsafe fn row_mut<'a, T>(&self, row: usize, cols: Range<usize>) -> &'a mut [T] {
+    pub(super) unsafe fn row_mut<T>(&self, row: usize, cols: Range<usize>) -> &'a mut [T] {
         debug_assert!(row < self.rows && cols.end <= self.cols && (self.col_stride == 1 || cols.len() <= 1));
         if cols.is_empty() {
             return &mut []; // a matrix without elements may have a null pointer, which is not a valid slice
         }
         // SAFETY: the caller guarantees that these elements are contiguous and writable.
         unsafe { std::slice::from_raw_parts_mut(self.at(row, cols.start).cast(), cols.len()) }
-    }
-
-    /// Returns the elements of a contiguous matrix as one row.
-    pub(super) fn flat(self) -> Self {
-        let cols = self.rows * self.cols;
-        Self { rows: 1, cols, row_stride: cols as isize, col_stride: 1, ..self }
     }
 
     /// Whether loops should run along the columns, because the elements of a column are closer in memory than

@@ -19,22 +19,20 @@ use crate::format::random::Words;
 use crate::format::scale::reciprocal;
 use crate::format::wide::{NAN_BITS, canonical};
 use crate::format::{DType, Fp8Format, e8m0};
-use crate::layout::{Block, Matrix};
+use crate::layout::{Block, Matrix, holds_whole_blocks, narrowest_block};
 use crate::spec::{AdamWCall, AdamWTensor, BlockScale, Target};
 
 /// Number of elements that are updated together. It is a multiple of the columns of every square block.
 const CHUNK: usize = 512;
-
-/// The smallest number of columns of a block.
-const SMALLEST: usize = 32;
+const _: () = assert!(holds_whole_blocks(CHUNK, CHUNK));
 
 /// The work on one tensor of a call. Each view is flattened to one row.
-struct Task {
-    grad: Matrix,
-    moments: [Matrix; 2],
-    param: Matrix,
-    master: Option<Matrix>,
-    scale: Option<Matrix>,
+struct Task<'a> {
+    grad: Matrix<'a>,
+    moments: [Matrix<'a>; 2],
+    param: Matrix<'a>,
+    master: Option<Matrix<'a>>,
+    scale: Option<Matrix<'a>>,
     new_scale: f32,
     /// Rows and columns of the parameter.
     shape: (usize, usize),
@@ -43,11 +41,11 @@ struct Task {
     offset: u64,
     target: Target,
     /// The absolute maximum so far, in the form that [`rows::amax`] returns.
-    found: AtomicU32,
+    amax_bits: AtomicU32,
 }
 
-impl Task {
-    fn new(call: &AdamWCall, hyper: &Hyper, grad_scale: Option<f32>, tensor: &AdamWTensor) -> Self {
+impl<'a> Task<'a> {
+    fn new(call: &AdamWCall, hyper: &Hyper, grad_scale: Option<f32>, tensor: &'a AdamWTensor) -> Self {
         // SAFETY: `ops` checks that `step` is one fp32 element.
         let step: f32 = unsafe { tensor.step.matrix().read(0, 0) };
         let words = |seed| Words { seed, stream: tensor.stream, step: step as u32 };
@@ -64,13 +62,13 @@ impl Task {
             words: call.shared.stochastic.map(words),
             offset: tensor.offset,
             target: call.shared.target,
-            found: AtomicU32::new(0),
+            amax_bits: AtomicU32::new(0),
         }
     }
 
     /// Returns the absolute maximum. A NaN is returned in canonical form.
-    fn found(&self) -> f32 {
-        f32::from_bits(canonical(self.found.load(Ordering::Relaxed)))
+    fn amax(&self) -> f32 {
+        f32::from_bits(canonical(self.amax_bits.load(Ordering::Relaxed)))
     }
 
     /// Splits the work into pieces for threads: ranges of elements, or rows of blocks.
@@ -234,7 +232,7 @@ impl Scratch {
 
 /// A range of elements that share one scale or have no scale.
 struct Elements<'a, C> {
-    task: &'a Task,
+    task: &'a Task<'a>,
     range: Range<usize>,
     format: std::marker::PhantomData<C>,
 }
@@ -249,7 +247,7 @@ impl<C: Codes> Kernel for Elements<'_, C> {
         let q = reciprocal(task.new_scale);
         // SAFETY: a tensor without blocks has one scale. It is written after all pieces are done.
         let scale = unsafe { task.scale_at(0) };
-        let mut found = 0;
+        let mut amax_bits = 0;
         for start in self.range.clone().step_by(CHUNK) {
             let at = start..(start + CHUNK).min(self.range.end);
             let values = &mut values[..at.len()];
@@ -262,15 +260,15 @@ impl<C: Codes> Kernel for Elements<'_, C> {
                     Target::Measure | Target::Blocks(..) => {}
                 }
             }
-            found = found.max(rows::amax(values));
+            amax_bits = amax_bits.max(rows::amax(values));
         }
-        task.found.fetch_max(found, Ordering::Relaxed);
+        task.amax_bits.fetch_max(amax_bits, Ordering::Relaxed);
     }
 }
 
 /// The rows of one row of blocks.
 struct Blocks<'a, C> {
-    task: &'a Task,
+    task: &'a Task<'a>,
     rows: Range<usize>,
     format: std::marker::PhantomData<C>,
 }
@@ -317,7 +315,7 @@ impl<C: Codes> Kernel for Blocks<'_, C> {
             let cols = start..(start + stretch).min(columns);
             let blocks = if block.cols == Block::ALL { 1 } else { cols.len().div_ceil(width) };
             let first = self.rows.start / block.rows * across + start / block.cols;
-            let mut factors = [0.0_f32; CHUNK / SMALLEST];
+            let mut factors = [0.0_f32; CHUNK / narrowest_block()];
             for (i, factor) in factors[..blocks].iter_mut().enumerate() {
                 // SAFETY: no other piece contains these blocks and their scales.
                 *factor = unsafe { task.scale_at(first + i) };
@@ -361,7 +359,7 @@ pub(crate) fn adamw(call: AdamWCall) {
     // SAFETY: `ops` checks that each is one fp32 element.
     let [lr, grad_scale, found_inf] = [shared.lr, shared.grad_scale, shared.found_inf]
         .map(|view| view.map(|view| unsafe { view.matrix().read::<f32>(0, 0) }));
-    if found_inf.is_some_and(|found| found != 0.0) {
+    if found_inf.is_some_and(|value| value != 0.0) {
         return;
     }
     let hyper = Hyper { lr: lr.map_or(shared.hyper.lr, f64::from), ..shared.hyper };
@@ -375,23 +373,23 @@ pub(crate) fn adamw(call: AdamWCall) {
         task.run(piece.clone());
     });
     for (task, tensor) in tasks.iter().zip(&call.tensors) {
-        let found = task.found();
-        let known = shared.target == Target::Tensor;
+        let largest = task.amax();
+        let has_new_scale = shared.target == Target::Tensor;
         // SAFETY: `ops` checks that each is one fp32 element and that outputs do not share memory with other
         // arguments.
         unsafe {
             if let Some(amax) = &tensor.amax {
                 let amax = amax.matrix();
-                if !known {
-                    amax.write(0, 0, found);
-                } else if found.is_finite() {
+                if !has_new_scale {
+                    amax.write(0, 0, largest);
+                } else if largest.is_finite() {
                     let before: f32 = amax.read(0, 0);
-                    amax.write(0, 0, if before > found { before } else { found });
+                    amax.write(0, 0, if before > largest { before } else { largest });
                 }
             }
-            if let (true, Some(scale), Some(new)) = (known, &tensor.scale, &tensor.new_scale) {
+            if let (true, Some(scale), Some(new)) = (has_new_scale, &tensor.scale, &tensor.new_scale) {
                 let bits: u32 = new.matrix().read(0, 0);
-                scale.matrix().write(0, 0, if found.is_finite() { bits } else { NAN_BITS });
+                scale.matrix().write(0, 0, if largest.is_finite() { bits } else { NAN_BITS });
             }
         }
     }

@@ -24,7 +24,7 @@ pub(crate) fn multi_rescale(codes: &[ViewMut], scales: View, new_scales: View, w
     let _env = DefaultFloatEnv::enter();
     let (scales, new_scales) = (scales.matrix(), new_scales.matrix());
     let mut first = 0;
-    for out in codes.iter().flat_map(|out| (0..out.batch()).map(|i| out.at(i).matrix())) {
+    for out in codes.iter().flat_map(ViewMut::matrices) {
         let format = out.dtype.fp8().expect("validated");
         for part in block_parts(0..out.cols, width).filter(|part| !part.is_empty()) {
             let at = first + part.start / width;
@@ -51,7 +51,7 @@ fn rescale<C: Codes>(codes: &Matrix, cols: Range<usize>, scale: f32, new: f32) {
 }
 
 struct CopyPiece<'a> {
-    walk: &'a Walk,
+    walk: &'a Walk<'a>,
     piece: Piece,
 }
 
@@ -83,14 +83,14 @@ pub(crate) fn dequantize(codes: View, scale: View, block: Block, out: ViewMut) {
     });
 }
 
-struct Dequantize {
-    codes: Matrix,
-    scale: Matrix,
+struct Dequantize<'a> {
+    codes: Matrix<'a>,
+    scale: Matrix<'a>,
     block: Block,
-    out: Matrix,
+    out: Matrix<'a>,
 }
 
-impl Dequantize {
+impl Dequantize<'_> {
     fn run<C: Codes, T: Element>(&self, piece: Piece) {
         dispatch(DequantizePiece::<C, T> {
             task: self,
@@ -115,7 +115,7 @@ impl Dequantize {
 }
 
 struct DequantizePiece<'a, C, T> {
-    task: &'a Dequantize,
+    task: &'a Dequantize<'a>,
     piece: Piece,
     codes: Vec<u8>,
     out: Vec<T>,

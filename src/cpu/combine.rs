@@ -59,10 +59,10 @@ fn check_places(places: &Matrix, rows: usize) -> Result<(), Error> {
 fn check_permutation(places: &Matrix) -> Result<(), Error> {
     let rows = places.rows * places.cols;
     check_places(places, rows)?;
-    let mut seen = vec![false; rows];
+    let mut is_used = vec![false; rows];
     for (token, j) in (0..places.rows).flat_map(|token| (0..places.cols).map(move |j| (token, j))) {
         let place = place(places, token, j);
-        if std::mem::replace(&mut seen[place], true) {
+        if std::mem::replace(&mut is_used[place], true) {
             return Err(Error::Value {
                 arg: Arg::Item("places", token * places.cols + j),
                 got: format!("{place}, as an earlier one is"),
@@ -74,16 +74,16 @@ fn check_permutation(places: &Matrix) -> Result<(), Error> {
 }
 
 /// Sums the rows of some tokens.
-struct Sums<T> {
-    rows: Matrix,
-    places: Matrix,
-    weights: Option<Matrix>,
-    out: Matrix,
+struct Sums<'a, T> {
+    rows: Matrix<'a>,
+    places: Matrix<'a>,
+    weights: Option<Matrix<'a>>,
+    out: Matrix<'a>,
     tokens: Range<usize>,
     element: PhantomData<T>,
 }
 
-impl<T: Element> Kernel for Sums<T> {
+impl<T: Element> Kernel for Sums<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -127,18 +127,18 @@ pub(crate) fn combine_rows(combine: Combine, out: ViewMut) -> Result<(), Error> 
 }
 
 /// Computes the gradients of some tokens' rows and weights.
-struct Gradients<T> {
-    grad: Matrix,
-    rows: Option<Matrix>,
-    places: Matrix,
-    weights: Matrix,
-    d_rows: Option<Matrix>,
-    d_weights: Option<Matrix>,
+struct Gradients<'a, T> {
+    grad: Matrix<'a>,
+    rows: Option<Matrix<'a>>,
+    places: Matrix<'a>,
+    weights: Matrix<'a>,
+    d_rows: Option<Matrix<'a>>,
+    d_weights: Option<Matrix<'a>>,
     tokens: Range<usize>,
     element: PhantomData<T>,
 }
 
-impl<T: Element> Kernel for Gradients<T> {
+impl<T: Element> Kernel for Gradients<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -163,9 +163,9 @@ impl<T: Element> Kernel for Gradients<T> {
                 if let (Some(d_weights), Some(rows)) = (d_weights, rows) {
                     // SAFETY: each place is a row, whose elements are `T`.
                     let values: &[T] = unsafe { rows.row(row, cols.clone(), &mut second) };
-                    let found = f32::narrow(product(grads, values));
+                    let gradient = f32::narrow(product(grads, values));
                     // SAFETY: the fp32 output has the shape of the places. No other piece has this token.
-                    unsafe { d_weights.write(token, j, found) };
+                    unsafe { d_weights.write(token, j, gradient) };
                 }
             }
         }
@@ -200,8 +200,8 @@ pub(crate) fn combine_rows_backward(backward: CombineBackward) -> Result<(), Err
     let _env = DefaultFloatEnv::enter();
     let (grad, places) = (backward.grad.matrix(), backward.places.matrix());
     let (rows, weights) = (backward.rows.map(|rows| rows.matrix()), backward.weights.matrix());
-    let d_rows = backward.d_rows.map(|d_rows| d_rows.matrix());
-    let d_weights = backward.d_weights.map(|d_weights| d_weights.matrix());
+    let d_rows = backward.d_rows.as_ref().map(ViewMut::matrix);
+    let d_weights = backward.d_weights.as_ref().map(ViewMut::matrix);
     check_permutation(&places)?;
     for_rows(grad.rows, places.cols.max(1) * grad.cols, |tokens| {
         with_element!(grad.dtype, T => dispatch(Gradients::<T> {

@@ -28,9 +28,9 @@ pub(crate) fn group_bounds(
     let offs = offs.matrix();
     // SAFETY: validation checked that this is an int32 row.
     let offset = |i| unsafe { offs.read::<i32>(0, i) };
-    let found = bounds((0..offs.cols).map(offset), rows);
-    if let Some(group) = found.invalid {
-        let least = group.checked_sub(1).map_or(0, |before| found.ends[before]);
+    let bounds = bounds((0..offs.cols).map(offset), rows);
+    if let Some(group) = bounds.invalid {
+        let least = group.checked_sub(1).map_or(0, |before| bounds.ends[before]);
         return Err(Error::Value {
             arg: Arg::Item("offs", group),
             got: offset(group).to_string(),
@@ -41,7 +41,7 @@ pub(crate) fn group_bounds(
             .into(),
         });
     }
-    for (out, values) in [(ends.matrix(), &found.ends), (padded_ends.matrix(), &found.padded_ends)] {
+    for (out, values) in [(ends.matrix(), &bounds.ends), (padded_ends.matrix(), &bounds.padded_ends)] {
         for (i, value) in values.iter().enumerate() {
             // SAFETY: validation checked that these outputs are int32 rows with an element per group.
             unsafe { out.write(0, i, *value) };
@@ -63,16 +63,16 @@ pub(crate) fn zero_tail(out: ViewMut, ends: View) {
 }
 
 /// Computes rows of a gated activation or of its gradient.
-struct GatedPiece<T> {
-    h: Matrix,
-    dy: Option<Matrix>,
+struct GatedPiece<'a, T> {
+    h: Matrix<'a>,
+    dy: Option<Matrix<'a>>,
     activation: Activation,
-    values: Matrix,
+    values: Matrix<'a>,
     rows: Range<usize>,
     buffers: [Vec<T>; 3],
 }
 
-impl<T: Element> Kernel for GatedPiece<T> {
+impl<T: Element> Kernel for GatedPiece<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -127,14 +127,14 @@ pub(super) fn for_rows(rows: usize, cols: usize, f: impl Fn(Range<usize>) + Sync
 }
 
 /// Reads rows of `x` through the index.
-struct Reader<T> {
-    x: Matrix,
-    index: Option<Matrix>,
+struct Reader<'a, T> {
+    x: Matrix<'a>,
+    index: Option<Matrix<'a>>,
     buffer: Vec<T>,
 }
 
-impl<T: Element> Reader<T> {
-    fn new(x: Matrix, index: Option<Matrix>) -> Self {
+impl<'a, T: Element> Reader<'a, T> {
+    fn new(x: Matrix<'a>, index: Option<Matrix<'a>>) -> Self {
         Self { x, index, buffer: Vec::new() }
     }
 
@@ -153,18 +153,18 @@ fn scale_of(amax: u32, rule: ScaleRule, format: Fp8Format) -> f32 {
 }
 
 /// Quantizes rows with one scale per row.
-struct RowPiece<T, C> {
-    reader: Reader<T>,
+struct RowPiece<'a, T, C> {
+    reader: Reader<'a, T>,
     rows: Range<usize>,
     /// The number of rows that belong to a group.
     used: usize,
     rule: ScaleRule,
-    codes: Matrix,
-    scales: Matrix,
+    codes: Matrix<'a>,
+    scales: Matrix<'a>,
     format: PhantomData<C>,
 }
 
-impl<T: Element, C: Codes> Kernel for RowPiece<T, C> {
+impl<T: Element, C: Codes> Kernel for RowPiece<'_, T, C> {
     type Output = ();
 
     #[inline(always)]
@@ -188,32 +188,32 @@ impl<T: Element, C: Codes> Kernel for RowPiece<T, C> {
 }
 
 /// Quantizes columns of a group with one scale per column.
-struct ColumnPiece<T, C> {
-    reader: Reader<T>,
+struct ColumnPiece<'a, T, C> {
+    reader: Reader<'a, T>,
     group: usize,
     rows: Range<usize>,
     cols: Range<usize>,
     rule: ScaleRule,
     /// The group's columns of the codes, transposed: row 0 is the first row of the group.
-    codes: Matrix,
-    scales: Matrix,
+    codes: Matrix<'a>,
+    scales: Matrix<'a>,
     format: PhantomData<C>,
 }
 
-impl<T: Element, C: Codes> Kernel for ColumnPiece<T, C> {
+impl<T: Element, C: Codes> Kernel for ColumnPiece<'_, T, C> {
     type Output = ();
 
     #[inline(always)]
     fn run(mut self) {
         let mut maxima = vec![T::Bits::default(); self.cols.len()];
         for row in self.rows.clone() {
-            for (found, x) in maxima.iter_mut().zip(self.reader.row(row, self.cols.clone())) {
-                *found = (*found).max(x.magnitude());
+            for (maximum, x) in maxima.iter_mut().zip(self.reader.row(row, self.cols.clone())) {
+                *maximum = (*maximum).max(x.magnitude());
             }
         }
         let mut factors = vec![0.0; self.cols.len()];
-        for ((col, found), factor) in self.cols.clone().zip(maxima).zip(&mut factors) {
-            let scale = scale_of(T::widen_magnitude(found), self.rule, C::FORMAT);
+        for ((col, maximum), factor) in self.cols.clone().zip(maxima).zip(&mut factors) {
+            let scale = scale_of(T::widen_magnitude(maximum), self.rule, C::FORMAT);
             *factor = reciprocal(scale);
             // SAFETY: the element is inside the fp32 output, and no other piece has these columns of the
             // group.
@@ -227,15 +227,15 @@ impl<T: Element, C: Codes> Kernel for ColumnPiece<T, C> {
     }
 }
 
-struct CastColumns<T, C> {
-    reader: Reader<T>,
+struct CastColumns<'a, T, C> {
+    reader: Reader<'a, T>,
     first_row: usize,
     first_col: usize,
     factors: Vec<f32>,
     format: PhantomData<C>,
 }
 
-impl<T: Element, C: Codes> Fill for CastColumns<T, C> {
+impl<T: Element, C: Codes> Fill for CastColumns<'_, T, C> {
     #[inline(always)]
     fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         let factors = &self.factors[cols.start - self.first_col..];
@@ -257,10 +257,10 @@ fn read_bounds(groups: &Groups, rows: usize, columns: usize) -> Vec<(Range<usize
             let (end, padded) = unsafe { (ends.read::<i32>(0, i), padded_ends.read::<i32>(0, i)) };
             let most = rows.min(start + (columns - padded_start));
             let end = (end.max(0) as usize).clamp(start, most);
-            let found = (start..end, padded_start);
+            let group = (start..end, padded_start);
             padded_start = (padded.max(0) as usize).clamp(padded_start + (end - start), columns);
             start = end;
-            found
+            group
         })
         .collect()
 }
@@ -272,9 +272,9 @@ fn last_end(groups: &Groups, rows: usize) -> usize {
 
 pub(crate) fn quantize_groups(call: GroupCall) {
     let _env = DefaultFloatEnv::enter();
+    let (rows, cols) = call.shape();
     let GroupCall { x, index, groups, rule, format, rowwise, columnwise } = call;
     let (x, index) = (x.matrix(), index.map(|index| index.matrix()));
-    let (rows, cols) = (index.map_or(x.rows, |index| index.cols), x.cols);
     if let Some(plane) = rowwise {
         let (codes, scales) = (plane.codes.matrix(), plane.scales.matrix());
         let used = last_end(&groups, rows);
@@ -293,7 +293,7 @@ pub(crate) fn quantize_groups(call: GroupCall) {
             let (group, chunk) = (i / chunks, i % chunks);
             let (rows, start) = bounds[group].clone();
             let cols = chunk * COLS..((chunk + 1) * COLS).min(cols);
-            let codes = Matrix { ptr: codes.at(0, start), cols: rows.len(), ..codes }.transposed();
+            let codes = codes.columns(start..start + rows.len()).transposed();
             with_element!(x.dtype, T => with_codes!(format, C => dispatch(ColumnPiece::<T, C> {
                 reader: Reader::new(x, index), group, rows, cols, rule, codes, scales, format: PhantomData,
             })));

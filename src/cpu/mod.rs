@@ -26,7 +26,10 @@ mod tile;
 mod types;
 mod walk;
 
-pub use simd::{Level, set_simd, simd};
+#[cfg(test)]
+pub(crate) use simd::on_each_level;
+#[cfg(feature = "python")]
+pub(crate) use simd::{Level, set_simd, simd};
 
 pub(crate) use adamw::*;
 pub(crate) use blocks::*;

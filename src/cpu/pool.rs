@@ -42,15 +42,15 @@ fn pool() -> Option<&'static ThreadPool> {
     {
         return entry.pool.as_ref();
     }
-    let made = Box::into_raw(Box::new(Entry { process, pool: build() }));
-    match POOL.compare_exchange(current, made, Ordering::AcqRel, Ordering::Acquire) {
-        // SAFETY: `made` was leaked by `Box::into_raw` above.
-        Ok(_) => unsafe { &*made }.pool.as_ref(),
+    let created = Box::into_raw(Box::new(Entry { process, pool: build() }));
+    match POOL.compare_exchange(current, created, Ordering::AcqRel, Ordering::Acquire) {
+        // SAFETY: `created` was leaked by `Box::into_raw` above.
+        Ok(_) => unsafe { &*created }.pool.as_ref(),
         Err(other) => {
             // Another thread of this process created a pool first.
-            // SAFETY: `made` was never shared, and `other` points to a leaked entry.
+            // SAFETY: `created` was never shared, and `other` points to a leaked entry.
             unsafe {
-                drop(Box::from_raw(made));
+                drop(Box::from_raw(created));
                 (*other).pool.as_ref()
             }
         }

@@ -32,8 +32,8 @@ impl Buffer {
     }
 }
 
-struct Fill<T> {
-    x: Matrix,
+struct Fill<'a, T> {
+    x: Matrix<'a>,
     row: usize,
     cols: std::ops::Range<usize>,
     words: Words,
@@ -42,7 +42,7 @@ struct Fill<T> {
     dtype: std::marker::PhantomData<T>,
 }
 
-impl<T: Element> Kernel for Fill<T> {
+impl<T: Element> Kernel for Fill<'_, T> {
     type Output = ();
 
     #[inline(always)]

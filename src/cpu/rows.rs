@@ -7,25 +7,25 @@ use super::convert::{Codes, Element};
 /// elements.
 #[inline(always)]
 pub(crate) fn amax<T: Element>(xs: &[T]) -> u32 {
-    let mut found = T::Bits::default();
+    let mut largest = T::Bits::default();
     for x in xs {
-        found = found.max(x.magnitude());
+        largest = largest.max(x.magnitude());
     }
-    T::widen_magnitude(found)
+    T::widen_magnitude(largest)
 }
 
 /// Computes out = encode(x * q). With `AMAX`, returns the result of [`amax`]; otherwise returns 0.
 #[inline(always)]
 pub(crate) fn cast<T: Element, C: Codes, const AMAX: bool>(xs: &[T], q: f32, out: &mut [u8]) -> u32 {
-    let mut found = 0;
+    let mut largest = 0;
     for (x, out) in xs.iter().zip(out) {
         let x = x.widen();
         if AMAX {
-            found = found.max(x.magnitude());
+            largest = largest.max(x.magnitude());
         }
         *out = C::encode(x * q);
     }
-    found
+    largest
 }
 
 /// Computes out = narrow(decode(code) * scale).

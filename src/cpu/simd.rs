@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 /// An instruction set that kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Level {
+pub(crate) enum Level {
     /// The baseline instruction set of the architecture.
     Scalar,
     /// AVX2.
@@ -17,8 +17,9 @@ pub enum Level {
 
 impl Level {
     /// Returns the level's name on the command line and in Python.
+    #[cfg(feature = "python")]
     #[must_use]
-    pub const fn name(self) -> &'static str {
+    pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Scalar => "scalar",
             Self::Avx2 => "avx2",
@@ -28,7 +29,7 @@ impl Level {
 
     /// Returns whether this CPU supports the level.
     #[must_use]
-    pub fn is_available(self) -> bool {
+    pub(crate) fn is_available(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         match self {
             Self::Scalar => true,
@@ -55,7 +56,8 @@ const LEVELS: [Level; 3] = [Level::Scalar, Level::Avx2, Level::Avx512];
 /// Sets the level of the kernels for all threads. None selects the best level that the CPU supports. For
 /// tests and benchmarks; results are byte-identical. If the CPU does not support the level, returns false and
 /// changes nothing.
-pub fn set_simd(level: Option<Level>) -> bool {
+#[cfg(any(feature = "python", test))]
+pub(crate) fn set_simd(level: Option<Level>) -> bool {
     let level = level.unwrap_or_else(best);
     let available = level.is_available();
     if available {
@@ -66,7 +68,7 @@ pub fn set_simd(level: Option<Level>) -> bool {
 
 /// Returns the level of the kernels.
 #[must_use]
-pub fn simd() -> Level {
+pub(crate) fn simd() -> Level {
     match CURRENT.load(Ordering::Relaxed) {
         UNSET => {
             let level = best();
@@ -106,12 +108,20 @@ pub(crate) fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     }
 }
 
+/// Runs a kernel that is compiled for AVX2.
+///
+/// # Safety
+/// The CPU must support AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
 }
 
+/// Runs a kernel that is compiled for AVX-512.
+///
+/// # Safety
+/// The CPU must support AVX-512 F, BW, DQ and VL.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn avx512<K: Kernel>(kernel: K) -> K::Output {

@@ -14,14 +14,14 @@ use crate::layout::{Matrix, View, ViewMut};
 /// Number of columns that are summed together. They stay in the L1 cache from row to row.
 const CHUNK: usize = 1024;
 
-struct Columns {
-    x: Matrix,
-    out: Matrix,
+struct Columns<'a> {
+    x: Matrix<'a>,
+    out: Matrix<'a>,
     divisor: f32,
     cols: Range<usize>,
 }
 
-impl Kernel for Columns {
+impl Kernel for Columns<'_> {
     type Output = ();
 
     #[inline(always)]

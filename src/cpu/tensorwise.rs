@@ -23,38 +23,38 @@ pub(super) const PIECE: usize = 64 * 1024;
 pub(super) const PARALLEL: usize = 128 * 1024;
 
 /// The work on one tensor of a call.
-struct Task {
-    walk: Walk,
+struct Task<'a> {
+    walk: Walk<'a>,
     /// The format of the outputs. It is only used if there are outputs.
     format: Fp8Format,
     /// The factor that elements are multiplied by.
     q: f32,
     /// The absolute maximum so far, in the form that [`rows::amax`] returns.
-    found: AtomicU32,
+    amax_bits: AtomicU32,
 }
 
-impl Task {
+impl<'a> Task<'a> {
     /// Creates a task that only computes the absolute maximum.
-    fn amax(x: &View) -> Self {
+    fn only_amax(x: &View<'a>) -> Self {
         Self::new(x, 1.0, None, None)
     }
 
-    fn new(x: &View, scale: f32, rowwise: Option<&ViewMut>, columnwise: Option<&ViewMut>) -> Self {
+    fn new(x: &View<'a>, scale: f32, rowwise: Option<&'a ViewMut>, columnwise: Option<&'a ViewMut>) -> Self {
         let format = rowwise.or(columnwise).and_then(|out| out.dtype().fp8()).unwrap_or(Fp8Format::E4m3);
         let sinks = rowwise.map(ViewMut::matrix).into_iter();
         let sinks = sinks.chain(columnwise.map(|out| out.matrix().transposed())).collect();
-        let found = AtomicU32::new(0);
-        Self { walk: Walk::new(x.matrix(), sinks), format, q: reciprocal(scale), found }
+        let amax_bits = AtomicU32::new(0);
+        Self { walk: Walk::new(x.matrix(), sinks), format, q: reciprocal(scale), amax_bits }
     }
 
     /// Returns the absolute maximum. A NaN is returned in canonical form.
-    fn found(&self) -> f32 {
-        f32::from_bits(canonical(self.found.load(Ordering::Relaxed)))
+    fn amax(&self) -> f32 {
+        f32::from_bits(canonical(self.amax_bits.load(Ordering::Relaxed)))
     }
 
     fn run_piece(&self, piece: Piece, amax: bool) {
         let (walk, x, q) = (&self.walk, self.walk.source, self.q);
-        let found = with_element!(x.dtype, T => if walk.sinks.is_empty() {
+        let amax_bits = with_element!(x.dtype, T => if walk.sinks.is_empty() {
             dispatch(AmaxPiece::<T> { x, piece, buffer: Vec::new() })
         } else {
             with_codes!(self.format, C => if amax {
@@ -63,35 +63,35 @@ impl Task {
                 dispatch(CastPiece { walk, piece, cast: Cast::<T, C, false>::new(x, q) })
             })
         });
-        self.found.fetch_max(found, Ordering::Relaxed);
+        self.amax_bits.fetch_max(amax_bits, Ordering::Relaxed);
     }
 }
 
-struct AmaxPiece<T> {
-    x: Matrix,
+struct AmaxPiece<'a, T> {
+    x: Matrix<'a>,
     piece: Piece,
     buffer: Vec<T>,
 }
 
-impl<T: Element> Kernel for AmaxPiece<T> {
+impl<T: Element> Kernel for AmaxPiece<'_, T> {
     type Output = u32;
 
     #[inline(always)]
     fn run(mut self) -> u32 {
-        let mut found = 0;
+        let mut amax_bits = 0;
         for row in self.piece.rows {
             // SAFETY: pieces are parts of the input, and `T` is the type of its dtype.
             let xs = unsafe { self.x.row(row, self.piece.cols.clone(), &mut self.buffer) };
-            found = found.max(rows::amax(xs));
+            amax_bits = amax_bits.max(rows::amax(xs));
         }
-        found
+        amax_bits
     }
 }
 
 struct CastPiece<'a, T, C, const AMAX: bool> {
-    walk: &'a Walk,
+    walk: &'a Walk<'a>,
     piece: Piece,
-    cast: Cast<T, C, AMAX>,
+    cast: Cast<'a, T, C, AMAX>,
 }
 
 impl<T: Element, C: Codes, const AMAX: bool> Kernel for CastPiece<'_, T, C, AMAX> {
@@ -100,7 +100,7 @@ impl<T: Element, C: Codes, const AMAX: bool> Kernel for CastPiece<'_, T, C, AMAX
     #[inline(always)]
     fn run(mut self) -> u32 {
         self.walk.run(self.piece, &mut self.cast);
-        self.cast.found
+        self.cast.amax_bits
     }
 }
 
@@ -124,15 +124,15 @@ fn run(tasks: &[Task], amax: bool) {
 /// Each matrix must be fp32 with an element at this index, and no other code may access these elements at the
 /// same time.
 unsafe fn update_amax(task: &Task, scale: &Matrix, amax: &Matrix, scale_used: &Matrix, index: usize) {
-    let found = task.found();
+    let largest = task.amax();
     // SAFETY: the caller guarantees exclusive access to these fp32 elements.
     unsafe {
         let scale: u32 = scale.read(0, index);
-        if found.is_finite() {
+        if largest.is_finite() {
             let before: f32 = amax.read(0, index);
-            amax.write(0, index, if before > found { before } else { found });
+            amax.write(0, index, if before > largest { before } else { largest });
         }
-        scale_used.write(0, index, if found.is_finite() { scale } else { NAN_BITS });
+        scale_used.write(0, index, if largest.is_finite() { scale } else { NAN_BITS });
     }
 }
 
@@ -142,11 +142,11 @@ pub(crate) fn amax(x: View, out: ViewMut) {
 
 pub(crate) fn multi_amax(xs: &[View], out: ViewMut) {
     let _env = DefaultFloatEnv::enter();
-    let tasks: Vec<Task> = xs.iter().map(Task::amax).collect();
+    let tasks: Vec<Task> = xs.iter().map(Task::only_amax).collect();
     run(&tasks, true);
     for (i, task) in tasks.iter().enumerate() {
         // SAFETY: `ops` checks that `out` has one fp32 element per tensor.
-        unsafe { out.matrix().write(0, i, task.found()) };
+        unsafe { out.matrix().write(0, i, task.amax()) };
     }
 }
 
@@ -168,7 +168,7 @@ pub(crate) fn quantize(call: TensorCall) {
     let task = |scale| [Task::new(&x, scale, rowwise.as_ref(), columnwise.as_ref())];
     match scaling {
         // SAFETY: `ops` checks that the scale is one fp32 element.
-        Scaling::Known(scale) => run(&task(unsafe { scale.matrix().read(0, 0) }), false),
+        Scaling::Static(scale) => run(&task(unsafe { scale.matrix().read(0, 0) }), false),
         Scaling::Delayed { scale, amax, scale_used } => {
             let scale = scale.matrix();
             // SAFETY: `ops` checks that the scale is one fp32 element.
@@ -179,9 +179,9 @@ pub(crate) fn quantize(call: TensorCall) {
             unsafe { update_amax(&task[0], &scale, &amax.matrix(), &scale_used.matrix(), 0) };
         }
         Scaling::Current { rule, scale_out } => {
-            let found = [Task::amax(&x)];
-            run(&found, true);
-            let scale = rule.scale(found[0].found(), format);
+            let measured = [Task::only_amax(&x)];
+            run(&measured, true);
+            let scale = rule.scale(measured[0].amax(), format);
             // SAFETY: `ops` checks that the output is one fp32 element.
             unsafe { scale_out.matrix().write(0, 0, scale) };
             run(&task(scale), false);
@@ -211,7 +211,7 @@ pub(crate) fn multi_quantize_delayed(
     }
 }
 
-fn tasks(xs: &[View], scales: &Matrix, outs: &[ViewMut]) -> Vec<Task> {
+fn tasks<'a>(xs: &[View<'a>], scales: &Matrix, outs: &'a [ViewMut]) -> Vec<Task<'a>> {
     let lists = xs.iter().zip(outs).enumerate();
     // SAFETY: `ops` checks that `scales` has one fp32 element per tensor.
     lists.map(|(i, (x, out))| Task::new(x, unsafe { scales.read(0, i) }, Some(out), None)).collect()

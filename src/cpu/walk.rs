@@ -14,37 +14,37 @@ use crate::layout::Matrix;
 const PREFETCH_BYTES: usize = 8192;
 
 /// Casts to codes and, with `AMAX`, records the absolute maximum.
-pub(super) struct Cast<T, C, const AMAX: bool> {
-    x: Matrix,
+pub(super) struct Cast<'a, T, C, const AMAX: bool> {
+    x: Matrix<'a>,
     q: f32,
     /// The absolute maximum so far, in the form that [`rows::amax`] returns.
-    pub(super) found: u32,
+    pub(super) amax_bits: u32,
     buffer: Vec<T>,
     format: PhantomData<C>,
 }
 
-impl<T, C, const AMAX: bool> Cast<T, C, AMAX> {
-    pub(super) fn new(x: Matrix, q: f32) -> Self {
-        Self { x, q, found: 0, buffer: Vec::new(), format: PhantomData }
+impl<'a, T, C, const AMAX: bool> Cast<'a, T, C, AMAX> {
+    pub(super) fn new(x: Matrix<'a>, q: f32) -> Self {
+        Self { x, q, amax_bits: 0, buffer: Vec::new(), format: PhantomData }
     }
 }
 
-impl<T: Element, C: Codes, const AMAX: bool> Fill for Cast<T, C, AMAX> {
+impl<T: Element, C: Codes, const AMAX: bool> Fill for Cast<'_, T, C, AMAX> {
     #[inline(always)]
     fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         // SAFETY: walks stay inside their source, and `T` is the type of its dtype.
         let xs = unsafe { self.x.row(row, cols, &mut self.buffer) };
-        self.found = self.found.max(rows::cast::<T, C, AMAX>(xs, self.q, out));
+        self.amax_bits = self.amax_bits.max(rows::cast::<T, C, AMAX>(xs, self.q, out));
     }
 }
 
 /// Copies bytes.
-pub(super) struct Copy {
-    pub(super) bytes: Matrix,
+pub(super) struct Copy<'a> {
+    pub(super) bytes: Matrix<'a>,
     pub(super) buffer: Vec<u8>,
 }
 
-impl Fill for Copy {
+impl Fill for Copy<'_> {
     #[inline(always)]
     fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         // SAFETY: walks stay inside their source, whose elements are bytes.
@@ -54,7 +54,7 @@ impl Fill for Copy {
 
 /// Prefetches later rows of the source before filling a row.
 struct Ahead<'a, F> {
-    source: &'a Matrix,
+    source: &'a Matrix<'a>,
     distance: usize,
     fill: &'a mut F,
 }
@@ -75,15 +75,15 @@ pub(super) struct Piece {
 }
 
 /// A source, and outputs with one element for each source element. All have one shape.
-pub(super) struct Walk {
-    pub(super) source: Matrix,
-    pub(super) sinks: Vec<Matrix>,
+pub(super) struct Walk<'a> {
+    pub(super) source: Matrix<'a>,
+    pub(super) sinks: Vec<Matrix<'a>>,
 }
 
-impl Walk {
+impl<'a> Walk<'a> {
     /// Chooses the orientation in which the source is contiguous. If no matrix has gaps, flattens all of them
     /// to one row.
-    pub(super) fn new(source: Matrix, sinks: Vec<Matrix>) -> Self {
+    pub(super) fn new(source: Matrix<'a>, sinks: Vec<Matrix<'a>>) -> Self {
         let (mut source, mut sinks) = (source, sinks);
         if source.prefers_columns() {
             source = source.transposed();
@@ -145,9 +145,9 @@ mod tests {
     use super::*;
     use crate::layout::{DType, Device};
 
-    fn matrix(rows: usize, cols: usize, row_stride: isize, col_stride: isize) -> Matrix {
-        let (ptr, dtype, device) = (std::ptr::null_mut(), DType::E4m3, Device::Cpu);
-        Matrix { ptr, dtype, device, rows, cols, row_stride, col_stride }
+    fn matrix(rows: usize, cols: usize, row_stride: isize, col_stride: isize) -> Matrix<'static> {
+        let strides = (row_stride, col_stride);
+        Matrix::new(std::ptr::null_mut(), DType::E4m3, Device::Cpu, (rows, cols), strides)
     }
 
     #[test]
@@ -157,13 +157,13 @@ mod tests {
             let x = dense(rows, cols);
             for sinks in [vec![], vec![x], vec![dense(cols, rows).transposed()]] {
                 let walk = Walk::new(x, sinks);
-                let mut seen = vec![0_u8; rows * cols];
+                let mut visits = vec![0_u8; rows * cols];
                 for Piece { rows, cols } in walk.pieces(4096) {
                     for row in rows {
-                        cols.clone().for_each(|col| seen[row * walk.source.cols + col] += 1);
+                        cols.clone().for_each(|col| visits[row * walk.source.cols + col] += 1);
                     }
                 }
-                assert!(seen.iter().all(|n| *n == 1), "{rows}x{cols}");
+                assert!(visits.iter().all(|n| *n == 1), "{rows}x{cols}");
             }
         }
         assert_eq!(Walk::new(dense(0, 4), vec![]).pieces(64), vec![]);

@@ -1,14 +1,14 @@
 //! The `AdamW` step over a list of tensors, with one launch per kernel and [`ENTRIES`] tensors.
 
 use super::driver::{Grid, args, launch};
-use super::modules::{Kernel, kernel};
+use super::modules::{Kernel, Module, kernel, module};
 use super::tensorwise::Rule;
 use super::views::{aligned, ordinal};
 use super::workspace::{self, PER_CHUNK};
 use crate::error::Error;
 use crate::format::e8m0::Rounding;
-use crate::layout::{Block, DType, Device, View, ViewMut};
-use crate::spec::{AdamWCall, AdamWTensor, BlockScale, ScaleRule, Stream, Target};
+use crate::layout::{Block, BlockFormat, DType, View, ViewMut};
+use crate::spec::{AdamW, AdamWCall, AdamWTensor, BlockScale, ScaleRule, Stream, Target};
 
 /// Entries of a launch. The parameters of a kernel are limited to 32 KB.
 const ENTRIES: usize = 290;
@@ -73,6 +73,9 @@ struct AdamWArgs {
 
 args!(AdamWArgs);
 
+static ADAMW_MODULE: Module = module!("adamw");
+static ADAMW_BLOCKS_MODULE: Module = module!("adamw_blocks");
+
 macro_rules! kernels {
     ($($name:ident = $module:ident $entry:literal;)*) => {
         $(static $name: Kernel = kernel!($module, $entry, AdamWArgs);)*
@@ -85,21 +88,27 @@ macro_rules! kernels {
 }
 
 kernels! {
-    PLAIN_F32 = AdamW "adamw_f32";
-    PLAIN_BF16 = AdamW "adamw_bf16";
-    PLAIN_F16 = AdamW "adamw_f16";
-    CODES = AdamW "adamw_codes";
-    ROW_4096 = AdamWBlocks "adamw_row_4096";
-    ROW_16384 = AdamWBlocks "adamw_row_16384";
-    SQUARE_128 = AdamWBlocks "adamw_square_128";
-    SQUARE_32 = AdamWBlocks "adamw_square_32";
-    ROW_TWICE = AdamWBlocks "adamw_row_twice";
-    SQUARE_128_TWICE = AdamWBlocks "adamw_square_128_twice";
-    SQUARE_32_TWICE = AdamWBlocks "adamw_square_32_twice";
+    PLAIN_F32 = ADAMW_MODULE "adamw_f32";
+    PLAIN_BF16 = ADAMW_MODULE "adamw_bf16";
+    PLAIN_F16 = ADAMW_MODULE "adamw_f16";
+    CODES = ADAMW_MODULE "adamw_codes";
+    ROW_4096 = ADAMW_BLOCKS_MODULE "adamw_row_4096";
+    ROW_16384 = ADAMW_BLOCKS_MODULE "adamw_row_16384";
+    SQUARE_128 = ADAMW_BLOCKS_MODULE "adamw_square_128";
+    SQUARE_32 = ADAMW_BLOCKS_MODULE "adamw_square_32";
+    ROW_TWICE = ADAMW_BLOCKS_MODULE "adamw_row_twice";
+    SQUARE_128_TWICE = ADAMW_BLOCKS_MODULE "adamw_square_128_twice";
+    SQUARE_32_TWICE = ADAMW_BLOCKS_MODULE "adamw_square_32_twice";
 }
 
-/// How a tensor is launched: the kernel, threads per block, and number of blocks.
-type Shape = (&'static Kernel, u32, u64);
+/// How a tensor is launched.
+#[derive(Clone, Copy)]
+struct Launch {
+    kernel: &'static Kernel,
+    /// Threads per block.
+    threads: u32,
+    blocks: u64,
+}
 
 /// Whether groups of four adjacent elements, starting at multiples of four, can be loaded and stored as
 /// vectors.
@@ -117,24 +126,26 @@ fn four_at_once(tensor: &AdamWTensor, target: &Target) -> bool {
 }
 
 /// Returns how a matrix with a scale for each block is launched.
-fn block_shape(block: Block, (rows, cols): (usize, usize), vectors: bool) -> Result<Shape, Error> {
-    let blocks = |of: usize| rows.div_ceil(of) as u64 * cols.div_ceil(of) as u64;
-    Ok(match (block.rows, block.cols, vectors) {
+fn block_launch(block: Block, (rows, cols): (usize, usize), vectors: bool) -> Result<Launch, Error> {
+    let squares = |side: usize| rows.div_ceil(side) as u64 * cols.div_ceil(side) as u64;
+    let (kernel, threads, blocks) = match (block.rows, block.cols, vectors) {
         (1, Block::ALL, true) if cols <= 4096 => (&ROW_4096, 512, rows as u64),
         (1, Block::ALL, true) if cols <= 16384 => (&ROW_16384, 1024, rows as u64),
         (1, Block::ALL, _) => (&ROW_TWICE, 512, rows as u64),
-        (32, 32, true) => (&SQUARE_32, 512, blocks(32).div_ceil(4)),
-        (32, 32, false) => (&SQUARE_32_TWICE, 512, blocks(32)),
-        (128, 128, true) => (&SQUARE_128, 1024, blocks(128)),
-        (128, 128, false) => (&SQUARE_128_TWICE, 512, blocks(128)),
-        _ => return Err(block.unsupported("(1, all), (32, 32) or (128, 128)")),
-    })
+        (32, 32, true) => (&SQUARE_32, 512, squares(32).div_ceil(4)),
+        (32, 32, false) => (&SQUARE_32_TWICE, 512, squares(32)),
+        (128, 128, true) => (&SQUARE_128, 1024, squares(128)),
+        (128, 128, false) => (&SQUARE_128_TWICE, 512, squares(128)),
+        _ => return Err(block.unsupported(BlockFormat::list_blocks(|format| format.in_adamw))),
+    };
+    Ok(Launch { kernel, threads, blocks })
 }
 
-fn shape(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Result<Shape, Error> {
+/// Returns how a tensor is launched.
+fn launch_of(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Result<Launch, Error> {
     let (rows, cols) = tensor.param.shape();
     if let Target::Blocks(block, _) = target {
-        return block_shape(*block, (rows, cols), vectors);
+        return block_launch(*block, (rows, cols), vectors);
     }
     let kernel = match tensor.param.dtype() {
         DType::F32 => &PLAIN_F32,
@@ -144,7 +155,8 @@ fn shape(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Result<Shape, 
     };
     // A tensor without elements still needs a block if there is an amax or a scale to write.
     let least = u64::from(tensor.amax.is_some() || tensor.new_scale.is_some());
-    Ok((kernel, 256, ((rows * cols).div_ceil(PER_BLOCK) as u64).max(least)))
+    let blocks = ((rows * cols).div_ceil(PER_BLOCK) as u64).max(least);
+    Ok(Launch { kernel, threads: 256, blocks })
 }
 
 fn entry(tensor: &AdamWTensor, vectors: bool) -> AdamWEntry {
@@ -180,32 +192,22 @@ fn entry(tensor: &AdamWTensor, vectors: bool) -> AdamWEntry {
     }
 }
 
+/// Returns the arguments that all launches of a call share. Kernels read the first `count` entries, so the
+/// others may be any entry.
 #[expect(clippy::large_stack_arrays, reason = "a kernel's parameters take 32 KB")]
-pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
-    let AdamWCall { shared, tensors } = call;
-    let Some(Device::Cuda(_)) = tensors.first().map(|tensor| tensor.param.device()) else { return Ok(()) };
-    let device = ordinal(tensors[0].param.device());
+fn shared_arguments(shared: &AdamW, any_entry: AdamWEntry) -> AdamWArgs {
     let (rule, floor) = match shared.target {
         Target::Blocks(_, BlockScale::F32(rule)) => (rule, false),
         Target::Blocks(_, BlockScale::E8m0(rounding)) => (ScaleRule::default(), rounding == Rounding::Floor),
         _ => (ScaleRule::default(), false),
     };
-    let mut entries: Vec<(Shape, AdamWEntry)> = Vec::with_capacity(tensors.len());
-    for tensor in &tensors {
-        let vectors = four_at_once(tensor, &shared.target);
-        let shape = shape(tensor, &shared.target, vectors)?;
-        if shape.2 > 0 {
-            entries.push((shape, entry(tensor, vectors)));
-        }
-    }
-    let Some((_, unused)) = entries.first() else { return Ok(()) };
     let flag = |is, flag| if is { flag } else { 0 };
-    let one = |view: Option<View>| view.map_or(std::ptr::null(), |view| view.ptr());
+    let element = |view: Option<View>| view.map_or(std::ptr::null(), |view| view.ptr());
     let hyper = shared.hyper;
-    let mut args = AdamWArgs {
-        lr: one(shared.lr),
-        grad_scale: one(shared.grad_scale),
-        found_inf: one(shared.found_inf),
+    AdamWArgs {
+        lr: element(shared.lr),
+        grad_scale: element(shared.grad_scale),
+        found_inf: element(shared.found_inf),
         maxima: std::ptr::null_mut(),
         lr_value: hyper.lr,
         beta1: hyper.beta1,
@@ -219,45 +221,70 @@ pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
             | flag(floor, FLOOR),
         count: 0,
         blocks: 0,
-        // Kernels read the first `count` entries.
-        entries: [*unused; ENTRIES],
-    };
+        entries: [any_entry; ENTRIES],
+    }
+}
+
+pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
+    let AdamWCall { shared, tensors } = call;
+    let mut entries: Vec<(Launch, AdamWEntry)> = Vec::with_capacity(tensors.len());
+    for tensor in &tensors {
+        let vectors = four_at_once(tensor, &shared.target);
+        let launch = launch_of(tensor, &shared.target, vectors)?;
+        if launch.blocks > 0 {
+            entries.push((launch, entry(tensor, vectors)));
+        }
+    }
+    let Some((_, first)) = entries.first() else { return Ok(()) };
+    let device = ordinal(tensors[0].param.device());
+    let mut args = shared_arguments(&shared, *first);
+
     // Sort by kernel. The sort is stable, so it keeps the order of the list.
-    entries.sort_by_key(|((kernel, ..), _)| std::ptr::from_ref(*kernel).addr());
-    for own in entries.chunk_by(|(a, _), (b, _)| std::ptr::eq(a.0, b.0)) {
-        for part in own.chunks(ENTRIES) {
-            let mut blocks = 0_u64;
-            for (slot, ((_, _, count), entry)) in args.entries.iter_mut().zip(part) {
-                // 2^32 blocks cover at least 2^41 elements, more than any device holds.
-                *slot = AdamWEntry { first_block: blocks as u32, ..*entry };
-                blocks += count;
-            }
-            let ((kernel, threads, _), first) = part[0];
-            args.count = part.len() as u32;
-            args.blocks = blocks as u32;
-            let follows = !first.amax.is_null() || !first.new_scale.is_null();
-            args.maxima =
-                if follows { workspace::slots(device, stream, part.len())? } else { std::ptr::null_mut() };
-            launch(device, stream, kernel, Grid { blocks, threads }, &args)?;
+    entries.sort_by_key(|(launch, _)| std::ptr::from_ref(launch.kernel).addr());
+    for of_kernel in entries.chunk_by(|(a, _), (b, _)| std::ptr::eq(a.kernel, b.kernel)) {
+        for part in of_kernel.chunks(ENTRIES) {
+            launch_part(device, stream, part, &mut args)?;
         }
     }
     Ok(())
 }
 
+/// Launches a kernel for at most [`ENTRIES`] tensors.
+fn launch_part(
+    device: i32,
+    stream: Stream,
+    part: &[(Launch, AdamWEntry)],
+    args: &mut AdamWArgs,
+) -> Result<(), Error> {
+    let mut blocks = 0_u64;
+    for (slot, (launch, entry)) in args.entries.iter_mut().zip(part) {
+        // 2^32 blocks cover at least 2^41 elements, more than any device holds.
+        *slot = AdamWEntry { first_block: blocks as u32, ..*entry };
+        blocks += launch.blocks;
+    }
+    args.count = part.len() as u32;
+    args.blocks = blocks as u32;
+
+    let (Launch { kernel, threads, .. }, first) = part[0];
+    let reduces_maxima = !first.amax.is_null() || !first.new_scale.is_null();
+    args.maxima =
+        if reduces_maxima { workspace::slots(device, stream, part.len())? } else { std::ptr::null_mut() };
+    launch(device, stream, kernel, Grid { blocks, threads }, args)
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{Block, block_shape};
+    use super::{Block, block_launch};
+    use crate::layout::FORMATS;
 
     #[test]
-    fn blocks_without_a_kernel_of_their_size_are_refused() {
-        for vectors in [true, false] {
-            for (rows, cols) in
-                [(1, 128), (32, 128), (64, 64), (128, 32), (256, 256), (Block::ALL, Block::ALL)]
-            {
-                assert!(block_shape(Block { rows, cols }, (256, 256), vectors).is_err(), "({rows}, {cols})");
-            }
-            for (rows, cols) in [(1, Block::ALL), (32, 32), (128, 128)] {
-                assert!(block_shape(Block { rows, cols }, (256, 256), vectors).is_ok(), "({rows}, {cols})");
+    fn formats_of_adamw_have_a_kernel_and_other_blocks_are_refused() {
+        let extents = [1, 32, 64, 128, 256, Block::ALL];
+        for (rows, cols) in extents.into_iter().flat_map(|rows| extents.map(|cols| (rows, cols))) {
+            let block = Block { rows, cols };
+            let expected = FORMATS.iter().any(|format| format.in_adamw && format.block == block);
+            for vectors in [true, false] {
+                assert_eq!(block_launch(block, (256, 256), vectors).is_ok(), expected, "{block}");
             }
         }
     }

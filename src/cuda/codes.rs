@@ -1,7 +1,9 @@
 //! Operations on existing FP8 codes.
 
 use super::driver::{Grid, args, launch};
-use super::modules::{Kernel, by_types, format_index, input_index, kernel};
+use super::modules::{
+    ByFormat, ByTypes, Kernel, Module, by_format, by_types, format_index, input_index, kernel, module,
+};
 use super::views::{aligned, ordinal};
 use crate::error::Error;
 use crate::layout::{Block, DType, View, ViewMut};
@@ -73,13 +75,14 @@ const RESCALE_BLOCKS: u64 = 32;
 
 args!(TransposeArgs, RescaleArgs, DequantizeArgs);
 
-static TRANSPOSE: Kernel = kernel!(Codes, "transpose", TransposeArgs);
-static STRIDED_TRANSPOSE: Kernel = kernel!(Codes, "strided_transpose", TransposeArgs);
+static CODES_MODULE: Module = module!("codes");
+
+static TRANSPOSE: Kernel = kernel!(CODES_MODULE, "transpose", TransposeArgs);
+static STRIDED_TRANSPOSE: Kernel = kernel!(CODES_MODULE, "strided_transpose", TransposeArgs);
 // Indexed by the dtype of the output, then by format.
-static DEQUANTIZE: [[Kernel; 2]; 3] = by_types!(Codes, "dequantize", DequantizeArgs);
-static STRIDED_DEQUANTIZE: [[Kernel; 2]; 3] = by_types!(Codes, "strided_dequantize", DequantizeArgs);
-static RESCALE: [Kernel; 2] =
-    [kernel!(Codes, "rescale_e4m3", RescaleArgs), kernel!(Codes, "rescale_e5m2", RescaleArgs)];
+static DEQUANTIZE: ByTypes = by_types!(CODES_MODULE, "dequantize", DequantizeArgs);
+static STRIDED_DEQUANTIZE: ByTypes = by_types!(CODES_MODULE, "strided_dequantize", DequantizeArgs);
+static RESCALE: ByFormat = by_format!(CODES_MODULE, "rescale", RescaleArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {
@@ -135,17 +138,16 @@ pub(crate) fn dequantize(
     let (rows, cols) = codes.shape();
     let n = codes.numel() as u64;
     let block_cols = block.cols.min(cols.max(1));
-    // Elements per thread of the fast kernel.
-    let each = if out.dtype() == DType::F32 { 8 } else { 16 };
+    let per_thread = if out.dtype() == DType::F32 { 8 } else { 16 };
     let fast = codes.is_contiguous()
         && out.is_contiguous()
-        && aligned(codes.ptr(), each)
+        && aligned(codes.ptr(), per_thread)
         && aligned(out.ptr(), 16)
-        && (cols.is_multiple_of(each)
-            || block_cols == cols && block.rows >= rows && codes.numel().is_multiple_of(each))
-        && (block_cols.is_multiple_of(each) || block_cols == cols);
+        && (cols.is_multiple_of(per_thread)
+            || block_cols == cols && block.rows >= rows && codes.numel().is_multiple_of(per_thread))
+        && (block_cols.is_multiple_of(per_thread) || block_cols == cols);
     let kernels = if fast { &DEQUANTIZE } else { &STRIDED_DEQUANTIZE };
-    let blocks = n.div_ceil(if fast { 256 * each as u64 } else { 256 });
+    let blocks = n.div_ceil(if fast { 256 * per_thread as u64 } else { 256 });
     let args = DequantizeArgs {
         codes: codes.ptr(),
         scale: scale.ptr(),

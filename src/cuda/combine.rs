@@ -3,7 +3,7 @@
 use std::ptr;
 
 use super::driver::{Grid, args, launch};
-use super::modules::{ByInput, Kernel, by_input, input_index};
+use super::modules::{ByInput, Kernel, Module, by_input, input_index, module};
 use super::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
 use crate::layout::{DType, Matrix, ViewMut};
@@ -40,12 +40,16 @@ const F32_WEIGHTS: u32 = 8;
 const THREADS: u32 = 256;
 const WARP: u32 = 32;
 
+static COMBINE_MODULE: Module = module!("combine");
+
 /// Kernels that load two rows at a time, and eight rows.
-static COMBINE: [ByInput; 2] =
-    [by_input!(Combine, "combine_2", CombineArgs), by_input!(Combine, "combine_8", CombineArgs)];
+static COMBINE: [ByInput; 2] = [
+    by_input!(COMBINE_MODULE, "combine_2", CombineArgs),
+    by_input!(COMBINE_MODULE, "combine_8", CombineArgs),
+];
 static BACKWARD: [ByInput; 2] = [
-    by_input!(Combine, "combine_backward_2", CombineArgs),
-    by_input!(Combine, "combine_backward_8", CombineArgs),
+    by_input!(COMBINE_MODULE, "combine_backward_2", CombineArgs),
+    by_input!(COMBINE_MODULE, "combine_backward_8", CombineArgs),
 ];
 
 #[cfg(test)]

@@ -12,14 +12,16 @@
 //! - The first use of a kernel or a workspace loads or allocates in relaxed capture mode ([`Relaxed`]), which
 //!   does not invalidate a capture on this stream or in another thread.
 
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::{CStr, c_void};
 use std::sync::atomic::AtomicU32;
 use std::sync::{Mutex, OnceLock};
 
+use cudarc::driver::result::stream::StreamKind;
+use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
-use super::modules::{Kernel, MODULES};
+use super::modules::Kernel;
 use super::{MAX_DEVICES, image};
 use crate::error::Error;
 use crate::spec::Stream;
@@ -30,9 +32,6 @@ pub(super) struct DeviceState {
     context: usize,
     /// The target whose machine code is loaded; `None` if the driver compiles PTX.
     target: Option<image::Target>,
-    /// Loaded machine code modules. `None` if a module has no machine code for the target, or if the driver
-    /// rejected it.
-    modules: [OnceLock<Option<usize>>; MODULES.len()],
     /// Held while a kernel is loaded, so that two threads do not load it twice.
     loading: Mutex<()>,
     /// Number of streaming multiprocessors.
@@ -42,29 +41,17 @@ pub(super) struct DeviceState {
 static DEVICES: [OnceLock<DeviceState>; MAX_DEVICES] = [const { OnceLock::new() }; MAX_DEVICES];
 static STARTING: Mutex<()> = Mutex::new(());
 
-pub(super) fn check(call: &'static str, code: sys::CUresult) -> Result<(), Error> {
-    if code == sys::CUresult::CUDA_SUCCESS {
-        return Ok(());
-    }
-    let texts = [sys::cuGetErrorString, sys::cuGetErrorName].map(|text_of| describe(code, text_of));
-    let [message, name] = texts;
-    Err(Error::Driver { call: call.into(), message, code: code as u32, name })
-}
-
-/// Returns the text that one of the driver's functions has for an error code.
-fn describe(
-    code: sys::CUresult,
-    text_of: unsafe fn(sys::CUresult, *mut *const c_char) -> sys::CUresult,
-) -> String {
-    let mut text = std::ptr::null();
-    // SAFETY: the library is loaded, since it returned `code`. `text` is a valid place for the result.
-    let known = unsafe { text_of(code, &raw mut text) } == sys::CUresult::CUDA_SUCCESS;
-    if known && !text.is_null() {
-        // SAFETY: the driver's string is static and ends in NUL.
-        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-    } else {
-        format!("error {}", code as u32)
-    }
+/// Names the driver's function in its error.
+pub(super) fn check<T>(call: &'static str, result: Result<T, DriverError>) -> Result<T, Error> {
+    result.map_err(|error| {
+        let code = error.0 as u32;
+        // A driver has no text for the codes of newer drivers.
+        let text = |text: Result<&CStr, DriverError>| {
+            text.map_or_else(|_| format!("error {code}"), |text| text.to_string_lossy().into_owned())
+        };
+        let (message, name) = (text(error.error_string()), text(error.error_name()));
+        Error::Driver { call: call.into(), message, code, name }
+    })
 }
 
 /// Returns the state of a device. The first call retains its primary context.
@@ -93,17 +80,12 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
             message: "the driver library cannot be opened on this machine; install the NVIDIA driver".into(),
         });
     }
-    let mut device: sys::CUdevice = 0;
-    // SAFETY: the library is loaded, and the pointer is to a local that outlives the call.
-    unsafe {
-        check("cuInit", sys::cuInit(0))?;
-        check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, ordinal))?;
-    }
+    check("cuInit", result::init())?;
+    let device = check("cuDeviceGet", result::device::get(ordinal))?;
     let attribute = |which| -> Result<u32, Error> {
-        let mut value = 0;
-        // SAFETY: the driver is initialized, and the pointer is to a local that outlives the call.
-        check("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&raw mut value, which, device) })?;
-        Ok(value as u32)
+        // SAFETY: the driver returned this device.
+        let value = unsafe { result::device::get_attribute(device, which) };
+        Ok(check("cuDeviceGetAttribute", value)? as u32)
     };
     let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
@@ -120,14 +102,12 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
     let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
     // Retain the context last, so that an unsupported device is not left with a context that is never
     // released.
-    let mut context: sys::CUcontext = std::ptr::null_mut();
-    // SAFETY: the driver is initialized, and the pointer is to a local that outlives the call.
-    check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) })?;
+    // SAFETY: the driver returned this device.
+    let context = check("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device) })?;
     Ok(DeviceState {
         ordinal,
         context: context as usize,
         target: image::Target::of(major, minor).filter(|_| !image::ptx_is_forced()),
-        modules: [const { OnceLock::new() }; MODULES.len()],
         loading: Mutex::new(()),
         multiprocessors,
     })
@@ -140,7 +120,7 @@ impl Drop for Restore {
     fn drop(&mut self) {
         if let Some(previous) = self.0 {
             // SAFETY: `previous` was current when the guard was created. A failure here cannot be handled.
-            let _ = unsafe { sys::cuCtxSetCurrent(previous) };
+            let _ = unsafe { result::ctx::set_current(previous) };
         }
     }
 }
@@ -148,19 +128,17 @@ impl Drop for Restore {
 /// Makes the device's primary context current until the guard is dropped.
 fn enter(state: &DeviceState) -> Result<Restore, Error> {
     let wanted = state.context as sys::CUcontext;
-    let mut current: sys::CUcontext = std::ptr::null_mut();
-    // SAFETY: a device state exists, so the driver is initialized.
-    check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&raw mut current) })?;
-    if current == wanted {
+    let current = check("cuCtxGetCurrent", result::ctx::get_current())?;
+    if current == Some(wanted) {
         return Ok(Restore(None));
     }
     // SAFETY: `wanted` is retained for the lifetime of the process.
-    check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(wanted) })?;
+    check("cuCtxSetCurrent", unsafe { result::ctx::set_current(wanted) })?;
     // The CUDA runtime treats a thread without a context (autograd's threads) as being on device 0. The
     // thread therefore keeps device 0's context, as after any runtime call, but must not end up on another
     // device.
-    let keeps = current.is_null() && state.ordinal == 0;
-    Ok(Restore((!keeps).then_some(current)))
+    let keeps = current.is_none() && state.ordinal == 0;
+    Ok(Restore((!keeps).then_some(current.unwrap_or(std::ptr::null_mut()))))
 }
 
 /// Allows this thread to load and allocate while any thread captures a graph, until dropped.
@@ -173,9 +151,8 @@ impl Relaxed {
     fn enter() -> Result<Self, Error> {
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the driver is initialized. `mode` is a local that receives the thread's previous mode.
-        check("cuThreadExchangeStreamCaptureMode", unsafe {
-            sys::cuThreadExchangeStreamCaptureMode(&raw mut mode)
-        })?;
+        let code = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+        check("cuThreadExchangeStreamCaptureMode", code.result())?;
         Ok(Self(mode))
     }
 }
@@ -190,11 +167,9 @@ impl Drop for Relaxed {
 
 /// Loads an image: a cubin, or PTX that ends in NUL.
 fn load(image: &[u8]) -> Result<usize, Error> {
-    let mut module: sys::CUmodule = std::ptr::null_mut();
     // SAFETY: the image is complete, PTX ends in NUL, and a context is current.
-    check("cuModuleLoadData", unsafe {
-        sys::cuModuleLoadData(&raw mut module, image.as_ptr().cast::<c_void>())
-    })?;
+    let module =
+        check("cuModuleLoadData", unsafe { result::module::load_data(image.as_ptr().cast::<c_void>()) })?;
     Ok(module as usize)
 }
 
@@ -210,8 +185,8 @@ fn accepted(loaded: Result<usize, Error>) -> Result<Option<usize>, Error> {
 /// Loads and returns the kernel's function. The device's context must be current.
 fn function(state: &DeviceState, kernel: &'static Kernel) -> Result<sys::CUfunction, Error> {
     let _relaxed = Relaxed::enter()?;
-    let module = &MODULES[kernel.module as usize];
-    let slot = &state.modules[kernel.module as usize];
+    let module = kernel.module;
+    let slot = &module.loaded[state.ordinal as usize];
     if slot.get().is_none() {
         let code = state.target.and_then(|target| module.machine_code(target));
         let loaded = code.map_or(Ok(None), |code| accepted(load(&code)))?;
@@ -222,25 +197,16 @@ fn function(state: &DeviceState, kernel: &'static Kernel) -> Result<sys::CUfunct
         Some(Some(loaded)) => *loaded,
         _ => load(&image::one_entry(&module.ptx().unwrap_or_default(), kernel.entry)?)?,
     };
-    let mut function: sys::CUfunction = std::ptr::null_mut();
-    let mut registers = 0;
-    // SAFETY: the module stays loaded, and the name ends in NUL. Reading an attribute forces the driver to
-    // load the function now, rather than at the first launch, when `_relaxed` is gone.
+    let registers = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
+    // SAFETY: the module stays loaded, and the driver returned the function.
     unsafe {
-        check(
-            "cuModuleGetFunction",
-            sys::cuModuleGetFunction(&raw mut function, loaded as sys::CUmodule, kernel.entry.as_ptr()),
-        )?;
-        check(
-            "cuFuncGetAttribute",
-            sys::cuFuncGetAttribute(
-                &raw mut registers,
-                sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS,
-                function,
-            ),
-        )?;
+        let function = result::module::get_function(loaded as sys::CUmodule, kernel.entry.to_owned());
+        let function = check("cuModuleGetFunction", function)?;
+        // Reading an attribute forces the driver to load the function now, rather than at the first launch,
+        // when `_relaxed` is gone.
+        check("cuFuncGetAttribute", result::function::get_function_attribute(function, registers))?;
+        Ok(function)
     }
-    Ok(function)
 }
 
 /// The shape of a launch.
@@ -291,22 +257,12 @@ pub(super) fn launch<A: Args>(
     let mut parameters = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
     // SAFETY: the kernel takes one struct of this type and size. Its pointers come from validated views,
     // which the caller keeps alive until the work on the stream is done.
-    check("cuLaunchKernel", unsafe {
-        sys::cuLaunchKernel(
-            function,
-            blocks,
-            1,
-            1,
-            grid.threads,
-            1,
-            1,
-            // Kernels declare their shared memory statically.
-            0,
-            stream.0.cast(),
-            parameters.as_mut_ptr(),
-            std::ptr::null_mut(),
-        )
-    })
+    let launched = unsafe {
+        let (grid, threads) = ((blocks, 1, 1), (grid.threads, 1, 1));
+        // Kernels declare their shared memory statically.
+        result::launch_kernel(function, grid, threads, 0, stream.0.cast(), &mut parameters)
+    };
+    check("cuLaunchKernel", launched)
 }
 
 /// Queues a fill with zero bytes.
@@ -316,7 +272,7 @@ pub(super) fn zero(ordinal: i32, stream: Stream, at: *mut u8, bytes: usize) -> R
     }
     let _restore = enter(device(ordinal)?)?;
     // SAFETY: `at` is an output or a workspace of at least `bytes` bytes on this device.
-    check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(at as u64, 0, bytes, stream.0.cast()) })
+    check("cuMemsetD8Async", unsafe { result::memset_d8_async(at as u64, 0, bytes, stream.0.cast()) })
 }
 
 /// Allocates zeroed device memory for a workspace. It is never freed.
@@ -326,20 +282,23 @@ pub(super) fn zero(ordinal: i32, stream: Stream, at: *mut u8, bytes: usize) -> R
 pub(super) fn workspace(ordinal: i32, bytes: usize) -> Result<*mut u8, Error> {
     let _restore = enter(device(ordinal)?)?;
     let _relaxed = Relaxed::enter()?;
-    let mut at = 0;
-    let mut stream: sys::CUstream = std::ptr::null_mut();
-    let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-    // SAFETY: the context is current, and the fill is complete before the memory is returned.
-    unsafe {
-        check("cuStreamCreate", sys::cuStreamCreate(&raw mut stream, non_blocking))?;
-        let allocate = || check("cuMemAlloc", sys::cuMemAlloc_v2(&raw mut at, bytes));
-        let filled = retry_after_release(allocate, || RELEASE.get().copied())
-            .and_then(|()| check("cuMemsetD8Async", sys::cuMemsetD8Async(at, 0, bytes, stream)))
-            .and_then(|()| check("cuStreamSynchronize", sys::cuStreamSynchronize(stream)));
-        let _ = sys::cuStreamDestroy_v2(stream);
-        filled?;
-    }
-    Ok(at as *mut u8)
+    let stream = check("cuStreamCreate", result::stream::create(StreamKind::NonBlocking))?;
+    let allocate = || {
+        // SAFETY: the context is current. The memory is filled below before it is read.
+        check("cuMemAlloc", unsafe { result::malloc_sync(bytes) })
+    };
+    let fill = |at| {
+        // SAFETY: the memory at `at` has this size, and the stream is alive.
+        unsafe {
+            check("cuMemsetD8Async", result::memset_d8_async(at, 0, bytes, stream))?;
+            check("cuStreamSynchronize", result::stream::synchronize(stream))?;
+        }
+        Ok(at as *mut u8)
+    };
+    let filled = retry_after_release(allocate, || RELEASE.get().copied()).and_then(fill);
+    // SAFETY: the stream is not used again. A failure here leaves a stream behind, which does no harm.
+    let _ = unsafe { result::stream::destroy(stream) };
+    filled
 }
 
 /// Allocates a word of host memory that kernels of all devices can write to. It starts as 0 and is never
@@ -347,12 +306,11 @@ pub(super) fn workspace(ordinal: i32, bytes: usize) -> Result<*mut u8, Error> {
 pub(super) fn host_word(ordinal: i32) -> Result<&'static AtomicU32, Error> {
     let _restore = enter(device(ordinal)?)?;
     let _relaxed = Relaxed::enter()?;
-    let mut at: *mut c_void = std::ptr::null_mut();
     let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
     // SAFETY: the context is current. The memory is aligned to a page, and nothing else refers to it yet.
     // With unified addressing, kernels use its address on the host.
     unsafe {
-        check("cuMemHostAlloc", sys::cuMemHostAlloc(&raw mut at, size_of::<u32>(), flags))?;
+        let at = check("cuMemHostAlloc", result::malloc_host(size_of::<u32>(), flags))?;
         at.cast::<u32>().write(0);
         Ok(AtomicU32::from_ptr(at.cast()))
     }
@@ -366,10 +324,10 @@ pub(crate) fn when_memory_lacks(release: fn()) {
     let _ = RELEASE.set(release);
 }
 
-fn retry_after_release(
-    mut allocate: impl FnMut() -> Result<(), Error>,
+fn retry_after_release<T>(
+    mut allocate: impl FnMut() -> Result<T, Error>,
     release: impl FnOnce() -> Option<fn()>,
-) -> Result<(), Error> {
+) -> Result<T, Error> {
     match (allocate(), release()) {
         (Err(error), Some(release)) if error.is_out_of_memory() => {
             release();
@@ -385,7 +343,8 @@ pub(super) fn stream_id(ordinal: i32, stream: Stream) -> Result<u64, Error> {
     let _restore = enter(device(ordinal)?)?;
     let mut id = 0;
     // SAFETY: the stream is alive, because the caller queues work on it.
-    check("cuStreamGetId", unsafe { sys::cuStreamGetId(stream.0.cast(), &raw mut id) })?;
+    let code = unsafe { sys::cuStreamGetId(stream.0.cast(), &raw mut id) };
+    check("cuStreamGetId", code.result())?;
     Ok(id)
 }
 
@@ -405,7 +364,7 @@ pub(super) fn capture(ordinal: i32, stream: Stream) -> Result<Option<Capture>, E
     let mut graph: sys::CUgraph = std::ptr::null_mut();
     // SAFETY: the stream is alive, because the caller queues work on it. Null pointers are allowed for
     // results that are not needed.
-    check("cuStreamGetCaptureInfo", unsafe {
+    let code = unsafe {
         sys::cuStreamGetCaptureInfo_v2(
             stream.0.cast(),
             &raw mut status,
@@ -414,12 +373,16 @@ pub(super) fn capture(ordinal: i32, stream: Stream) -> Result<Option<Capture>, E
             std::ptr::null_mut(),
             std::ptr::null_mut(),
         )
-    })?;
-    let active = status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE;
-    if status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED {
-        return check("graph capture", sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED).map(|()| None);
+    };
+    check("cuStreamGetCaptureInfo", code.result())?;
+    match status {
+        sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(None),
+        sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => Ok(Some(Capture { id, graph })),
+        sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED => {
+            let invalidated = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+            check("graph capture", Err(DriverError(invalidated)))
+        }
     }
-    Ok(active.then_some(Capture { id, graph }))
 }
 
 /// Registers `notify(data)` to be called once the captured graph and everything instantiated from it has run
@@ -438,13 +401,13 @@ pub(super) fn when_destroyed(
     let give_away = sys::CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE as u32;
     // SAFETY: `notify` accepts `data`. The graph is being captured into, which allows retaining objects.
     unsafe {
-        let made = sys::cuUserObjectCreate(&raw mut object, data, Some(notify), 1, no_sync);
-        if let Err(error) = check("cuUserObjectCreate", made) {
+        let created = sys::cuUserObjectCreate(&raw mut object, data, Some(notify), 1, no_sync);
+        if let Err(error) = check("cuUserObjectCreate", created.result()) {
             notify(data);
             return Err(error);
         }
         let retained = sys::cuGraphRetainUserObject(capture.graph, object, 1, give_away);
-        check("cuGraphRetainUserObject", retained).inspect_err(|_| {
+        check("cuGraphRetainUserObject", retained.result()).inspect_err(|_| {
             let _ = sys::cuUserObjectRelease(object, 1);
         })
     }

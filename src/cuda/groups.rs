@@ -6,14 +6,17 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::MAX_DEVICES;
 use super::driver::{Grid, args, device, host_word, launch, zero};
-use super::modules::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index, kernel};
+use super::modules::{
+    ByFormat, ByInput, ByTypes, Kernel, Module, by_format, by_input, by_types, format_index, input_index,
+    kernel, module,
+};
 use super::tensorwise::Rule;
 use super::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
 use crate::format::activation::Activation;
 use crate::format::groups::padded_columns;
 use crate::layout::{Device, Matrix, View, ViewMut};
-use crate::spec::{Gated, GroupCall, Stream};
+use crate::spec::{BlockPlane, Gated, GroupCall, Stream};
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -77,14 +80,15 @@ const STRIP_ROWS: usize = 128;
 /// The most thread blocks that zero rows. Each takes rows in turn.
 const ZERO_BLOCKS: u64 = 1024;
 
-static BOUNDS: Kernel = kernel!(Groups, "group_bounds", GroupBoundsArgs);
-static ZERO_TAIL: Kernel = kernel!(Groups, "zero_tail", ZeroTailArgs);
-static AMAX: ByInput = by_input!(Groups, "group_amax", GroupArgs);
-static GATED: ByInput = by_input!(Groups, "group_gated", GroupArgs);
-static GRADIENT: ByInput = by_input!(Groups, "group_gradient", GroupArgs);
-static SCALES: [Kernel; 2] =
-    [kernel!(Groups, "group_scales_e4m3", GroupArgs), kernel!(Groups, "group_scales_e5m2", GroupArgs)];
-static CAST: ByTypes = by_types!(Groups, "group_cast", GroupArgs);
+static GROUPS_MODULE: Module = module!("groups");
+
+static BOUNDS: Kernel = kernel!(GROUPS_MODULE, "group_bounds", GroupBoundsArgs);
+static ZERO_TAIL: Kernel = kernel!(GROUPS_MODULE, "zero_tail", ZeroTailArgs);
+static AMAX: ByInput = by_input!(GROUPS_MODULE, "group_amax", GroupArgs);
+static GATED: ByInput = by_input!(GROUPS_MODULE, "group_gated", GroupArgs);
+static GRADIENT: ByInput = by_input!(GROUPS_MODULE, "group_gradient", GroupArgs);
+static SCALES: ByFormat = by_format!(GROUPS_MODULE, "group_scales", GroupArgs);
+static CAST: ByTypes = by_types!(GROUPS_MODULE, "group_cast", GroupArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {
@@ -103,9 +107,9 @@ fn flag(ordinal: i32) -> Result<&'static AtomicU32, Error> {
     if let Some(flag) = slot.get() {
         return Ok(flag);
     }
-    let made = host_word(ordinal)?;
-    // If two threads are here, the second word is unused.
-    Ok(slot.get_or_init(|| made))
+    let word = host_word(ordinal)?;
+    // If two threads reach this line, the second word is unused.
+    Ok(slot.get_or_init(|| word))
 }
 
 /// Returns an error if the flag of a device is set, and clears it.
@@ -118,7 +122,12 @@ fn check_flag(flag: &AtomicU32, ordinal: i32) -> Result<(), Error> {
 }
 
 pub(crate) fn check_offsets() -> Result<(), Error> {
-    (0..).zip(&FLAGS).try_for_each(|(ordinal, slot)| slot.get().map_or(Ok(()), |f| check_flag(f, ordinal)))
+    for (ordinal, slot) in (0..).zip(&FLAGS) {
+        if let Some(flag) = slot.get() {
+            check_flag(flag, ordinal)?;
+        }
+    }
+    Ok(())
 }
 
 pub(crate) fn group_bounds(
@@ -167,81 +176,90 @@ pub(crate) fn quantize_gated(gated: &Gated, call: GroupCall, stream: Stream) -> 
     quantize(&call, Some(gated), stream)
 }
 
-fn quantize(call: &GroupCall, gated: Option<&Gated>, stream: Stream) -> Result<(), Error> {
-    let GroupCall { x, index, groups, rule, format, rowwise, columnwise } = call;
-    let (values, device) = (x.matrix(), ordinal(x.device()));
-    let (rows, cols) = (index.map_or(values.rows, |index| index.cols()), values.cols);
-    let columns = padded_columns(rows, groups.count());
-    let null = || (ptr::null_mut(), ptr::null_mut());
-    let plane = |plane: &Option<crate::spec::BlockPlane>| {
-        plane.as_ref().map_or_else(null, |plane| (plane.codes.ptr(), plane.scales.ptr()))
-    };
-    let ((row, row_scale), (col, col_scale)) = (plane(rowwise), plane(columnwise));
-    let mut args = GroupArgs {
-        x: values.ptr,
-        dy: ptr::null(),
-        index: index.map_or(ptr::null(), |index| index.ptr()),
-        ends: groups.ends.ptr(),
-        padded_ends: groups.padded_ends.ptr(),
-        values: ptr::null_mut(),
-        row,
-        row_scale,
-        col,
-        col_scale,
-        x_rs: values.row_stride as i64,
-        x_cs: values.col_stride as i64,
-        dy_rs: 0,
-        dy_cs: 0,
-        x_rows: values.rows as i64,
-        rows: rows as i64,
-        cols: cols as i64,
-        columns: columns as i64,
-        count: groups.count() as i64,
-        tiles_across: cols.div_ceil(128) as i64,
-        rule: (*rule).into(),
-        gelu: 0,
-        flags: 0,
-        unused: 0,
-    };
-    let vector = 16 / values.dtype.size();
-    if cols.is_multiple_of(vector) && (row.is_null() || aligned(row, 8)) {
-        args.flags |= VALUE_VECTORS;
-    }
-    if rows_aligned(&values, 16) {
-        args.flags |= X_VECTORS;
-    }
+impl GroupArgs {
+    /// Returns the arguments for the values of a call.
+    fn new(call: &GroupCall) -> Self {
+        let GroupCall { x, index, groups, rule, rowwise, columnwise, .. } = call;
+        let values = x.matrix();
+        let (rows, cols) = call.shape();
+        let pointers = |plane: &Option<BlockPlane>| match plane {
+            Some(plane) => (plane.codes.ptr(), plane.scales.ptr()),
+            None => (ptr::null_mut(), ptr::null_mut()),
+        };
+        let (row, row_scale) = pointers(rowwise);
+        let (col, col_scale) = pointers(columnwise);
 
-    // The maxima are computed in the memory of the scales.
-    let (row_scales, col_scales) =
-        (if row.is_null() { 0 } else { rows }, if col.is_null() { 0 } else { groups.count() * cols });
-    for (at, count) in [(row_scale, row_scales), (col_scale, col_scales)] {
-        if count > 0 {
-            zero(device, stream, at, 4 * count)?;
+        let mut flags = 0;
+        if cols.is_multiple_of(16 / values.dtype.size()) && (row.is_null() || aligned(row, 8)) {
+            flags |= VALUE_VECTORS;
+        }
+        if rows_aligned(&values, 16) {
+            flags |= X_VECTORS;
+        }
+        Self {
+            x: values.ptr,
+            dy: ptr::null(),
+            index: index.map_or(ptr::null(), |index| index.ptr()),
+            ends: groups.ends.ptr(),
+            padded_ends: groups.padded_ends.ptr(),
+            values: ptr::null_mut(),
+            row,
+            row_scale,
+            col,
+            col_scale,
+            x_rs: values.row_stride as i64,
+            x_cs: values.col_stride as i64,
+            dy_rs: 0,
+            dy_cs: 0,
+            x_rows: values.rows as i64,
+            rows: rows as i64,
+            cols: cols as i64,
+            columns: padded_columns(rows, groups.count()) as i64,
+            count: groups.count() as i64,
+            tiles_across: cols.div_ceil(128) as i64,
+            rule: (*rule).into(),
+            gelu: 0,
+            flags,
+            unused: 0,
         }
     }
+}
+
+/// Launches three kernels: the maxima of all lines, the scales computed from them, and the cast.
+fn quantize(call: &GroupCall, gated: Option<&Gated>, stream: Stream) -> Result<(), Error> {
+    let (device, dtype) = (ordinal(call.x.device()), call.x.dtype());
+    let (rows, cols) = call.shape();
+    let args = GroupArgs::new(call);
+
+    // The maxima are computed in the memory of the scales. The kernels see from the codes which planes there are.
+    let row_scales = if args.row.is_null() { 0 } else { rows };
+    let col_scales = if args.col.is_null() { 0 } else { call.groups.count() * cols };
+    for (scales, count) in [(args.row_scale, row_scales), (args.col_scale, col_scales)] {
+        zero(device, stream, scales, size_of::<f32>() * count)?;
+    }
+
     let (kernels, maxima, width) = match gated {
         None => (&AMAX, args, cols),
         Some(gated) => gated_args(gated, args, cols),
     };
     if rows > 0 && cols > 0 {
-        let across = width.div_ceil(32 * vector);
+        // A thread block processes a strip of 32 vectors of 16 bytes.
+        let across = width.div_ceil(32 * 16 / dtype.size());
         let maxima = GroupArgs { tiles_across: across as i64, ..maxima };
         let grid = Grid { blocks: (rows.div_ceil(STRIP_ROWS) * across) as u64, threads: 256 };
-        launch(device, stream, &kernels[input_index(values.dtype)], grid, &maxima)?;
+        launch(device, stream, &kernels[input_index(dtype)], grid, &maxima)?;
     }
+
     let blocks = (row_scales + col_scales).div_ceil(256) + row_scales.min(ZERO_BLOCKS as usize);
-    if blocks > 0 {
-        let grid = Grid { blocks: blocks as u64, threads: 256 };
-        launch(device, stream, &SCALES[format_index(*format)], grid, &args)?;
-    }
-    if columns > 0 && cols > 0 {
-        let grid = Grid {
-            blocks: columns.div_ceil(128) as u64 * cols.div_ceil(128) as u64,
-            threads: 16 * values.dtype.size() as u32 * 4,
-        };
-        launch(device, stream, &CAST[input_index(values.dtype)][format_index(*format)], grid, &args)?;
-    }
-    Ok(())
+    let grid = Grid { blocks: blocks as u64, threads: 256 };
+    launch(device, stream, &SCALES[format_index(call.format)], grid, &args)?;
+
+    let columns = args.columns as usize;
+    let grid = Grid {
+        blocks: columns.div_ceil(128) as u64 * cols.div_ceil(128) as u64,
+        threads: 16 * dtype.size() as u32 * 4,
+    };
+    launch(device, stream, &CAST[input_index(dtype)][format_index(call.format)], grid, &args)
 }
 
 /// Returns the kernels that compute an activation and its maxima, their arguments, and the columns that they

@@ -60,12 +60,12 @@ const ENTRY: &str = ".visible .entry ";
 /// Splits a module's PTX into the declarations that all entries share, and the entries with their names.
 fn parts(ptx: &str) -> (&str, impl Iterator<Item = (&str, &str)>) {
     let at = ptx.find(ENTRY).unwrap_or(ptx.len());
-    let (shared, mut rest) = ptx.split_at(at);
+    let (shared, mut remaining) = ptx.split_at(at);
     let entries = std::iter::from_fn(move || {
-        let after = rest.strip_prefix(ENTRY)?;
-        let end = after.find(ENTRY).map_or(rest.len(), |at| at + ENTRY.len());
-        let (entry, others) = rest.split_at(end);
-        rest = others;
+        let after = remaining.strip_prefix(ENTRY)?;
+        let end = after.find(ENTRY).map_or(remaining.len(), |at| at + ENTRY.len());
+        let (entry, others) = remaining.split_at(end);
+        remaining = others;
         Some((after.split('(').next().unwrap_or(after), entry))
     });
     (shared, entries)
@@ -74,7 +74,7 @@ fn parts(ptx: &str) -> (&str, impl Iterator<Item = (&str, &str)>) {
 /// Returns the PTX of one entry of a module, ending in NUL.
 pub(super) fn one_entry(ptx: &str, name: &CStr) -> Result<Vec<u8>, Error> {
     let (shared, mut entries) = parts(ptx);
-    let Some((_, entry)) = entries.find(|(found, _)| found.as_bytes() == name.to_bytes()) else {
+    let Some((_, entry)) = entries.find(|(entry_name, _)| entry_name.as_bytes() == name.to_bytes()) else {
         let message = format!("{} is not in its module", name.to_string_lossy());
         return Err(Error::Cuda { call: "module".into(), message });
     };
@@ -84,12 +84,12 @@ pub(super) fn one_entry(ptx: &str, name: &CStr) -> Result<Vec<u8>, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::modules::MODULES;
+    use crate::cuda::{kernels, modules};
 
     /// Entries do not refer to each other, so that the shared declarations and one entry form a module.
     #[test]
     fn modules_consist_of_shared_declarations_and_independent_entries() {
-        for module in &MODULES {
+        for module in modules() {
             let ptx = module.ptx().expect("it decompresses");
             let (shared, entries) = parts(&ptx);
             let whole: String = std::iter::once(shared).chain(entries.map(|(_, entry)| entry)).collect();
@@ -117,30 +117,38 @@ mod tests {
 
     #[test]
     fn one_entry_extracts_each_kernel() {
-        let ptx: Vec<_> = MODULES.iter().map(|module| module.ptx().expect("it decompresses")).collect();
-        for kernel in crate::cuda::kernels() {
-            let cut = one_entry(&ptx[kernel.module as usize], kernel.entry).expect("it is there");
-            let text = CStr::from_bytes_with_nul(&cut).expect("one NUL, at the end");
-            let text = text.to_str().expect("ASCII");
-            let name = kernel.entry.to_str().expect("ASCII");
-            assert!(text.starts_with(".version "));
-            assert_eq!(text.matches(".entry").count(), 1);
-            assert!(text.contains(&format!(".entry {name}(")));
+        let mut all = kernels();
+        all.sort_by_key(|kernel| kernel.module.name);
+        for kernels in all.chunk_by(|a, b| std::ptr::eq(a.module, b.module)) {
+            let ptx = kernels[0].module.ptx().expect("it decompresses");
+            for kernel in kernels {
+                assert_one_entry(&ptx, kernel.entry);
+            }
+            assert!(one_entry(&ptx, c"am").is_err());
         }
-        assert!(one_entry(&ptx[0], c"am").is_err());
+    }
+
+    fn assert_one_entry(ptx: &str, entry: &CStr) {
+        let cut = one_entry(ptx, entry).expect("it is there");
+        let text = CStr::from_bytes_with_nul(&cut).expect("one NUL, at the end");
+        let text = text.to_str().expect("ASCII");
+        let name = entry.to_str().expect("ASCII");
+        assert!(text.starts_with(".version "));
+        assert_eq!(text.matches(".entry").count(), 1);
+        assert!(text.contains(&format!(".entry {name}(")));
     }
 
     #[test]
     fn machine_code_contains_every_entry_for_every_target() {
-        for module in &MODULES {
+        for module in modules() {
             let ptx = module.ptx().expect("it decompresses");
             for (target, flags) in [(Target::Sm89, 89), (Target::Sm90, 90), (Target::Sm100, 100)] {
                 let code = module.machine_code(target).expect("it decompresses");
                 assert_eq!(&code[..4], b"\x7fELF", "{}", module.name);
                 // e_flags of the ELF header: the architecture, which is in the second byte for Blackwell and
                 // newer.
-                let found = if flags < 100 { code[48] } else { code[49] };
-                assert_eq!(found, flags, "{}", module.name);
+                let architecture = if flags < 100 { code[48] } else { code[49] };
+                assert_eq!(architecture, flags, "{}", module.name);
                 for (name, _) in parts(&ptx).1 {
                     let section = format!(".text.{name}\0");
                     assert!(code.windows(section.len()).any(|w| w == section.as_bytes()), "{name}");

@@ -5,8 +5,8 @@
 //! payload (fp32 0x7FC00000, bf16 0x7FC0, fp16 0x7E00).
 //!
 //! - `driver`: contexts, loading, launches.
-//! - `modules`: the embedded modules and their kernels. The sources are `kernels/*.cu`. `tools/build_ptx.py`
-//!   builds `ptx/*.lzma` and `cubin/*/*.lzma` from them.
+//! - `modules`: the types of modules and kernels, which are declared next to the code that launches them. The
+//!   sources are `kernels/*.cu`. `tools/build_ptx.py` builds `ptx/*.lzma` and `cubin/*/*.lzma` from them.
 //! - `image`: the part of a module that the driver loads.
 //! - `workspace`: memory in which the blocks of one launch reduce values and synchronize.
 //! - `views`: alignment and layout checks for launches.
@@ -49,4 +49,13 @@ fn kernels() -> Vec<&'static modules::Kernel> {
         tensorwise::kernels(),
     ]
     .concat()
+}
+
+/// Returns the modules of these kernels, sorted by name.
+#[cfg(test)]
+fn modules() -> Vec<&'static modules::Module> {
+    let mut modules: Vec<_> = kernels().into_iter().map(|kernel| kernel.module).collect();
+    modules.sort_by_key(|module| module.name);
+    modules.dedup_by_key(|module| module.name);
+    modules
 }

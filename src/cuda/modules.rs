@@ -1,7 +1,8 @@
-//! The table of modules and kernels: the embedded code, and the argument struct of each entry.
+//! Modules and kernels: the embedded code, and the argument struct of each entry.
 //!
-//! A module is a row of [`MODULES`]. `tools/build_ptx.py` builds its PTX from `kernels/NAME.cu` and its
-//! machine code from the PTX; both are checked in. All modules support every device that has FP8 conversions.
+//! A module is a static that is defined with [`module!`] next to its kernels. `tools/build_ptx.py` builds its PTX
+//! from `kernels/NAME.cu` and its machine code from the PTX; both are checked in. All modules support every device
+//! that has FP8 conversions.
 //!
 //! A kernel is a static that is defined with [`kernel!`] or [`by_types!`] next to the code that launches it.
 //! It takes one struct by value. A test compares the size of every entry's parameter with the size of that
@@ -9,7 +10,7 @@
 
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::sys;
 
@@ -27,64 +28,43 @@ pub(super) struct Module {
     pub(super) packed_ptx: &'static [u8],
     /// Machine code for each [`Target`](super::image::Target), compressed (LZMA).
     pub(super) machine_code: [&'static [u8]; 3],
+    /// The machine code that each device loaded. `None` if there is no machine code for the device, or if the
+    /// driver rejected it.
+    pub(super) loaded: [OnceLock<Option<usize>>; MAX_DEVICES],
 }
 
-macro_rules! machine_code {
-    ($target:literal, $name:literal) => {
-        include_bytes!(concat!("cubin/", $target, "/", $name, ".lzma"))
+/// Returns the slots of a module that no device has loaded.
+pub(super) const fn not_loaded() -> [OnceLock<Option<usize>>; MAX_DEVICES] {
+    [const { OnceLock::new() }; MAX_DEVICES]
+}
+
+/// `embedded!("folder", "name")` is a built file of a module.
+macro_rules! embedded {
+    ($folder:literal, $name:literal) => {
+        include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/", $folder, "/", $name, ".lzma"))
     };
 }
 
-macro_rules! modules {
-    ($($id:ident = $name:literal;)*) => {
-        /// A row of [`MODULES`].
-        #[derive(Debug, Clone, Copy)]
-        pub(super) enum ModuleId { $($id),* }
-
-        /// All modules.
-        pub(super) static MODULES: [Module; [$(ModuleId::$id),*].len()] = [
-            $(Module {
-                #[cfg(test)]
-                name: $name,
-                packed_ptx: include_bytes!(concat!("ptx/", $name, ".lzma")),
-                machine_code: [
-                    machine_code!("sm_89", $name),
-                    machine_code!("sm_90", $name),
-                    machine_code!("sm_100", $name),
-                ],
-            }),*
-        ];
+/// `module!("name")` defines the module of `kernels/name.cu`.
+macro_rules! module {
+    ($name:literal) => {
+        $crate::cuda::modules::Module {
+            #[cfg(test)]
+            name: $name,
+            packed_ptx: $crate::cuda::modules::embedded!("ptx", $name),
+            machine_code: [
+                $crate::cuda::modules::embedded!("cubin/sm_89", $name),
+                $crate::cuda::modules::embedded!("cubin/sm_90", $name),
+                $crate::cuda::modules::embedded!("cubin/sm_100", $name),
+            ],
+            loaded: $crate::cuda::modules::not_loaded(),
+        }
     };
-}
-
-modules! {
-    AdamW = "adamw";
-    AdamWBlocks = "adamw_blocks";
-    Amax = "amax";
-    BlockAmax = "block_amax";
-    BlockLines = "block_lines";
-    BlockSquare = "block_square";
-    Cast = "cast";
-    CastTranspose = "cast_transpose";
-    Codes = "codes";
-    Combine = "combine";
-    Groups = "groups";
-    Multi = "multi";
-    MxLines = "mx_lines";
-    MxRebase = "mx_rebase";
-    MxRow = "mx_row";
-    MxScales = "mx_scales";
-    MxSquare = "mx_square";
-    Random = "random";
-    Row = "row";
-    RowBoth = "row_both";
-    Strided = "strided";
-    SumRows = "sum_rows";
 }
 
 /// One entry of a module.
 pub(super) struct Kernel {
-    pub(super) module: ModuleId,
+    pub(super) module: &'static Module,
     pub(super) entry: &'static CStr,
     /// The size of the kernel's argument struct.
     pub(super) args_size: usize,
@@ -92,7 +72,7 @@ pub(super) struct Kernel {
 }
 
 impl Kernel {
-    pub(super) const fn new(module: ModuleId, entry: &'static [u8], args_size: usize) -> Self {
+    pub(super) const fn new(module: &'static Module, entry: &'static [u8], args_size: usize) -> Self {
         let Ok(entry) = CStr::from_bytes_with_nul(entry) else { panic!("the name must end in NUL") };
         Self { module, entry, args_size, functions: [const { AtomicUsize::new(0) }; MAX_DEVICES] }
     }
@@ -107,13 +87,15 @@ impl Kernel {
         find: impl FnOnce() -> Result<sys::CUfunction, Error>,
     ) -> Result<sys::CUfunction, Error> {
         let slot = &self.functions[ordinal as usize];
-        let known =
-            || Some(slot.load(Ordering::Acquire)).filter(|at| *at != 0).map(|at| at as sys::CUfunction);
-        if let Some(function) = known() {
+        let loaded = || match slot.load(Ordering::Acquire) {
+            0 => None,
+            address => Some(address as sys::CUfunction),
+        };
+        if let Some(function) = loaded() {
             return Ok(function);
         }
         let _guard = loading.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(function) = known() {
+        if let Some(function) = loaded() {
             return Ok(function);
         }
         let function = find()?;
@@ -122,18 +104,14 @@ impl Kernel {
     }
 }
 
-/// `kernel!(Module, "entry", Args)` defines one kernel.
+/// `kernel!(MODULE, "entry", Args)` defines one kernel.
 macro_rules! kernel {
     ($module:ident, $entry:expr, $args:ty) => {
-        $crate::cuda::modules::Kernel::new(
-            $crate::cuda::modules::ModuleId::$module,
-            concat!($entry, "\0").as_bytes(),
-            size_of::<$args>(),
-        )
+        $crate::cuda::modules::Kernel::new(&$module, concat!($entry, "\0").as_bytes(), size_of::<$args>())
     };
 }
 
-/// `by_input!(Module, "name", Args)` defines a kernel for each input type, `name_f32` and so on.
+/// `by_input!(MODULE, "name", Args)` defines a kernel for each input type, `name_f32` and so on.
 macro_rules! by_input {
     ($module:ident, $name:expr, $args:ty) => {
         [
@@ -144,33 +122,36 @@ macro_rules! by_input {
     };
 }
 
-/// `by_types!(Module, "name", Args)` defines a kernel for each input type and format, `name_f32_e4m3` and so
+/// `by_types!(MODULE, "name", Args)` defines a kernel for each input type and format, `name_f32_e4m3` and so
 /// on.
 macro_rules! by_types {
     ($module:ident, $name:expr, $args:ty) => {
         [
-            [
-                $crate::cuda::modules::kernel!($module, concat!($name, "_f32_e4m3"), $args),
-                $crate::cuda::modules::kernel!($module, concat!($name, "_f32_e5m2"), $args),
-            ],
-            [
-                $crate::cuda::modules::kernel!($module, concat!($name, "_bf16_e4m3"), $args),
-                $crate::cuda::modules::kernel!($module, concat!($name, "_bf16_e5m2"), $args),
-            ],
-            [
-                $crate::cuda::modules::kernel!($module, concat!($name, "_f16_e4m3"), $args),
-                $crate::cuda::modules::kernel!($module, concat!($name, "_f16_e5m2"), $args),
-            ],
+            $crate::cuda::modules::by_format!($module, concat!($name, "_f32"), $args),
+            $crate::cuda::modules::by_format!($module, concat!($name, "_bf16"), $args),
+            $crate::cuda::modules::by_format!($module, concat!($name, "_f16"), $args),
         ]
     };
 }
 
-pub(super) use {by_input, by_types, kernel};
+/// `by_format!(MODULE, "name", Args)` defines a kernel for each format, `name_e4m3` and so on.
+macro_rules! by_format {
+    ($module:ident, $name:expr, $args:ty) => {
+        [
+            $crate::cuda::modules::kernel!($module, concat!($name, "_e4m3"), $args),
+            $crate::cuda::modules::kernel!($module, concat!($name, "_e5m2"), $args),
+        ]
+    };
+}
+
+pub(super) use {by_format, by_input, by_types, embedded, kernel, module};
 
 /// Kernels for each input type.
 pub(super) type ByInput = [Kernel; 3];
+/// Kernels for each format.
+pub(super) type ByFormat = [Kernel; 2];
 /// Kernels for each input type and format.
-pub(super) type ByTypes = [[Kernel; 2]; 3];
+pub(super) type ByTypes = [ByFormat; 3];
 
 /// Returns the index of an input type in [`ByInput`] and [`ByTypes`].
 pub(super) fn input_index(dtype: DType) -> usize {
@@ -181,7 +162,7 @@ pub(super) fn input_index(dtype: DType) -> usize {
     }
 }
 
-/// Returns the index of a format in [`ByTypes`].
+/// Returns the index of a format in [`ByFormat`].
 pub(super) fn format_index(format: Fp8Format) -> usize {
     match format {
         Fp8Format::E4m3 => 0,
@@ -195,14 +176,15 @@ mod tests {
 
     #[test]
     fn concurrent_first_launches_load_a_kernel_once() {
-        static KERNEL: Kernel = kernel!(Amax, "amax", u64);
+        static MODULE: Module = module!("amax");
+        static KERNEL: Kernel = kernel!(MODULE, "amax", u64);
         let (loading, loads, barrier) = (Mutex::new(()), AtomicUsize::new(0), std::sync::Barrier::new(8));
         let load = || {
             let at = loads.fetch_add(1, Ordering::Relaxed) + 1;
             std::thread::sleep(std::time::Duration::from_millis(20));
             Ok(at as sys::CUfunction)
         };
-        let found = std::thread::scope(|scope| {
+        let functions = std::thread::scope(|scope| {
             let launch = || {
                 barrier.wait();
                 KERNEL.function(0, &loading, load).map(|f| f as usize)
@@ -210,44 +192,60 @@ mod tests {
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(launch)).collect();
             threads.into_iter().map(|t| t.join().expect("no panic").expect("it loads")).collect::<Vec<_>>()
         });
-        assert_eq!((found, loads.into_inner()), (vec![1; 8], 1));
+        assert_eq!((functions, loads.into_inner()), (vec![1; 8], 1));
     }
 
     /// Returns `(entry, size of its parameter in bytes)` for each entry of a module's PTX.
     fn entries(module: &Module) -> Vec<(String, usize)> {
         let ptx = module.ptx().expect("it decompresses");
-        let mut found = Vec::new();
+        let mut entries = Vec::new();
         for part in ptx.split(".entry ").skip(1) {
-            let (name, rest) = part.split_once('(').expect("an entry has parameters");
-            let (parameters, _) = rest.split_once(')').expect("parameters end");
+            let (name, declaration) = part.split_once('(').expect("an entry has parameters");
+            let (parameters, _) = declaration.split_once(')').expect("parameters end");
             let mut sizes = parameters.split(".param").skip(1).map(|p| {
                 let (_, size) = p.split_once('[').expect("a struct by value is a byte array");
                 size.split_once(']').expect("an array's size ends").0.parse::<usize>().expect("a number")
             });
             let size = sizes.next().expect("one parameter");
             assert_eq!(sizes.next(), None, "{name} takes more than one parameter");
-            found.push((name.trim().to_owned(), size));
+            entries.push((name.trim().to_owned(), size));
         }
-        found
+        entries
     }
 
     #[test]
     fn parameter_size_of_every_entry_matches_its_struct() {
         let kernels = crate::cuda::kernels();
-        let entries: Vec<_> = MODULES.iter().map(entries).collect();
-        for (slot, module) in MODULES.iter().enumerate() {
-            for (entry, size) in &entries[slot] {
-                let kernel = kernels
+        for module in crate::cuda::modules() {
+            let launched: Vec<_> =
+                kernels.iter().filter(|kernel| std::ptr::eq(kernel.module, module)).collect();
+            let entries = entries(module);
+            for (entry, size) in &entries {
+                let kernel = launched
                     .iter()
-                    .find(|k| k.module as usize == slot && k.entry.to_str() == Ok(entry))
+                    .find(|kernel| kernel.entry.to_str() == Ok(entry))
                     .unwrap_or_else(|| panic!("{}: nothing launches {entry}", module.name));
                 assert_eq!(kernel.args_size, *size, "{}: {entry}", module.name);
             }
+            for kernel in launched {
+                let name = kernel.entry.to_str().expect("ASCII");
+                assert!(entries.iter().any(|(entry, _)| entry == name), "{}: no entry {name}", module.name);
+            }
         }
-        for kernel in kernels {
-            let name = kernel.entry.to_str().expect("ASCII");
-            let there = &entries[kernel.module as usize];
-            assert!(there.iter().any(|(e, _)| e == name), "{:?}: no entry {name}", kernel.module);
+    }
+
+    #[test]
+    fn every_source_is_a_module_with_kernels() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda/kernels");
+        let mut sources = Vec::new();
+        for file in std::fs::read_dir(folder).expect("the folder of the kernels") {
+            let path = file.expect("a file").path();
+            if path.extension().is_some_and(|extension| extension == "cu") {
+                sources.push(path.file_stem().expect("a name").to_string_lossy().into_owned());
+            }
         }
+        sources.sort_unstable();
+        let modules: Vec<_> = crate::cuda::modules().iter().map(|module| module.name).collect();
+        assert_eq!(modules, sources);
     }
 }

@@ -1,7 +1,7 @@
 //! Random numbers that depend on an element's position only.
 
 use super::driver::{Grid, args, launch};
-use super::modules::{ByInput, by_input, input_index};
+use super::modules::{ByInput, Module, by_input, input_index, module};
 use super::views::ordinal;
 use crate::error::Error;
 use crate::layout::ViewMut;
@@ -26,7 +26,9 @@ struct RandomArgs {
 
 args!(RandomArgs);
 
-static RANDOM: ByInput = by_input!(Random, "random_uniform", RandomArgs);
+static RANDOM_MODULE: Module = module!("random");
+
+static RANDOM: ByInput = by_input!(RANDOM_MODULE, "random_uniform", RandomArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {

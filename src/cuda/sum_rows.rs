@@ -1,7 +1,7 @@
 //! The sum of the rows of a matrix.
 
 use super::driver::{Grid, args, launch};
-use super::modules::{Kernel, kernel};
+use super::modules::{Kernel, Module, kernel, module};
 use super::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
 use crate::layout::{View, ViewMut};
@@ -22,8 +22,10 @@ struct SumRowsArgs {
 
 args!(SumRowsArgs);
 
-static SUM_ROWS: Kernel = kernel!(SumRows, "sum_rows", SumRowsArgs);
-static STRIDED_SUM_ROWS: Kernel = kernel!(SumRows, "strided_sum_rows", SumRowsArgs);
+static SUM_ROWS_MODULE: Module = module!("sum_rows");
+
+static SUM_ROWS: Kernel = kernel!(SUM_ROWS_MODULE, "sum_rows", SumRowsArgs);
+static STRIDED_SUM_ROWS: Kernel = kernel!(SUM_ROWS_MODULE, "strided_sum_rows", SumRowsArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {

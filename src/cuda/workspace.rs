@@ -75,22 +75,22 @@ impl Pool {
         stream: u64,
         grow: impl FnOnce(usize) -> Result<usize, Error>,
     ) -> Result<usize, Error> {
-        if let Some(known) = self.streams.get(&stream) {
-            return Ok(*known);
+        if let Some(chunk) = self.streams.get(&stream) {
+            return Ok(*chunk);
         }
         let chunk = self.chunk(grow)?;
         self.streams.insert(stream, chunk);
         Ok(chunk)
     }
 
-    /// Returns slots for one launch of a capture. `own` ties a new chunk to the graph's lifetime before the
-    /// chunk is used.
+    /// Returns slots for one launch of a capture. `tie_to_graph` ties a new chunk to the graph's lifetime before
+    /// the chunk is used.
     fn of_capture(
         &mut self,
         capture: u64,
         count: usize,
         grow: impl FnOnce(usize) -> Result<usize, Error>,
-        own: impl FnOnce(usize) -> Result<(), Error>,
+        tie_to_graph: impl FnOnce(usize) -> Result<(), Error>,
     ) -> Result<usize, Error> {
         if let Some((chunk, used)) = self.captures.get_mut(&capture)
             && *used + count <= PER_CHUNK
@@ -100,7 +100,7 @@ impl Pool {
             return Ok(at);
         }
         let chunk = self.chunk(grow)?;
-        own(chunk)?;
+        tie_to_graph(chunk)?;
         self.captures.insert(capture, (chunk, count));
         Ok(chunk)
     }
@@ -127,7 +127,10 @@ pub(super) fn slots(ordinal: i32, stream: Stream, count: usize) -> Result<*mut u
     Ok(at as *mut u8)
 }
 
-/// Called once with the box that [`slots`] created, when a graph has been destroyed.
+/// Returns a chunk of a destroyed graph. The driver calls this.
+///
+/// # Safety
+/// `data` must be a box of [`slots`], as a raw pointer, and must not be used afterwards.
 unsafe extern "C" fn give_back(data: *mut c_void) {
     // SAFETY: `data` came from `Box::into_raw` in `slots`, and the driver calls this once.
     let (ordinal, returned) = *unsafe { Box::from_raw(data.cast::<(i32, Returned)>()) };

@@ -24,7 +24,7 @@ const CUBIC: f32 = 0.044_715;
 impl Activation {
     /// Returns the activation of `x` and its derivative.
     #[must_use]
-    pub fn with_derivative(self, x: f32) -> (f32, f32) {
+    pub(crate) fn with_derivative(self, x: f32) -> (f32, f32) {
         match self {
             Self::Silu => {
                 let s = sigmoid(x);
@@ -41,13 +41,13 @@ impl Activation {
 
     /// Returns activation(gate) * up. A NaN is returned as [`NAN_BITS`].
     #[must_use]
-    pub fn gated(self, gate: f32, up: f32) -> f32 {
+    pub(crate) fn gated(self, gate: f32, up: f32) -> f32 {
         canonical(self.with_derivative(gate).0 * up)
     }
 
     /// Returns the gradients of `gate` and `up` for the gradient `dy` of [`Self::gated`].
     #[must_use]
-    pub fn gradients(self, gate: f32, up: f32, dy: f32) -> (f32, f32) {
+    pub(crate) fn gradients(self, gate: f32, up: f32, dy: f32) -> (f32, f32) {
         let (value, derivative) = self.with_derivative(gate);
         (canonical(dy * up * derivative), canonical(dy * value))
     }
@@ -64,7 +64,7 @@ fn sigmoid(x: f32) -> f32 {
 /// With k = x / ln 2 rounded to an integer, e^x = 2^k * e^r, where |r| <= ln(2) / 2. The factor e^r is a
 /// polynomial of degree 7.
 #[must_use]
-pub fn exp(x: f32) -> f32 {
+pub(crate) fn exp(x: f32) -> f32 {
     /// Adding this number rounds to an integer, which is then in the low bits.
     const ROUND: f32 = 12_582_912.0;
     let clamped = if x > 88.0 { 88.0 } else { x };

@@ -23,31 +23,31 @@ pub struct Hyper {
 
 /// The values of one step that all elements share.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Factors {
+pub(crate) struct Factors {
     /// Factor of the gradient: 1 / `grad_scale`, negative to maximize.
-    pub grad: f32,
+    pub(crate) grad: f32,
     /// Factor of the weight: 1 - `lr` * `weight_decay`.
-    pub decay: f32,
+    pub(crate) decay: f32,
     /// Interpolation weight from the first moment to the gradient: 1 - `beta1`. If that is at least 0.5, 1 is
     /// subtracted from it, and the interpolation starts from the gradient.
-    pub lerp: f32,
+    pub(crate) lerp: f32,
     /// Whether the interpolation starts from the gradient.
-    pub from_grad: bool,
+    pub(crate) from_grad: bool,
     /// Factor of the second moment.
-    pub beta2: f32,
+    pub(crate) beta2: f32,
     /// Factor of the squared gradient: 1 - `beta2`.
-    pub rest: f32,
+    pub(crate) one_minus_beta2: f32,
     /// The square root of 1 - `beta2`^step.
-    pub root: f32,
+    pub(crate) root: f32,
     /// Added to the denominator.
-    pub eps: f32,
+    pub(crate) eps: f32,
     /// The step size, `lr` / (1 - `beta1`^step).
-    pub size: f32,
+    pub(crate) size: f32,
 }
 
 /// Computes `base`^`exponent` by squaring, starting at the exponent's lowest bit.
 #[must_use]
-pub const fn power(base: f64, exponent: u32) -> f64 {
+pub(crate) const fn power(base: f64, exponent: u32) -> f64 {
     let (mut base, mut exponent, mut result) = (base, exponent, 1.0);
     while exponent > 0 {
         if exponent & 1 == 1 {
@@ -63,7 +63,7 @@ impl Hyper {
     /// Returns the factors of step `step`, counted from 1. A fractional step is truncated. `grad_scale` is
     /// the factor that the gradient was multiplied by.
     #[must_use]
-    pub fn factors(&self, step: f32, grad_scale: Option<f32>) -> Factors {
+    pub(crate) fn factors(&self, step: f32, grad_scale: Option<f32>) -> Factors {
         let step = step as u32;
         let grad = grad_scale.map_or(1.0, |scale| 1.0 / scale);
         let lerp = (1.0 - self.beta1) as f32;
@@ -74,7 +74,7 @@ impl Hyper {
             lerp: if from_grad { -(1.0 - lerp) } else { lerp },
             from_grad,
             beta2: self.beta2 as f32,
-            rest: (1.0 - self.beta2) as f32,
+            one_minus_beta2: (1.0 - self.beta2) as f32,
             root: (1.0 - power(self.beta2, step)).sqrt() as f32,
             eps: self.eps as f32,
             size: (self.lr / (1.0 - power(self.beta1, step))) as f32,
@@ -87,12 +87,12 @@ impl Factors {
     /// moments, whatever dtype they are stored in.
     #[inline(always)]
     #[must_use]
-    pub fn update(&self, grad: f32, exp_avg: f32, exp_avg_sq: f32, weight: f32) -> (f32, f32, f32) {
+    pub(crate) fn update(&self, grad: f32, exp_avg: f32, exp_avg_sq: f32, weight: f32) -> (f32, f32, f32) {
         let grad = grad * self.grad;
         let weight = weight * self.decay;
         let start = if self.from_grad { grad } else { exp_avg };
         let exp_avg = start + (grad - exp_avg) * self.lerp;
-        let exp_avg_sq = exp_avg_sq * self.beta2 + self.rest * grad * grad;
+        let exp_avg_sq = exp_avg_sq * self.beta2 + self.one_minus_beta2 * grad * grad;
         let denominator = exp_avg_sq.sqrt() / self.root + self.eps;
         (exp_avg, exp_avg_sq, weight - self.size * exp_avg / denominator)
     }

@@ -5,7 +5,7 @@ use super::Fp8Format;
 use super::wide::{INF_BITS, NAN_BITS};
 
 /// The byte for a block that holds a NaN or an infinity.
-pub const NAN: u8 = 255;
+pub(crate) const NAN: u8 = 255;
 
 /// How the exponent of a block's scale is computed from its absolute maximum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -20,7 +20,7 @@ pub enum Rounding {
 /// Returns the scale byte for a block's absolute maximum: e + 127, with e in [-127, 127]. The byte is 0 if
 /// amax is 0, and 255 if amax is not finite. A negative amax is invalid and counts as 0.
 #[must_use]
-pub fn from_amax(amax: f32, format: Fp8Format, rounding: Rounding) -> u8 {
+pub(crate) fn from_amax(amax: f32, format: Fp8Format, rounding: Rounding) -> u8 {
     let bits = amax.to_bits() & 0x7FFF_FFFF;
     if bits >= INF_BITS {
         return NAN;
@@ -41,7 +41,7 @@ pub fn from_amax(amax: f32, format: Fp8Format, rounding: Rounding) -> u8 {
 
 /// Returns the value of a scale byte, 2^(byte - 127). It is exact (byte 0 is subnormal), and NaN for 255.
 #[must_use]
-pub fn decode(byte: u8) -> f32 {
+pub(crate) fn decode(byte: u8) -> f32 {
     f32::from_bits(match byte {
         0 => 0x0040_0000,
         NAN => NAN_BITS,
@@ -51,7 +51,7 @@ pub fn decode(byte: u8) -> f32 {
 
 /// Returns the factor to quantize with, 2^(127 - byte). It is exact (byte 254 is subnormal), and NaN for 255.
 #[must_use]
-pub fn reciprocal(byte: u8) -> f32 {
+pub(crate) fn reciprocal(byte: u8) -> f32 {
     match byte {
         NAN => f32::from_bits(NAN_BITS),
         byte => decode(254 - byte),

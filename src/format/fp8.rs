@@ -104,8 +104,8 @@ impl Fp8Format {
     }
 
     /// Returns the exact value of a code. In E4M3, 0x7F and 0xFF are NaN. In E5M2, 0x7C and 0xFC are infinity
-    /// and larger magnitudes are NaN. A NaN is returned as the positive quiet NaN without payload
-    /// ([`super::wide::NAN_BITS`]).
+    /// and larger magnitudes are NaN. A NaN is returned as the positive quiet NaN without
+    /// payload.
     #[must_use]
     pub fn decode(self, code: u8) -> f32 {
         let magnitude = u32::from(code & 0x7F);

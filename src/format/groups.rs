@@ -2,11 +2,11 @@
 
 /// Groups in the columnwise plane start at multiples of this number of columns. Grouped GEMMs require this
 /// alignment of the contracted dimension.
-pub const ALIGNMENT: usize = 16;
+pub(crate) const ALIGNMENT: usize = 16;
 
 /// The bounds of all groups.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Bounds {
+pub(crate) struct Bounds {
     /// The row after the last one of each group. It is monotone and at most the number of rows.
     pub ends: Vec<i32>,
     /// The ends with each group's length rounded up to a multiple of [`ALIGNMENT`].
@@ -19,27 +19,27 @@ pub struct Bounds {
 /// valid one, so that no kernel reads outside of the rows. Rows after the last group belong to no group.
 /// [`padded_columns`] must fit int32.
 #[must_use]
-pub fn bounds(offsets: impl IntoIterator<Item = i32>, rows: usize) -> Bounds {
+pub(crate) fn bounds(offsets: impl IntoIterator<Item = i32>, rows: usize) -> Bounds {
     let rows = i32::try_from(rows).unwrap_or(i32::MAX);
-    let mut found = Bounds { ends: Vec::new(), padded_ends: Vec::new(), invalid: None };
+    let mut group_bounds = Bounds { ends: Vec::new(), padded_ends: Vec::new(), invalid: None };
     let (mut end, mut padded) = (0, 0);
     for (group, offset) in offsets.into_iter().enumerate() {
         let next = offset.clamp(end, rows);
         if next != offset {
-            found.invalid.get_or_insert(group);
+            group_bounds.invalid.get_or_insert(group);
         }
         padded += (next - end + ALIGNMENT as i32 - 1) / ALIGNMENT as i32 * ALIGNMENT as i32;
         end = next;
-        found.ends.push(end);
-        found.padded_ends.push(padded);
+        group_bounds.ends.push(end);
+        group_bounds.padded_ends.push(padded);
     }
-    found
+    group_bounds
 }
 
 /// Returns the largest number of columns that the columnwise plane of `rows` rows in `groups` groups can
 /// need. It depends on shapes only, so that no size is read from the device.
 #[must_use]
-pub const fn padded_columns(rows: usize, groups: usize) -> usize {
+pub(crate) const fn padded_columns(rows: usize, groups: usize) -> usize {
     let with_rows = if groups < rows { groups } else { rows };
     (rows + with_rows * (ALIGNMENT - 1)) / ALIGNMENT * ALIGNMENT
 }
@@ -50,9 +50,9 @@ mod tests {
 
     #[test]
     fn valid_offsets_are_kept_and_lengths_are_padded() {
-        let found = bounds([3, 3, 20, 36], 40);
+        let group_bounds = bounds([3, 3, 20, 36], 40);
         assert_eq!(
-            found,
+            group_bounds,
             Bounds { ends: vec![3, 3, 20, 36], padded_ends: vec![16, 16, 48, 64], invalid: None }
         );
     }

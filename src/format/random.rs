@@ -6,7 +6,7 @@
 /// Computes the ten rounds of Philox4x32: four random words for a counter and a key.
 #[inline(always)]
 #[must_use]
-pub const fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+pub(crate) const fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     let ([mut a, mut b, mut c, mut d], [mut k, mut l]) = (counter, key);
     let mut round = 0;
     while round < 10 {
@@ -20,7 +20,7 @@ pub const fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
 
 /// The random words of one tensor at one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Words {
+pub(crate) struct Words {
     /// The key.
     pub seed: u64,
     /// The number of the tensor, which is the third word of the counter.
@@ -33,14 +33,14 @@ impl Words {
     /// Returns the four words of elements 4 * `block` to 4 * `block` + 3.
     #[inline(always)]
     #[must_use]
-    pub const fn block(self, block: u64) -> [u32; 4] {
+    pub(crate) const fn block(self, block: u64) -> [u32; 4] {
         let counter = [block as u32, (block >> 32) as u32, self.stream, self.step];
         philox(counter, [self.seed as u32, (self.seed >> 32) as u32])
     }
 
     /// Returns the word of an element, by its index in the whole tensor.
-    #[must_use]
-    pub const fn of(self, index: u64) -> u32 {
+    #[cfg(test)]
+    pub(crate) const fn of(self, index: u64) -> u32 {
         self.block(index >> 2)[(index & 3) as usize]
     }
 }
@@ -48,7 +48,7 @@ impl Words {
 /// Converts a word to a number in [0, 1). It uses the upper 24 bits, so every value is exact in fp32.
 #[inline(always)]
 #[must_use]
-pub const fn unit(word: u32) -> f32 {
+pub(crate) const fn unit(word: u32) -> f32 {
     (word >> 8) as f32 * f32::from_bits(0x3380_0000)
 }
 
@@ -56,7 +56,7 @@ pub const fn unit(word: u32) -> f32 {
 /// operations. The result can equal `low`, and equals `high` only due to rounding.
 #[inline(always)]
 #[must_use]
-pub const fn between(word: u32, low: f32, high: f32) -> f32 {
+pub(crate) const fn between(word: u32, low: f32, high: f32) -> f32 {
     low + unit(word) * (high - low)
 }
 

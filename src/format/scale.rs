@@ -4,10 +4,10 @@ use super::Fp8Format;
 use super::wide::NAN_BITS;
 
 /// The smallest scale. It is a normal number, and 1 / scale is finite.
-pub const MIN_SCALE: f32 = f32::from_bits(0x0080_0000);
+pub(crate) const MIN_SCALE: f32 = f32::from_bits(0x0080_0000);
 
 /// The largest scale, 2^127. Rounding it up to a power of two stays finite. Only a margin can reach it.
-pub const MAX_SCALE: f32 = f32::from_bits(0x7F00_0000);
+pub(crate) const MAX_SCALE: f32 = f32::from_bits(0x7F00_0000);
 
 /// How a scale is computed from an absolute maximum.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -23,7 +23,7 @@ pub struct ScaleRule {
 impl ScaleRule {
     /// Returns the scale for an absolute maximum. All operations are fp32 with IEEE division and subnormals:
     ///
-    /// 1. If amax is not finite, the scale is NaN ([`NAN_BITS`]).
+    /// 1. If amax is not finite, the scale is the positive quiet NaN without payload.
     /// 2. a = max(amax, `amax_epsilon`). A negative amax is invalid and counts as 0. If a is 0, the scale is
     ///    1.
     /// 3. s = (a / max) * 2^margin, two rounded operations in this order.
@@ -46,7 +46,7 @@ impl ScaleRule {
 
 /// Returns the factor q to quantize with: code = encode(x * q).
 #[must_use]
-pub fn reciprocal(scale: f32) -> f32 {
+pub(crate) fn reciprocal(scale: f32) -> f32 {
     1.0 / scale
 }
 

@@ -6,7 +6,7 @@ use super::wide::NAN_BITS;
 /// rounded once). The sum of zeros that are all negative is -0. Infinities and NaNs of fp32 addition are
 /// kept; a NaN is returned as [`NAN_BITS`].
 #[must_use]
-pub fn divided_sum(values: impl IntoIterator<Item = f32>, divisor: f32) -> f32 {
+pub(crate) fn divided_sum(values: impl IntoIterator<Item = f32>, divisor: f32) -> f32 {
     // Starting from -0 changes no value. Starting from +0 would turn -0 into +0.
     let sum = values.into_iter().fold(-0.0, |sum: f32, value| sum + value);
     let result = sum / divisor;
@@ -17,7 +17,7 @@ pub fn divided_sum(values: impl IntoIterator<Item = f32>, divisor: f32) -> f32 {
 /// and each addition is rounded to fp32, without fused multiply-add. A weight of 1 changes no value, so the sum
 /// without weights is the sum with weights of 1. A NaN is returned as [`NAN_BITS`].
 #[must_use]
-pub fn weighted_sum(terms: impl IntoIterator<Item = (f32, f32)>) -> f32 {
+pub(crate) fn weighted_sum(terms: impl IntoIterator<Item = (f32, f32)>) -> f32 {
     let sum = terms.into_iter().fold(0.0, |sum: f32, (value, weight)| sum + weight * value);
     if sum.is_nan() { f32::from_bits(NAN_BITS) } else { sum }
 }

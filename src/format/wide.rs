@@ -5,27 +5,15 @@ use half::{bf16, f16};
 use super::DType;
 
 /// The only NaN in results, so that backends agree in every byte: quiet, positive, no payload.
-pub const NAN_BITS: u32 = 0x7FC0_0000;
+pub(crate) const NAN_BITS: u32 = 0x7FC0_0000;
 
 /// The bits of infinity. Larger bit patterns (without the sign) are NaN.
-pub const INF_BITS: u32 = 0x7F80_0000;
+pub(crate) const INF_BITS: u32 = 0x7F80_0000;
 
 /// Returns the fp32 bits of a magnitude, with [`NAN_BITS`] for any NaN.
 #[inline(always)]
 pub(crate) const fn canonical(magnitude: u32) -> u32 {
     if magnitude > INF_BITS { NAN_BITS } else { magnitude }
-}
-
-/// Converts `value` to fp32, rounding to nearest even. The result does not depend on whether the calling
-/// thread flushes subnormals (`torch.set_flush_denormal`).
-#[must_use]
-pub fn narrowed(value: f64) -> f32 {
-    if value.is_nan() || value.abs() >= f64::from(f32::MIN_POSITIVE) {
-        return value as f32;
-    }
-    // Count in units of the smallest fp32 subnormal. Multiplying by 2^149 avoids fp64 subnormals.
-    let units = (value.abs() * f64::from_bits((1023 + 149) << 52)).round_ties_even() as u32;
-    f32::from_bits(units).copysign(if value.is_sign_negative() { -1.0 } else { 1.0 })
 }
 
 mod sealed {
@@ -86,8 +74,8 @@ impl Wide for f16 {
 
 /// Returns the maximum of |x|, comparing the bits of |x| as integers, so that NaN > Inf > every number.
 /// Returns 0 without elements. Any NaN is returned as [`NAN_BITS`], regardless of its payload.
-#[must_use]
-pub fn amax<T: Wide>(xs: impl IntoIterator<Item = T>) -> f32 {
+#[cfg(test)]
+pub(crate) fn amax<T: Wide>(xs: impl IntoIterator<Item = T>) -> f32 {
     let bits = xs.into_iter().map(|x| x.to_f32().to_bits() & 0x7FFF_FFFF).max().unwrap_or(0);
     f32::from_bits(canonical(bits))
 }

@@ -1,5 +1,8 @@
 //! Shapes of blocks and of their scales.
 
+use std::borrow::Cow;
+use std::fmt;
+
 use crate::error::Error;
 
 /// The shape of a block, whose elements share a scale.
@@ -56,19 +59,25 @@ impl Block {
     }
 
     /// Returns the error of an operation that does not support this block shape.
-    pub(crate) fn unsupported(self, expected: &'static str) -> Error {
-        let name = |n| if n == Self::ALL { "all".to_owned() } else { format!("{n}") };
-        Error::Value {
-            arg: "block".into(),
-            got: format!("({}, {})", name(self.rows), name(self.cols)),
-            expected: expected.into(),
-        }
+    pub(crate) fn unsupported(self, expected: impl Into<Cow<'static, str>>) -> Error {
+        Error::Value { arg: "block".into(), got: self.to_string(), expected: expected.into() }
+    }
+
+    /// Returns the name of an extent in messages.
+    pub(crate) fn extent_name(extent: usize) -> String {
+        if extent == Self::ALL { "all".to_owned() } else { extent.to_string() }
     }
 
     /// Returns the block shape for the transposed matrix.
     #[must_use]
     pub const fn transposed(self) -> Self {
         Self { rows: self.cols, cols: self.rows }
+    }
+}
+
+impl fmt::Display for Block {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "({}, {})", Self::extent_name(self.rows), Self::extent_name(self.cols))
     }
 }
 

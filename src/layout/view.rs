@@ -2,14 +2,19 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use super::{DType, Device};
-use crate::error::{Arg, Error};
+use crate::error::Error;
 use crate::format::wide::Wide;
 
-/// Describes where the elements of one matrix lie in memory. Backends work on this type.
+/// Describes where the elements of one matrix lie in memory that is borrowed for `'a`. Backends work on this type.
+///
+/// A matrix is `Copy`, because the threads of one call share its outputs. The methods that access elements are
+/// therefore unsafe, and their callers ensure that no two threads access the same element of an output. The
+/// lifetime ensures that neither a matrix nor a slice of its elements outlives the view.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Matrix {
+pub(crate) struct Matrix<'a> {
     pub(crate) ptr: *mut u8,
     pub(crate) dtype: DType,
     pub(crate) device: Device,
@@ -17,15 +22,27 @@ pub(crate) struct Matrix {
     pub(crate) cols: usize,
     pub(crate) row_stride: isize,
     pub(crate) col_stride: isize,
+    borrow: PhantomData<&'a [u8]>,
 }
 
 // SAFETY: a matrix only describes memory. `View` and `ViewMut` govern access to it, whichever thread it is
 // sent to.
-unsafe impl Send for Matrix {}
+unsafe impl Send for Matrix<'_> {}
 // SAFETY: a matrix only describes memory, and has no interior mutability. `View` and `ViewMut` govern access.
-unsafe impl Sync for Matrix {}
+unsafe impl Sync for Matrix<'_> {}
 
-impl Matrix {
+impl Matrix<'_> {
+    /// Describes a matrix. Strides are in elements. Nothing is accessed, so any numbers are safe.
+    pub(crate) const fn new(
+        ptr: *mut u8,
+        dtype: DType,
+        device: Device,
+        (rows, cols): (usize, usize),
+        (row_stride, col_stride): (isize, isize),
+    ) -> Self {
+        Self { ptr, dtype, device, rows, cols, row_stride, col_stride, borrow: PhantomData }
+    }
+
     pub(crate) fn transposed(self) -> Self {
         Self {
             rows: self.cols,
@@ -34,6 +51,24 @@ impl Matrix {
             col_stride: self.row_stride,
             ..self
         }
+    }
+
+    /// Returns the elements of a contiguous matrix as one row.
+    pub(crate) fn flat(self) -> Self {
+        let cols = self.numel();
+        Self { rows: 1, cols, row_stride: cols as isize, col_stride: 1, ..self }
+    }
+
+    /// Returns a range of columns.
+    pub(crate) fn columns(self, cols: Range<usize>) -> Self {
+        let first = self.shifted(self.col_stride * cols.start as isize);
+        Self { cols: cols.len(), ..first }
+    }
+
+    /// Returns a matrix of the same layout whose first element is `elements` further in memory.
+    pub(crate) fn shifted(self, elements: isize) -> Self {
+        let bytes = elements.wrapping_mul(self.dtype.size() as isize);
+        Self { ptr: self.ptr.wrapping_offset(bytes), ..self }
     }
 
     pub(crate) fn numel(&self) -> usize {
@@ -122,9 +157,8 @@ macro_rules! accessors {
         }
 
         /// Returns matrix `i` of the batch.
-        fn matrix_at(&self, i: usize) -> Matrix {
-            let offset = (self.batch_stride * i as isize).wrapping_mul(self.dtype().size() as isize);
-            Matrix { ptr: self.matrix.ptr.wrapping_offset(offset), ..self.matrix }
+        fn matrix_at(&self, i: usize) -> Matrix<'a> {
+            self.matrix.shifted(self.batch_stride * i as isize)
         }
 
         /// Returns whether the rows of all matrices are one row stride apart, so that they form one matrix.
@@ -132,7 +166,7 @@ macro_rules! accessors {
             self.batch <= 1 || self.batch_stride == self.matrix.row_stride * self.matrix.rows as isize
         }
 
-        fn flat_matrix(&self) -> Matrix {
+        fn flat_matrix(&self) -> Matrix<'a> {
             Matrix { rows: self.matrix.rows * self.batch, ..self.matrix }
         }
 
@@ -172,10 +206,9 @@ macro_rules! accessors {
 /// A borrowed, strided view for reading. Strides may be 0 or negative.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
-    matrix: Matrix,
+    matrix: Matrix<'a>,
     batch: usize,
     batch_stride: isize,
-    borrow: PhantomData<&'a [u8]>,
 }
 
 impl<'a> View<'a> {
@@ -192,11 +225,11 @@ impl<'a> View<'a> {
         ptr: *const u8,
         dtype: DType,
         device: Device,
-        (rows, cols): (usize, usize),
-        (row_stride, col_stride): (isize, isize),
+        shape: (usize, usize),
+        strides: (isize, isize),
     ) -> Self {
-        let matrix = Matrix { ptr: ptr.cast_mut(), dtype, device, rows, cols, row_stride, col_stride };
-        Self { matrix, batch: 1, batch_stride: 0, borrow: PhantomData }
+        let matrix = Matrix::new(ptr.cast_mut(), dtype, device, shape, strides);
+        Self { matrix, batch: 1, batch_stride: 0 }
     }
 
     /// Creates a view of a slice as a contiguous matrix of fp32, bf16 or fp16. The slice must have rows *
@@ -228,8 +261,13 @@ impl<'a> View<'a> {
         Self { matrix: self.flat_matrix(), batch: 1, ..*self }
     }
 
+    /// Returns the first matrix of the batch.
+    pub(crate) fn first(&self) -> Matrix<'a> {
+        self.matrix
+    }
+
     /// Returns the only matrix. Backends get views of one matrix each.
-    pub(crate) fn matrix(&self) -> Matrix {
+    pub(crate) fn matrix(&self) -> Matrix<'a> {
         debug_assert_eq!(self.batch, 1);
         self.matrix
     }
@@ -238,7 +276,7 @@ impl<'a> View<'a> {
 /// A borrowed, strided view for writing. Operations return an error if its elements overlap.
 #[derive(Debug)]
 pub struct ViewMut<'a> {
-    matrix: Matrix,
+    matrix: Matrix<'a>,
     batch: usize,
     batch_stride: isize,
     // `Cell` makes the type `!Sync`, because operations write through shared references.
@@ -259,10 +297,10 @@ impl<'a> ViewMut<'a> {
         ptr: *mut u8,
         dtype: DType,
         device: Device,
-        (rows, cols): (usize, usize),
-        (row_stride, col_stride): (isize, isize),
+        shape: (usize, usize),
+        strides: (isize, isize),
     ) -> Self {
-        let matrix = Matrix { ptr, dtype, device, rows, cols, row_stride, col_stride };
+        let matrix = Matrix::new(ptr, dtype, device, shape, strides);
         Self { matrix, batch: 1, batch_stride: 0, borrow: PhantomData }
     }
 
@@ -297,8 +335,18 @@ impl<'a> ViewMut<'a> {
         ViewMut { matrix: self.flat_matrix(), batch: 1, ..*self }
     }
 
+    /// Returns the first matrix of the batch.
+    pub(crate) fn first(&self) -> Matrix<'_> {
+        self.matrix
+    }
+
+    /// Returns the matrices of the batch.
+    pub(crate) fn matrices(&self) -> impl Iterator<Item = Matrix<'_>> {
+        (0..self.batch).map(|i| self.matrix_at(i))
+    }
+
     /// Returns the only matrix. Backends get views of one matrix each.
-    pub(crate) fn matrix(&self) -> Matrix {
+    pub(crate) fn matrix(&self) -> Matrix<'_> {
         debug_assert_eq!(self.batch, 1);
         self.matrix
     }
@@ -318,68 +366,4 @@ fn check_byte(dtype: DType) -> Result<(), Error> {
     }
     let expected = "float8_e4m3fn, float8_e5m2 or float8_e8m0fnu".into();
     Err(Error::DType { arg: "slice".into(), got: dtype, expected })
-}
-
-/// Collapses a tensor's shape and strides (in elements) into a matrix: (rows, cols, row stride, column
-/// stride). The number of rows is the product of the leading dimensions. A 0-d tensor is 1x1, a 1-d tensor is
-/// 1xN. Returns None if one row stride cannot describe the leading dimensions; the caller then has to copy
-/// the tensor.
-#[must_use]
-pub fn collapse(shape: &[i64], strides: &[i64]) -> Option<(usize, usize, isize, isize)> {
-    let (Some((&cols, leading)), Some((&col_stride, leading_strides))) =
-        (shape.split_last(), strides.split_last())
-    else {
-        return Some((1, 1, 1, 1));
-    };
-    let rows: i64 = leading.iter().product();
-    if rows == 0 || cols == 0 {
-        return Some((rows as usize, cols as usize, cols.max(1) as isize, 1));
-    }
-    // From the innermost dimension out, each stride must equal the span of the dimensions inside it.
-    let mut row_stride = cols * col_stride;
-    let mut span: Option<i64> = None;
-    for (&n, &stride) in leading.iter().zip(leading_strides).rev().filter(|(n, _)| **n != 1) {
-        match span {
-            None => row_stride = stride,
-            Some(span) if span != stride => return None,
-            Some(_) => {}
-        }
-        span = Some(n * stride);
-    }
-    Some((rows as usize, cols as usize, row_stride as isize, col_stride as isize))
-}
-
-/// Shape and strides of a matrix, then the number of matrices and their stride.
-pub(crate) type Matrices = ((usize, usize), (isize, isize), (usize, isize));
-
-/// Collapses a tensor's shape and strides (in elements) into one matrix or, if `batch` is set, into a matrix for
-/// each index of the first dimension. If that is not possible, the error calls the tensor `arg`.
-pub(crate) fn matrices(arg: Arg, shape: &[i64], strides: &[i64], batch: bool) -> Result<Matrices, Error> {
-    let first = usize::from(batch && !shape.is_empty());
-    let (rows, cols, row_stride, col_stride) =
-        collapse(&shape[first..], &strides[first..]).ok_or_else(|| Error::Value {
-            arg,
-            got: format!("of shape {shape:?} with strides {strides:?}, which cannot be viewed as 2-d"),
-            expected: "contiguous".into(),
-        })?;
-    let matrices = if first == 1 { (shape[0] as usize, strides[0] as isize) } else { (1, 0) };
-    Ok(((rows, cols), (row_stride, col_stride), matrices))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn collapse_requires_one_row_stride() {
-        assert_eq!(collapse(&[], &[]), Some((1, 1, 1, 1)));
-        assert_eq!(collapse(&[5], &[3]), Some((1, 5, 15, 3)));
-        assert_eq!(collapse(&[2, 3, 4], &[12, 4, 1]), Some((6, 4, 4, 1)));
-        assert_eq!(collapse(&[4, 6], &[1, 4]), Some((4, 6, 1, 4)));
-        assert_eq!(collapse(&[2, 3, 4], &[24, 8, 1]), Some((6, 4, 8, 1)));
-        assert_eq!(collapse(&[2, 1, 4], &[24, 77, 1]), Some((2, 4, 24, 1)));
-        assert_eq!(collapse(&[2, 3, 4], &[0, 0, 1]), Some((6, 4, 0, 1)));
-        assert_eq!(collapse(&[2, 3, 4], &[4, 8, 1]), None);
-        assert_eq!(collapse(&[2, 0, 4], &[4, 8, 1]), Some((0, 4, 4, 1)));
-    }
 }

@@ -3,11 +3,11 @@
 use super::tensorwise::check_rule;
 use super::validate::{Call, Kind, check_number, contiguous, same_batch, shape};
 use crate::error::{Arg, Error};
-use crate::layout::{Block, DType, View, ViewMut};
+use crate::layout::{BlockFormat, DType, Device};
 use crate::spec::{AdamW, AdamWCall, AdamWTensor, BlockScale, Stream, Target};
 use crate::{cpu, cuda};
 
-/// Performs one step of `AdamW` ([`crate::format::adamw`]) for each tensor. It updates the moments, and
+/// Performs one step of `AdamW` (`format::adamw`) for each tensor. It updates the moments, and
 /// writes the parameter as the [`Target`] specifies. Stored moments are rounded to nearest; the parameter is
 /// computed from the unrounded moments.
 ///
@@ -28,14 +28,26 @@ pub fn adamw(shared: AdamW, tensors: Vec<AdamWTensor>, stream: Stream) -> Result
             ("masters", tensor.master.is_some(), first.master.is_some()),
             ("amaxes", tensor.amax.is_some(), first.amax.is_some()),
         ] {
-            given(list, i, has, expected, "as for the first tensor (present for all tensors or for none)")?;
+            check_present(
+                list,
+                i,
+                has,
+                expected,
+                "as for the first tensor (present for all tensors or for none)",
+            )?;
         }
     }
     let device = call.finish()?;
     let matrices = |tensor| (0..AdamWTensor::batch(tensor)).map(|i| tensor.at(i));
     let tensors = tensors.iter().flat_map(matrices).collect();
     let call = AdamWCall { shared, tensors };
-    on!(device, cpu: cpu::adamw(call), cuda: cuda::adamw(call, stream))
+    match device {
+        Device::Cpu => {
+            cpu::adamw(call);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::adamw(call, stream),
+    }
 }
 
 fn check_numbers(shared: &AdamW) -> Result<(), Error> {
@@ -56,87 +68,130 @@ fn check_numbers(shared: &AdamW) -> Result<(), Error> {
         check_number(arg, value, works, expected)?;
     }
     if let Target::Blocks(block, scale) = shared.target {
-        let (works, expected): (&[(usize, usize)], _) = match scale {
-            BlockScale::F32(rule) => {
-                check_rule(rule)?;
-                (&[(1, Block::ALL), (128, 128)], "(1, all) or (128, 128) with float32 scales")
-            }
-            BlockScale::E8m0(_) => (&[(32, 32)], "(32, 32) with float8_e8m0fnu scales"),
-        };
-        if !works.contains(&(block.rows, block.cols)) {
-            return Err(block.unsupported(expected));
+        if let BlockScale::F32(rule) = scale {
+            check_rule(rule)?;
+        }
+        let dtype = scale.dtype();
+        if BlockFormat::find(block, dtype).is_none_or(|format| !format.in_adamw) {
+            let blocks = BlockFormat::list_blocks(|format| format.in_adamw && format.scale_dtype == dtype);
+            return Err(block.unsupported(format!("{blocks} with {dtype} scales")));
         }
     }
     Ok(())
 }
 
-fn check_tensor(call: &mut Call, target: &Target, i: usize, tensor: &AdamWTensor) -> Result<(), Error> {
-    let of = tensor.param.shape();
+fn check_tensor<'a>(
+    call: &mut Call<'a>,
+    target: &Target,
+    i: usize,
+    tensor: &'a AdamWTensor,
+) -> Result<(), Error> {
     let param = Arg::Item("params", i);
-    let plain = matches!(target, Target::Plain);
-    call.output(param, &tensor.param, if plain { Kind::Wide } else { Kind::Fp8 })?;
+    call.output(param, &tensor.param, if *target == Target::Plain { Kind::Wide } else { Kind::Fp8 })?;
     contiguous(param, tensor.param.is_contiguous())?;
-    let batch = |name, got| same_batch(Arg::Item(name, i), got, tensor.batch(), param);
 
-    let list = |name, view: &View| {
-        let arg = Arg::Item(name, i);
-        batch(name, view.batch())?;
-        shape(arg, view.shape(), of, &format!("the shape of params[{i}]"))?;
-        contiguous(arg, view.is_contiguous()).map(|()| arg)
-    };
-    call.input(list("grads", &tensor.grad)?, &tensor.grad, Kind::Wide)?;
+    let grad = Arg::Item("grads", i);
+    like_param(tensor, i, grad, tensor.grad.batch(), tensor.grad.shape(), tensor.grad.is_contiguous())?;
+    call.input(grad, &tensor.grad, Kind::Wide)?;
+
     let moment = Kind::Is(if tensor.exp_avg.dtype() == DType::Bf16 { DType::Bf16 } else { DType::F32 });
-    let mut output = |name, view: &ViewMut, kind| {
-        let arg = Arg::Item(name, i);
+    for (list, view, kind) in [
+        ("exp_avgs", Some(&tensor.exp_avg), moment),
+        ("exp_avg_sqs", Some(&tensor.exp_avg_sq), moment),
+        ("masters", tensor.master.as_ref(), Kind::F32),
+    ] {
+        let Some(view) = view else { continue };
+        let arg = Arg::Item(list, i);
         call.output(arg, view, kind)?;
-        batch(name, view.batch())?;
-        shape(arg, view.shape(), of, &format!("the shape of params[{i}]"))?;
-        contiguous(arg, view.is_contiguous())
-    };
-    output("exp_avgs", &tensor.exp_avg, moment)?;
-    output("exp_avg_sqs", &tensor.exp_avg_sq, moment)?;
-    if let Some(master) = &tensor.master {
-        output("masters", master, Kind::F32)?;
+        like_param(tensor, i, arg, view.batch(), view.shape(), view.is_contiguous())?;
     }
     call.one_input(Arg::Item("steps", i), &tensor.step)?;
 
-    given("scales", i, tensor.scale.is_some(), !plain, "present if and only if the parameter is FP8 codes")?;
-    given(
+    check_presence(target, i, tensor)?;
+    check_scales(call, target, i, tensor)
+}
+
+/// Returns an error unless an argument is contiguous and has the parameter's shape.
+fn like_param(
+    tensor: &AdamWTensor,
+    i: usize,
+    arg: Arg,
+    batch: usize,
+    got: (usize, usize),
+    is_contiguous: bool,
+) -> Result<(), Error> {
+    same_batch(arg, batch, tensor.batch(), Arg::Item("params", i))?;
+    shape(arg, got, tensor.param.shape(), &format!("the shape of params[{i}]"))?;
+    contiguous(arg, is_contiguous)
+}
+
+/// Returns an error unless the scales and the amax are present that the target requires, and no others.
+fn check_presence(target: &Target, i: usize, tensor: &AdamWTensor) -> Result<(), Error> {
+    let is_codes = *target != Target::Plain;
+    check_present(
+        "scales",
+        i,
+        tensor.scale.is_some(),
+        is_codes,
+        "present if and only if the parameter is FP8 codes",
+    )?;
+    check_present(
         "new_scales",
         i,
         tensor.new_scale.is_some(),
-        matches!(target, Target::Tensor),
+        *target == Target::Tensor,
         "present if and only if the target is one given scale",
     )?;
     match target {
-        Target::Measure => given("amaxes", i, tensor.amax.is_some(), true, "present, to measure")?,
-        Target::Blocks(..) => given("amaxes", i, tensor.amax.is_some(), false, "absent with block scales")?,
-        Target::Plain | Target::Tensor => {}
+        Target::Measure => check_present("amaxes", i, tensor.amax.is_some(), true, "present, to measure"),
+        Target::Blocks(..) => {
+            check_present("amaxes", i, tensor.amax.is_some(), false, "absent with block scales")
+        }
+        Target::Plain | Target::Tensor => Ok(()),
     }
+}
+
+/// Adds the scales and the amax of a tensor to the call.
+fn check_scales<'a>(
+    call: &mut Call<'a>,
+    target: &Target,
+    i: usize,
+    tensor: &'a AdamWTensor,
+) -> Result<(), Error> {
+    let check_batch = |arg, got| same_batch(arg, got, tensor.batch(), Arg::Item("params", i));
+
     if let Some(scale) = &tensor.scale {
         let arg = Arg::Item("scales", i);
-        batch("scales", scale.batch())?;
-        match target {
-            Target::Blocks(block, kind) => {
-                call.output(arg, scale, Kind::Is(kind.dtype()))?;
-                shape(arg, scale.shape(), block.grid(of.0, of.1), "one element for each block")?;
-                contiguous(arg, scale.is_contiguous())?;
-            }
-            _ => call.one_output(arg, scale)?,
+        check_batch(arg, scale.batch())?;
+        if let Target::Blocks(block, kind) = target {
+            let (rows, cols) = tensor.param.shape();
+            call.output(arg, scale, Kind::Is(kind.dtype()))?;
+            shape(arg, scale.shape(), block.grid(rows, cols), "one element for each block")?;
+            contiguous(arg, scale.is_contiguous())?;
+        } else {
+            call.one_output(arg, scale)?;
         }
     }
     if let Some(scale) = &tensor.new_scale {
-        batch("new_scales", scale.batch())?;
-        call.one_input(Arg::Item("new_scales", i), scale)?;
+        let arg = Arg::Item("new_scales", i);
+        check_batch(arg, scale.batch())?;
+        call.one_input(arg, scale)?;
     }
     if let Some(amax) = &tensor.amax {
-        batch("amaxes", amax.batch())?;
-        call.one_output(Arg::Item("amaxes", i), amax)?;
+        let arg = Arg::Item("amaxes", i);
+        check_batch(arg, amax.batch())?;
+        call.one_output(arg, amax)?;
     }
     Ok(())
 }
 
-fn given(list: &'static str, i: usize, has: bool, expected: bool, words: &'static str) -> Result<(), Error> {
+fn check_present(
+    list: &'static str,
+    i: usize,
+    has: bool,
+    expected: bool,
+    words: &'static str,
+) -> Result<(), Error> {
     if has == expected {
         return Ok(());
     }

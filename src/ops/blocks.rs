@@ -9,8 +9,8 @@
 use super::tensorwise::check_rule_without_margin;
 use super::validate::{Call, Kind, check_number, one_matrix, shape};
 use crate::error::Error;
-use crate::layout::{Block, DType, View, ViewMut, packed};
-use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, Stream};
+use crate::layout::{Block, BlockFormat, DType, Device, View, ViewMut, block_extents, list, packed};
+use crate::spec::{Axis, BlockCall, BlockInputs, BlockPlane, BlockScale, BlockSpec, Stream};
 use crate::{cpu, cuda};
 
 /// Elements of an MX block along a dimension in which it has more than one.
@@ -18,7 +18,7 @@ pub(crate) const MX: usize = 32;
 
 /// Computes the absolute maximum of each block by the rule of [`super::amax`], into `out` (fp32). `out` has
 /// one row of elements for each row of blocks that `x` touches, where row 0 of `x` is row `row_offset` of the
-/// whole matrix. Block rows and columns are 1, 32, 128 or [`Block::ALL`].
+/// whole matrix. Block rows and columns are those of the [formats](crate::FORMATS).
 pub fn block_amax(
     x: View,
     block: Block,
@@ -26,10 +26,10 @@ pub fn block_amax(
     out: ViewMut,
     stream: Stream,
 ) -> Result<(), Error> {
-    for extent in [block.rows, block.cols] {
-        if ![1, 32, 128, Block::ALL].contains(&extent) {
-            return Err(block.unsupported("made of 1, 32, 128 or all"));
-        }
+    let extents = block_extents();
+    if !(extents.contains(&block.rows) && extents.contains(&block.cols)) {
+        let names = extents.into_iter().map(Block::extent_name).collect();
+        return Err(block.unsupported(format!("made of {}", list(names))));
     }
     let mut call = Call::default();
     call.input("x", &x, Kind::Wide)?;
@@ -37,7 +37,13 @@ pub fn block_amax(
     let grid = block.grid_from(row_offset, x.rows(), x.cols());
     shape("out", out.shape(), grid, "one element for each block that x touches")?;
     let (device, block_offset) = (call.finish()?, block.block_offset(row_offset));
-    let block_amax = |x, out| on!(device, cpu: cpu::block_amax(x, block, block_offset, out), cuda: cuda::block_amax(x, block, block_offset, out, stream));
+    let block_amax = |x, out| match device {
+        Device::Cpu => {
+            cpu::block_amax(x, block, block_offset, out);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::block_amax(x, block, block_offset, out, stream),
+    };
     if block_offset == 0 && block.divides_rows(x.rows()) && x.is_flat() && out.is_flat() {
         return block_amax(x.flat(), out.flat());
     }
@@ -46,13 +52,13 @@ pub fn block_amax(
 
 /// Quantizes with a scale for each block, in one or both directions from one read.
 ///
-/// fp32 scales follow [`ScaleRule::scale`]; E8M0 scales follow [`crate::format::e8m0::from_amax`]. Codes are
+/// fp32 scales follow [`crate::ScaleRule::scale`]; E8M0 scales follow `format::e8m0::from_amax`. Codes are
 /// encode(x * (1 / scale)). If a block holds a NaN or an infinity, its scale is NaN (E8M0: byte 255) and all
 /// its codes are 0x7F. Neighbouring blocks are not affected.
 pub fn quantize_blocks(
     x: View,
     spec: BlockSpec,
-    given: Given,
+    inputs: BlockInputs,
     rowwise: Option<BlockPlane>,
     columnwise: Option<BlockPlane>,
     stream: Stream,
@@ -66,26 +72,28 @@ pub fn quantize_blocks(
     check_spec(spec)?;
 
     let [grid, columnwise_grid] = spec.grids(rows, cols);
-    for (arg, plane, grid, lines) in
-        [("rowwise_scale", &rowwise, grid, rows), ("columnwise_scale", &columnwise, columnwise_grid, cols)]
-    {
+    let [rowwise_shape, columnwise_shape] = spec.plane_shapes(rows, cols);
+    for (arg, plane, expected, blocks) in [
+        ("rowwise_scale", &rowwise, rowwise_shape, grid.1),
+        ("columnwise_scale", &columnwise, columnwise_shape, columnwise_grid.1),
+    ] {
         let Some(plane) = plane else { continue };
         call.output(arg, &plane.scales, Kind::Is(spec.scale.dtype()))?;
         if spec.packed {
-            packed_vector(arg, &plane.scales.shape(), plane.scales.is_contiguous(), lines, grid.1)?;
+            packed_vector(arg, &plane.scales, expected.codes.0, blocks)?;
         } else {
-            shape(arg, plane.scales.shape(), grid, "one element for each block")?;
+            shape(arg, plane.scales.shape(), expected.scales, "one element for each block")?;
         }
     }
     for (arg, view, expected, used) in [
-        ("amax", given.amax, grid, rowwise.is_some() || block.is_square()),
+        ("amax", inputs.amax, grid, rowwise.is_some() || block.is_square()),
         (
             "amax_columnwise",
-            given.amax_columnwise,
+            inputs.amax_columnwise,
             columnwise_grid,
             columnwise.is_some() && !block.is_square(),
         ),
-        ("column_scale", given.column_scale, (1, cols), rowwise.is_some() && block == Block::ROW),
+        ("column_scale", inputs.column_scale, (1, cols), rowwise.is_some() && block == Block::ROW),
     ] {
         let Some(view) = view else { continue };
         if !used {
@@ -105,9 +113,14 @@ pub fn quantize_blocks(
         shape(arg, view.shape(), expected, &format!("one element for each {of}"))?;
     }
     let device = call.finish()?;
-    let call = BlockCall { x, spec, format, given, rowwise, columnwise };
-    let quantize_blocks =
-        |call| on!(device, cpu: cpu::quantize_blocks(call), cuda: cuda::quantize_blocks(call, stream));
+    let call = BlockCall { x, spec, format, inputs, rowwise, columnwise };
+    let quantize_blocks = |call| match device {
+        Device::Cpu => {
+            cpu::quantize_blocks(call);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::quantize_blocks(call, stream),
+    };
     if let Some(call) = call.flat() {
         return quantize_blocks(call);
     }
@@ -130,9 +143,15 @@ pub fn pack_scales(
     call.output("out", &out, Kind::Is(DType::E8m0))?;
     let expected = (rows.div_ceil(block_rows), scale.cols());
     shape("scale", scale.shape(), expected, "one row for each row of blocks")?;
-    packed_vector("out", &out.shape(), out.is_contiguous(), rows, scale.cols())?;
+    packed_vector("out", &out, rows, scale.cols())?;
     one_matrix("scale", scale.batch())?;
-    on!(call.finish()?, cpu: cpu::pack_scales(scale, rows, block_rows, out), cuda: cuda::pack_scales(scale, rows, block_rows, out, stream))
+    match call.finish()? {
+        Device::Cpu => {
+            cpu::pack_scales(scale, rows, block_rows, out);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::pack_scales(scale, rows, block_rows, out, stream),
+    }
 }
 
 /// Rewrites the codes of an MXFP8 plane (blocks of (1, 32) or (32, 32), E8M0 scales) so that each row of
@@ -151,8 +170,8 @@ pub fn rebase(
     scale_out: ViewMut,
     stream: Stream,
 ) -> Result<(), Error> {
-    if block.cols != MX || !(block.rows == 1 || block.rows == MX) {
-        return Err(block.unsupported("(1, 32) or (32, 32)"));
+    if BlockFormat::find(block, DType::E8m0).is_none() {
+        return Err(block.unsupported(BlockFormat::list_blocks(|format| format.scale_dtype == DType::E8m0)));
     }
     let mut call = Call::default();
     call.input("codes", &codes, Kind::Fp8)?;
@@ -160,15 +179,22 @@ pub fn rebase(
     let (rows, cols) = codes.shape();
     shape("scale", scale.shape(), block.grid(rows, cols), "one element for each block")?;
     call.output("out", &out, Kind::Is(codes.dtype()))?;
-    let (expected, is) = match axis {
-        Axis::Rows => ((rows, cols), "the shape of codes"),
-        Axis::Columns => ((cols, rows), "the transposed shape of codes"),
+    let expected = axis.rebased_shape((rows, cols));
+    let is = match axis {
+        Axis::Rows => "the shape of codes",
+        Axis::Columns => "the transposed shape of codes",
     };
     shape("out", out.shape(), expected, is)?;
     call.output("scale_out", &scale_out, Kind::F32)?;
     shape("scale_out", scale_out.shape(), (expected.0, 1), "one element for each row of out")?;
     let device = call.finish()?;
-    let rebase = |codes, scale, out, scale_out| on!(device, cpu: cpu::rebase(codes, scale, block, axis, out, scale_out), cuda: cuda::rebase(codes, scale, block, axis, out, scale_out, stream));
+    let rebase = |codes, scale, out, scale_out| match device {
+        Device::Cpu => {
+            cpu::rebase(codes, scale, block, axis, out, scale_out);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::rebase(codes, scale, block, axis, out, scale_out, stream),
+    };
     let flat = codes.is_flat() && scale.is_flat() && out.is_flat() && scale_out.is_flat();
     if axis == Axis::Rows && block.divides_rows(rows) && flat {
         return rebase(codes.flat(), scale.flat(), out.flat(), scale_out.flat());
@@ -178,42 +204,35 @@ pub fn rebase(
 
 fn check_spec(spec: BlockSpec) -> Result<(), Error> {
     let BlockSpec { block, scale, row_offset, packed } = spec;
+    if let BlockScale::F32(rule) = scale {
+        check_rule_without_margin(rule, "0 for block scales")?;
+    }
+
+    let dtype = scale.dtype();
+    if BlockFormat::find(block, dtype).is_none() {
+        let blocks = BlockFormat::list_blocks(|format| format.scale_dtype == dtype);
+        return Err(block.unsupported(format!("{blocks} with {dtype} scales")));
+    }
+
     match scale {
-        BlockScale::F32(rule) => {
-            check_rule_without_margin(rule, "0 for block scales")?;
-            let works = [Block::ROW, Block { rows: 1, cols: 128 }, Block { rows: 128, cols: 128 }];
-            if !works.contains(&block) {
-                return Err(block.unsupported("(1, all), (1, 128) or (128, 128) with float32 scales"));
-            }
-            check_number("packed", packed, !packed, "false with float32 scales")?;
-        }
+        BlockScale::F32(_) => check_number("packed", packed, !packed, "false with float32 scales"),
         BlockScale::E8m0(_) => {
-            if block.cols != MX || !(block.rows == 1 || block.rows == MX) {
-                return Err(block.unsupported("(1, 32) or (32, 32) with float8_e8m0fnu scales"));
-            }
             let works = !packed || row_offset % MX == 0;
-            check_number("row_offset", row_offset, works, "a multiple of 32 if scales are packed")?;
+            check_number("row_offset", row_offset, works, "a multiple of 32 if scales are packed")
         }
     }
-    Ok(())
 }
 
 fn check_block_rows(block_rows: usize) -> Result<(), Error> {
     check_number("block_rows", block_rows, block_rows == 1 || block_rows == MX, "1 or 32")
 }
 
-/// Returns an error unless `got` is a contiguous vector of the packed size.
-fn packed_vector(
-    arg: &'static str,
-    got: &(usize, usize),
-    contiguous: bool,
-    rows: usize,
-    blocks: usize,
-) -> Result<(), Error> {
+/// Returns an error unless the scales are a contiguous vector of the packed size.
+fn packed_vector(arg: &'static str, scales: &ViewMut, rows: usize, blocks: usize) -> Result<(), Error> {
     let bytes = packed::bytes(rows, blocks);
     let is = format!("the packed layout of {rows} rows of {blocks} blocks");
-    shape(arg, *got, (1, bytes), &is)?;
-    if contiguous {
+    shape(arg, scales.shape(), (1, bytes), &is)?;
+    if scales.is_contiguous() {
         return Ok(());
     }
     Err(Error::Value {

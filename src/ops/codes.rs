@@ -2,7 +2,7 @@
 
 use super::validate::{Call, Kind, check_number, contiguous, one_each, one_matrix, shape};
 use crate::error::{Arg, Error};
-use crate::layout::{Block, View, ViewMut};
+use crate::layout::{Block, Device, View, ViewMut};
 use crate::spec::Stream;
 use crate::{cpu, cuda};
 
@@ -13,11 +13,13 @@ pub fn transpose(codes: View, out: ViewMut, stream: Stream) -> Result<(), Error>
     call.output("out", &out, Kind::Is(codes.dtype()))?;
     shape("out", out.shape(), (codes.cols(), codes.rows()), "the transposed shape of codes")?;
     let device = call.finish()?;
-    on!(
-        device,
-        cpu: (0..codes.batch()).for_each(|i| cpu::transpose(codes.at(i), out.at(i))),
-        cuda: cuda::transpose(codes, out, stream)
-    )
+    match device {
+        Device::Cpu => {
+            (0..codes.batch()).for_each(|i| cpu::transpose(codes.at(i), out.at(i)));
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::transpose(codes, out, stream),
+    }
 }
 
 /// Computes code * scale in fp32 and casts it once to the dtype of `out` (fp32, bf16 or fp16; the shape of
@@ -43,7 +45,13 @@ pub fn dequantize(codes: View, scale: View, block: Block, out: ViewMut, stream: 
     let rows = if block.rows == Block::ALL { codes.rows().max(1) } else { block.rows };
     let block = if codes.batch() > 1 { Block { rows, ..block } } else { block };
     let device = call.finish()?;
-    let dequantize = |codes, scale, out| on!(device, cpu: cpu::dequantize(codes, scale, block, out), cuda: cuda::dequantize(codes, scale, block, out, stream));
+    let dequantize = |codes, scale, out| match device {
+        Device::Cpu => {
+            cpu::dequantize(codes, scale, block, out);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::dequantize(codes, scale, block, out, stream),
+    };
     if block.divides_rows(codes.rows()) && codes.is_flat() && scale.is_flat() && out.is_flat() {
         return dequantize(codes.flat(), scale.flat(), out.flat());
     }
@@ -73,5 +81,11 @@ pub fn multi_rescale(
         one_each(arg, list.shape(), count, "codes")?;
         contiguous(arg, list.is_contiguous())?;
     }
-    on!(call.finish()?, cpu: cpu::multi_rescale(codes, scales, new_scales, width), cuda: cuda::multi_rescale(codes, scales, new_scales, width, stream))
+    match call.finish()? {
+        Device::Cpu => {
+            cpu::multi_rescale(codes, scales, new_scales, width);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::multi_rescale(codes, scales, new_scales, width, stream),
+    }
 }

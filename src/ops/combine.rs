@@ -2,11 +2,11 @@
 
 use super::validate::{Call, Kind, contiguous, one_matrix, shape};
 use crate::error::Error;
-use crate::layout::{DType, ViewMut};
+use crate::layout::{DType, Device, ViewMut};
 use crate::spec::{Combine, CombineBackward, Stream};
 use crate::{cpu, cuda};
 
-/// Sums the rows of each token ([`crate::format::sum::weighted_sum`]), and rounds the sums to the dtype of
+/// Sums the rows of each token (`format::sum::weighted_sum`), and rounds the sums to the dtype of
 /// the rows.
 ///
 /// If a place is not a row, nothing is written on the CPU, and the call returns an error. On CUDA, which does
@@ -26,7 +26,10 @@ pub fn combine_rows(combine: Combine, out: ViewMut, stream: Stream) -> Result<()
     call.output("out", &out, Kind::Is(rows.dtype()))?;
     shape("out", out.shape(), (places.rows(), rows.cols()), "a row for each token")?;
     contiguous("out", out.is_contiguous())?;
-    on!(call.finish()?, cpu: cpu::combine_rows(combine, out)?, cuda: cuda::combine_rows(combine, out, stream))
+    match call.finish()? {
+        Device::Cpu => cpu::combine_rows(combine, out),
+        Device::Cuda(_) => cuda::combine_rows(combine, out, stream),
+    }
 }
 
 /// Computes the gradients of the rows and of the weights of [`combine_rows`], or one of them.
@@ -72,5 +75,8 @@ pub fn combine_rows_backward(backward: CombineBackward, stream: Stream) -> Resul
             });
         }
     }
-    on!(call.finish()?, cpu: cpu::combine_rows_backward(backward)?, cuda: cuda::combine_rows_backward(backward, stream))
+    match call.finish()? {
+        Device::Cpu => cpu::combine_rows_backward(backward),
+        Device::Cuda(_) => cuda::combine_rows_backward(backward, stream),
+    }
 }

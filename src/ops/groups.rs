@@ -5,12 +5,13 @@ use super::validate::{Call, Kind, contiguous, no_plane, one_matrix, shape};
 use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::format::groups::padded_columns;
-use crate::layout::{DType, View, ViewMut};
-use crate::spec::{BlockPlane, Gated, GroupCall, Groups, ScaleRule, Stream};
+use crate::layout::{DType, Device, View, ViewMut};
+use crate::spec::{BlockPlane, Gated, GroupCall, Groups, ScaleRule, Stream, gated_shape, indexed_shape};
 use crate::{cpu, cuda};
 
-/// Computes the bounds of groups from untrusted offsets into `rows` rows ([`crate::format::groups::bounds`]).
-/// `offs`, `ends` and `padded_ends` are int32 with one element per group, so [`padded_columns`] must fit int32.
+/// Computes the bounds of groups from untrusted offsets into `rows` rows (`format::groups::bounds`).
+/// `offs`, `ends` and `padded_ends` are int32 with one element per group, so `padded_columns(rows, groups)`
+/// must fit int32.
 ///
 /// An invalid offset is an error. On the CPU, nothing is written then. On CUDA, the device replaces the offset
 /// and sets a flag, which stays set until the host finds it. This call, every later one and
@@ -37,7 +38,10 @@ pub fn group_bounds(
             "below 2^31 even if each group is padded to a multiple of 16 rows; split the rows".into();
         return Err(Error::Value { arg: "rows".into(), got: rows.to_string(), expected });
     }
-    on!(call.finish()?, cpu: cpu::group_bounds(offs, rows, ends, padded_ends)?, cuda: cuda::group_bounds(offs, rows, ends, padded_ends, stream))
+    match call.finish()? {
+        Device::Cpu => cpu::group_bounds(offs, rows, ends, padded_ends),
+        Device::Cuda(_) => cuda::group_bounds(offs, rows, ends, padded_ends, stream),
+    }
 }
 
 /// Returns [`Error::Offsets`] if a device found an invalid offset since the last check, and clears its flag.
@@ -57,7 +61,13 @@ pub fn zero_tail(out: ViewMut, ends: View, stream: Stream) -> Result<(), Error> 
     one_matrix("ends", ends.batch())?;
     shape("ends", ends.shape(), (1, ends.cols()), "a vector with one element for each group")?;
     contiguous("ends", ends.is_contiguous())?;
-    on!(call.finish()?, cpu: cpu::zero_tail(out, ends), cuda: cuda::zero_tail(out, ends, stream))
+    match call.finish()? {
+        Device::Cpu => {
+            cpu::zero_tail(out, ends);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::zero_tail(out, ends, stream),
+    }
 }
 
 /// Quantizes groups of rows in one or both directions. Row `i` is row `index[i]` of `x`, or row `i` without an
@@ -66,7 +76,7 @@ pub fn zero_tail(out: ViewMut, ends: View, stream: Stream) -> Result<(), Error> 
 /// Rowwise, each row has a scale: codes (rows, cols), scales (rows, 1). Rows that belong to no group have
 /// codes 0 and scale 1, and are not read.
 ///
-/// Columnwise, each column of each group has a scale: codes (cols, [`padded_columns`]), scales (groups,
+/// Columnwise, each column of each group has a scale: codes (cols, `padded_columns`), scales (groups,
 /// cols). Row i of group g is column `padded_ends[g - 1] + i` of the codes. All other columns are 0. A group
 /// without rows has scales of 1.
 ///
@@ -84,10 +94,9 @@ pub fn quantize_groups(
     let mut call = Call::default();
     call.input("x", &x, Kind::Wide)?;
     one_matrix("x", x.batch())?;
-    let mut rows = x.rows();
+    let (rows, cols) = indexed_shape(&x, index.as_ref());
     if let Some(index) = &index {
         call.input("index", index, Kind::Is(DType::I32))?;
-        rows = index.cols();
         shape("index", index.shape(), (1, rows), "a vector with one element for each row")?;
         contiguous("index", index.is_contiguous())?;
         if x.rows() == 0 && rows > 0 {
@@ -95,11 +104,16 @@ pub fn quantize_groups(
             return Err(Error::Value { arg: "x".into(), got: "a matrix without rows".into(), expected });
         }
     }
-    let format =
-        outputs(&mut call, (rows, x.cols()), &groups, rule, [rowwise.as_ref(), columnwise.as_ref()])?;
+    let format = outputs(&mut call, (rows, cols), &groups, rule, [rowwise.as_ref(), columnwise.as_ref()])?;
     let device = call.finish()?;
     let call = GroupCall { x, index, groups, rule, format, rowwise, columnwise };
-    on!(device, cpu: cpu::quantize_groups(call), cuda: cuda::quantize_groups(call, stream))
+    match device {
+        Device::Cpu => {
+            cpu::quantize_groups(call);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::quantize_groups(call, stream),
+    }
 }
 
 /// Computes a gated activation or its gradient, and quantizes it as [`quantize_groups`] does.
@@ -112,7 +126,7 @@ pub fn quantize_gated(
     stream: Stream,
 ) -> Result<(), Error> {
     let Gated { h, dy, values, .. } = &gated;
-    let (rows, cols) = h.shape();
+    let cols = h.cols();
     let mut call = Call::default();
     call.input("h", h, Kind::Wide)?;
     one_matrix("h", h.batch())?;
@@ -125,9 +139,9 @@ pub fn quantize_gated(
     }
     if let Some(dy) = dy {
         call.input("dy", dy, Kind::Is(h.dtype()))?;
-        shape("dy", dy.shape(), (rows, cols / 2), "half the columns of h")?;
+        shape("dy", dy.shape(), gated_shape(h.shape(), false), "half the columns of h")?;
     }
-    let expected = (rows, if dy.is_some() { cols } else { cols / 2 });
+    let expected = gated_shape(h.shape(), dy.is_some());
     call.output("values", values, Kind::Is(h.dtype()))?;
     shape("values", values.shape(), expected, "the shape of the values")?;
     contiguous("values", values.is_contiguous())?;
@@ -140,16 +154,22 @@ pub fn quantize_gated(
         View::from_raw(values.ptr(), values.dtype(), values.device(), values.shape(), strides)
     };
     let call = GroupCall { x, index: None, groups, rule, format, rowwise, columnwise };
-    on!(device, cpu: cpu::quantize_gated(&gated, call), cuda: cuda::quantize_gated(&gated, call, stream))
+    match device {
+        Device::Cpu => {
+            cpu::quantize_gated(&gated, call);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::quantize_gated(&gated, call, stream),
+    }
 }
 
-/// Adds the groups and the outputs of a quantization of (rows, cols) values. Returns the format.
-fn outputs(
-    call: &mut Call,
-    (rows, cols): (usize, usize),
-    groups: &Groups,
+/// Adds the groups and the outputs of a quantization of values of this shape. Returns the format.
+fn outputs<'a>(
+    call: &mut Call<'a>,
+    values: (usize, usize),
+    groups: &Groups<'a>,
     rule: ScaleRule,
-    [rowwise, columnwise]: [Option<&BlockPlane>; 2],
+    [rowwise, columnwise]: [Option<&'a BlockPlane>; 2],
 ) -> Result<Fp8Format, Error> {
     let count = groups.count();
     for (arg, view) in [("ends", groups.ends), ("padded_ends", groups.padded_ends)] {
@@ -158,19 +178,19 @@ fn outputs(
         contiguous(arg, view.is_contiguous())?;
     }
     let mut format = None;
-    let columns = padded_columns(rows, count);
-    for (names, plane, codes, scales) in [
-        (["rowwise", "rowwise_scale"], rowwise, (rows, cols), (rows, 1)),
-        (["columnwise", "columnwise_scale"], columnwise, (cols, columns), (count, cols)),
+    let [rowwise_shape, columnwise_shape] = groups.plane_shapes(values);
+    for (names, plane, expected_shape) in [
+        (["rowwise", "rowwise_scale"], rowwise, rowwise_shape),
+        (["columnwise", "columnwise_scale"], columnwise, columnwise_shape),
     ] {
         let Some(plane) = plane else { continue };
         let expected = format.map_or(Kind::Fp8, |format: Fp8Format| Kind::Is(format.into()));
         call.output(names[0], &plane.codes, expected)?;
         format = plane.codes.dtype().fp8();
-        shape(names[0], plane.codes.shape(), codes, "the shape of the plane")?;
+        shape(names[0], plane.codes.shape(), expected_shape.codes, "the shape of the plane")?;
         contiguous(names[0], plane.codes.is_contiguous())?;
         call.output(names[1], &plane.scales, Kind::F32)?;
-        shape(names[1], plane.scales.shape(), scales, "one element for each line")?;
+        shape(names[1], plane.scales.shape(), expected_shape.scales, "one element for each line")?;
         contiguous(names[1], plane.scales.is_contiguous())?;
     }
     check_rule_without_margin(rule, "0 for groups")?;

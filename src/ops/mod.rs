@@ -11,19 +11,10 @@
 //!   each matrix is processed by itself: scales and blocks never span two matrices. In a list, a batch counts
 //!   as one entry per matrix.
 //! - All arguments are on one device. On CUDA, the work is queued on `stream` without synchronization.
-
-/// Calls the backend of a device. Backends take views of one matrix each.
-macro_rules! on {
-    ($device:expr, cpu: $cpu:expr, cuda: $cuda:expr) => {
-        match $device {
-            $crate::layout::Device::Cpu => {
-                $cpu;
-                Ok(())
-            }
-            $crate::layout::Device::Cuda(_) => $cuda,
-        }
-    };
-}
+//!
+//! An operation chooses its backend in one place, with an exhaustive `match` on the device at its end. There is
+//! no trait for backends: its 22 signatures would be written three times, in the trait and in two
+//! implementations, and the `match` would remain.
 
 mod adamw;
 mod blocks;
@@ -37,9 +28,10 @@ mod tensorwise;
 mod validate;
 
 pub use crate::format::activation::Activation;
+pub use crate::format::e8m0::Rounding;
 pub use crate::spec::{
-    AdamW, AdamWTensor, Axis, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Given,
-    Groups, Hyper, Numbers, ScaleRule, Stream, Target,
+    AdamW, AdamWTensor, Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward,
+    Gated, Groups, Hyper, Numbers, ScaleRule, Stream, Target,
 };
 pub use adamw::*;
 pub use blocks::*;

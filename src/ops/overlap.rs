@@ -28,13 +28,13 @@ pub(super) fn overlaps_itself(m: &Matrix) -> bool {
 /// The memory of `batch` matrices whose first elements are `batch_stride` elements apart. No two of them share
 /// memory.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Region {
-    pub(super) matrix: Matrix,
+pub(super) struct Region<'a> {
+    pub(super) matrix: Matrix<'a>,
     pub(super) batch: usize,
     batch_stride: isize,
 }
 
-impl Region {
+impl Region<'_> {
     /// Returns the number of elements.
     pub(super) fn numel(&self) -> usize {
         self.batch * self.matrix.numel()
@@ -56,9 +56,10 @@ pub(super) fn regions(matrix: Matrix, batch: usize, batch_stride: isize) -> impl
     let stride = batch_stride.wrapping_mul(matrix.dtype.size() as isize);
     let apart = matrix.extent().is_none_or(|(low, high)| stride.unsigned_abs() >= high.wrapping_sub(low));
     let (count, batch) = if batch <= 1 || apart { (1, batch) } else { (batch, 1) };
-    (0..count).map(move |i| {
-        let ptr = matrix.ptr.wrapping_offset(stride.wrapping_mul(i as isize));
-        Region { matrix: Matrix { ptr, ..matrix }, batch, batch_stride }
+    (0..count).map(move |i| Region {
+        matrix: matrix.shifted(batch_stride.wrapping_mul(i as isize)),
+        batch,
+        batch_stride,
     })
 }
 
@@ -97,8 +98,8 @@ pub(super) fn overlap(a: &Region, b: &Region) -> bool {
     }
     steps.sort_by_key(|step| std::cmp::Reverse(step.size));
     let (low, high) = (target - size_a + 1, target + size_b - 1);
-    let mut left = MAX_STEPS;
-    reaches(&steps, low, high, &mut left)
+    let mut budget = MAX_STEPS;
+    reaches(&steps, low, high, &mut budget)
 }
 
 /// Up to `most` steps of `size` bytes each.
@@ -109,27 +110,27 @@ struct Step {
 }
 
 /// Returns whether a sum of steps lies between `low` and `high`. Returns true if the search takes more than
-/// `left` tries.
-fn reaches(steps: &[Step], low: i128, high: i128, left: &mut usize) -> bool {
+/// `budget` tries.
+fn reaches(steps: &[Step], low: i128, high: i128, budget: &mut usize) -> bool {
     let span: i128 = steps.iter().map(|step| step.size * step.most).sum();
     if high < 0 || low > span {
         return false;
     }
-    let Some((first, rest)) = steps.split_first() else { return true };
+    let Some((first, others)) = steps.split_first() else { return true };
     // All sums are multiples of the greatest common divisor of the sizes.
     let common = steps.iter().fold(0, |common, step| gcd(common, step.size as usize)) as i128;
     if low.max(0).div_euclid(common) == high.div_euclid(common) && low.max(0).rem_euclid(common) != 0 {
         return false;
     }
-    let rest_span = span - first.size * first.most;
-    let fewest = (low - rest_span).max(0);
+    let others_span = span - first.size * first.most;
+    let fewest = (low - others_span).max(0);
     let (from, to) = ((fewest + first.size - 1) / first.size, (high / first.size).min(first.most));
     for count in from..=to {
-        if *left == 0 {
+        if *budget == 0 {
             return true;
         }
-        *left -= 1;
-        if reaches(rest, low - count * first.size, high - count * first.size, left) {
+        *budget -= 1;
+        if reaches(others, low - count * first.size, high - count * first.size, budget) {
             return true;
         }
     }
@@ -153,10 +154,8 @@ mod tests {
     use super::*;
     use crate::layout::{DType, Device};
 
-    fn matrix(start: usize, dtype: DType, shape: (usize, usize), strides: (isize, isize)) -> Matrix {
-        let ptr = std::ptr::without_provenance_mut(start);
-        let ((rows, cols), (row_stride, col_stride)) = (shape, strides);
-        Matrix { ptr, dtype, device: Device::Cpu, rows, cols, row_stride, col_stride }
+    fn matrix(start: usize, dtype: DType, shape: (usize, usize), strides: (isize, isize)) -> Matrix<'static> {
+        Matrix::new(std::ptr::without_provenance_mut(start), dtype, Device::Cpu, shape, strides)
     }
 
     fn elements(m: &Matrix) -> Vec<isize> {
@@ -173,17 +172,17 @@ mod tests {
         elements(m).into_iter().flat_map(|at| at..at + m.dtype.size() as isize).collect()
     }
 
-    fn any_matrix() -> impl Strategy<Value = Matrix> {
+    fn any_matrix() -> impl Strategy<Value = Matrix<'static>> {
         let dtype = prop::sample::select(vec![DType::F32, DType::Bf16, DType::E4m3]);
         (1000..1064_usize, dtype, (0..6_usize, 0..6_usize), (-9..10_isize, -9..10_isize))
             .prop_map(|(start, dtype, shape, strides)| matrix(start, dtype, shape, strides))
     }
 
-    fn one(matrix: Matrix) -> Region {
+    fn one(matrix: Matrix<'static>) -> Region<'static> {
         Region { matrix, batch: 1, batch_stride: 0 }
     }
 
-    fn any_batch() -> impl Strategy<Value = (Matrix, usize, isize)> {
+    fn any_batch() -> impl Strategy<Value = (Matrix<'static>, usize, isize)> {
         (any_matrix(), 0..4_usize, -40..41_isize)
     }
 
@@ -206,15 +205,15 @@ mod tests {
         fn batches_overlap_if_two_of_their_regions_do(a in any_batch(), b in any_batch()) {
             let parts = |(matrix, batch, stride)| regions(matrix, batch, stride).collect::<Vec<_>>();
             let (first, second) = (parts(a), parts(b));
-            let found = first.iter().any(|a| second.iter().any(|b| overlap(a, b)));
-            prop_assert_eq!(found, !bytes_of_batch(a).is_disjoint(&bytes_of_batch(b)));
+            let overlapping = first.iter().any(|a| second.iter().any(|b| overlap(a, b)));
+            prop_assert_eq!(overlapping, !bytes_of_batch(a).is_disjoint(&bytes_of_batch(b)));
             for region in first {
                 let all = bytes_of_batch((region.matrix, region.batch, region.batch_stride));
                 let range = all.iter().min().map(|low| (*low as usize, *all.iter().max().unwrap() as usize + 1));
                 prop_assert_eq!(region.extent(), range);
                 let size = region.matrix.dtype.size();
-                let own = if overlaps_itself(&region.matrix) { 0 } else { region.numel() * size };
-                prop_assert!(all.len() >= own, "no two matrices of a region share memory");
+                let least = if overlaps_itself(&region.matrix) { 0 } else { region.numel() * size };
+                prop_assert!(all.len() >= least, "no two matrices of a region share memory");
             }
         }
 

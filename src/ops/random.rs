@@ -2,11 +2,11 @@
 
 use super::validate::{Call, Kind, check_number, one_matrix};
 use crate::error::Error;
-use crate::layout::ViewMut;
+use crate::layout::{Device, ViewMut};
 use crate::spec::{Numbers, Stream};
 use crate::{cpu, cuda};
 
-/// Fills `x` with random numbers between `low` and `high` ([`crate::format::random::between`], rounded to the
+/// Fills `x` with random numbers between `low` and `high` (`format::random::between`, rounded to the
 /// dtype of `x`). Element i in row-major order gets the number with index `numbers.offset` + i.
 pub fn random_uniform(
     x: ViewMut,
@@ -27,5 +27,11 @@ pub fn random_uniform(
         let expected = format!("at least low ({low}), and high - low must be finite").into();
         return Err(Error::Value { arg: "high".into(), got: high.to_string(), expected });
     }
-    on!(call.finish()?, cpu: cpu::random_uniform(x, numbers, (low, high)), cuda: cuda::random_uniform(x, numbers, (low, high), stream))
+    match call.finish()? {
+        Device::Cpu => {
+            cpu::random_uniform(x, numbers, (low, high));
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::random_uniform(x, numbers, (low, high), stream),
+    }
 }

@@ -2,12 +2,12 @@
 
 use super::validate::{Call, Kind, check_number, one_matrix, shape};
 use crate::error::Error;
-use crate::layout::{DType, View, ViewMut};
+use crate::layout::{DType, Device, View, ViewMut};
 use crate::spec::Stream;
 use crate::{cpu, cuda};
 
 /// Sums the rows of `x` (bf16) in fp32 from first to last, and divides by `divisor`
-/// ([`crate::format::sum::divided_sum`]). `out` is fp32, one row with an element for each column.
+/// (`format::sum::divided_sum`). `out` is fp32, one row with an element for each column.
 pub fn sum_rows(out: ViewMut, x: View, divisor: f32, stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     call.output("out", &out, Kind::F32)?;
@@ -22,5 +22,11 @@ pub fn sum_rows(out: ViewMut, x: View, divisor: f32, stream: Stream) -> Result<(
         });
     }
     check_number("divisor", divisor, divisor.is_finite() && divisor != 0.0, "finite and not zero")?;
-    on!(call.finish()?, cpu: cpu::sum_rows(out, x, divisor), cuda: cuda::sum_rows(out, x, divisor, stream))
+    match call.finish()? {
+        Device::Cpu => {
+            cpu::sum_rows(out, x, divisor);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::sum_rows(out, x, divisor, stream),
+    }
 }

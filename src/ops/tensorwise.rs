@@ -3,7 +3,7 @@
 use super::validate::{Call, Kind, check_number, length, one_each, one_matrix, same_batch, shape};
 use crate::error::{Arg, Error};
 use crate::format::Fp8Format;
-use crate::layout::{View, ViewMut};
+use crate::layout::{Device, View, ViewMut};
 use crate::spec::{ScaleRule, Scaling, Stream, TensorCall};
 use crate::{cpu, cuda};
 
@@ -16,7 +16,13 @@ pub fn amax(x: View, out: ViewMut, stream: Stream) -> Result<(), Error> {
     let device = call.finish()?;
     (0..x.batch()).try_for_each(|i| {
         let (x, out) = (x.at(i), out.at(i));
-        on!(device, cpu: cpu::amax(x, out), cuda: cuda::amax(x, out, stream))
+        match device {
+            Device::Cpu => {
+                cpu::amax(x, out);
+                Ok(())
+            }
+            Device::Cuda(_) => cuda::amax(x, out, stream),
+        }
     })
 }
 
@@ -32,7 +38,13 @@ pub fn multi_amax(xs: &[View], out: ViewMut, stream: Stream) -> Result<(), Error
     }
     let device = call.finish()?;
     let xs = &matrices(xs)[..];
-    on!(device, cpu: cpu::multi_amax(xs, out), cuda: cuda::multi_amax(xs, out, stream))
+    match device {
+        Device::Cpu => {
+            cpu::multi_amax(xs, out);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::multi_amax(xs, out, stream),
+    }
 }
 
 /// Computes the scale for each absolute maximum ([`ScaleRule::scale`]), into `scale_out` of the same shape;
@@ -55,7 +67,13 @@ pub fn scale_from_amax(
     let device = call.finish()?;
     (0..amax.batch()).try_for_each(|i| {
         let (amax, scale_out) = (amax.at(i), scale_out.at(i));
-        on!(device, cpu: cpu::scale_from_amax(amax, format, rule, scale_out), cuda: cuda::scale_from_amax(amax, format, rule, scale_out, stream))
+        match device {
+            Device::Cpu => {
+                cpu::scale_from_amax(amax, format, rule, scale_out);
+                Ok(())
+            }
+            Device::Cuda(_) => cuda::scale_from_amax(amax, format, rule, scale_out, stream),
+        }
     })
 }
 
@@ -67,7 +85,7 @@ pub fn quantize(
     columnwise: Option<ViewMut>,
     stream: Stream,
 ) -> Result<(), Error> {
-    quantize_tensor(x, Scaling::Known(scale), rowwise, columnwise, stream)
+    quantize_tensor(x, Scaling::Static(scale), rowwise, columnwise, stream)
 }
 
 /// Quantizes with a given scale and records the absolute maximum from the same read (delayed scaling).
@@ -112,7 +130,7 @@ fn quantize_tensor(
     let mut call = Call::default();
     call.input("x", &x, Kind::Wide)?;
     match &scaling {
-        Scaling::Known(scale) => call.one_input("scale", scale)?,
+        Scaling::Static(scale) => call.one_input("scale", scale)?,
         Scaling::Delayed { scale, amax, scale_used } => {
             call.one_input("scale", scale)?;
             call.one_output("amax", amax)?;
@@ -130,7 +148,13 @@ fn quantize_tensor(
             rowwise: rowwise.as_ref().map(|codes| codes.at(i)),
             columnwise: columnwise.as_ref().map(|codes| codes.at(i)),
         };
-        on!(device, cpu: cpu::quantize(call), cuda: cuda::quantize(call, stream))
+        match device {
+            Device::Cpu => {
+                cpu::quantize(call);
+                Ok(())
+            }
+            Device::Cuda(_) => cuda::quantize(call, stream),
+        }
     })
 }
 
@@ -144,7 +168,13 @@ pub fn multi_quantize(xs: &[View], scales: View, outs: &[ViewMut], stream: Strea
     check_lists(&mut call, xs, outs)?;
     let device = call.finish()?;
     let (xs, outs) = (&matrices(xs)[..], &matrices_mut(outs)[..]);
-    on!(device, cpu: cpu::multi_quantize(xs, scales, outs), cuda: cuda::multi_quantize(xs, scales, outs, stream))
+    match device {
+        Device::Cpu => {
+            cpu::multi_quantize(xs, scales, outs);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::multi_quantize(xs, scales, outs, stream),
+    }
 }
 
 /// Quantizes each matrix of a list as [`quantize_delayed`] does, rowwise only. `scales`, `amaxes` and
@@ -170,10 +200,16 @@ pub fn multi_quantize_delayed(
     check_lists(&mut call, xs, outs)?;
     let device = call.finish()?;
     let (xs, outs) = (&matrices(xs)[..], &matrices_mut(outs)[..]);
-    on!(device, cpu: cpu::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs), cuda: cuda::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs, stream))
+    match device {
+        Device::Cpu => {
+            cpu::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs);
+            Ok(())
+        }
+        Device::Cuda(_) => cuda::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs, stream),
+    }
 }
 
-fn check_lists(call: &mut Call, xs: &[View], outs: &[ViewMut]) -> Result<(), Error> {
+fn check_lists<'a>(call: &mut Call<'a>, xs: &[View<'a>], outs: &'a [ViewMut]) -> Result<(), Error> {
     length("outs", outs.len(), xs.len(), "xs")?;
     for (i, (x, out)) in xs.iter().zip(outs).enumerate() {
         call.input(Arg::Item("xs", i), x, Kind::Wide)?;

@@ -49,37 +49,37 @@ impl Kind {
     }
 }
 
-struct Used {
+struct Used<'a> {
     arg: Arg,
     extent: (usize, usize),
     written: bool,
-    region: Region,
+    region: Region<'a>,
 }
 
 /// The arguments of one call that were checked so far.
 #[derive(Default)]
-pub(super) struct Call {
+pub(super) struct Call<'a> {
     device: Option<(Arg, Device)>,
     /// The number of matrices of every argument. Items of lists are exempt: each may have its own number.
     batch: Option<(Arg, usize)>,
-    used: Vec<Used>,
+    used: Vec<Used<'a>>,
 }
 
-impl Call {
+impl<'a> Call<'a> {
     /// Adds an argument that is read.
-    pub(super) fn input(&mut self, arg: impl Into<Arg>, view: &View, kind: Kind) -> Result<(), Error> {
+    pub(super) fn input(&mut self, arg: impl Into<Arg>, view: &View<'a>, kind: Kind) -> Result<(), Error> {
         let arg = arg.into();
         self.batch(arg, view.batch())?;
         self.check(arg, view.dtype(), view.device(), kind)?;
-        let mut regions = regions(view.at(0).matrix(), view.batch(), view.batch_stride());
+        let mut regions = regions(view.first(), view.batch(), view.batch_stride());
         regions.try_for_each(|region| self.memory(arg, region, false))
     }
 
     /// Adds an argument that is written, or read and written.
-    pub(super) fn output(&mut self, arg: impl Into<Arg>, view: &ViewMut, kind: Kind) -> Result<(), Error> {
+    pub(super) fn output(&mut self, arg: impl Into<Arg>, view: &'a ViewMut, kind: Kind) -> Result<(), Error> {
         let arg = arg.into();
         self.batch(arg, view.batch())?;
-        let first = view.at(0).matrix();
+        let first = view.first();
         if view.batch() > 0 && overlaps_itself(&first) {
             return Err(Error::SelfOverlap {
                 arg,
@@ -93,14 +93,14 @@ impl Call {
     }
 
     /// Adds an argument that is read and has one fp32 element per matrix.
-    pub(super) fn one_input(&mut self, arg: impl Into<Arg>, view: &View) -> Result<(), Error> {
+    pub(super) fn one_input(&mut self, arg: impl Into<Arg>, view: &View<'a>) -> Result<(), Error> {
         let arg = arg.into();
         self.input(arg, view, Kind::F32)?;
         one(arg, view.shape())
     }
 
     /// Adds an argument that is written and has one fp32 element per matrix.
-    pub(super) fn one_output(&mut self, arg: impl Into<Arg>, view: &ViewMut) -> Result<(), Error> {
+    pub(super) fn one_output(&mut self, arg: impl Into<Arg>, view: &'a ViewMut) -> Result<(), Error> {
         let arg = arg.into();
         self.output(arg, view, Kind::F32)?;
         one(arg, view.shape())
@@ -110,8 +110,8 @@ impl Call {
     pub(super) fn planes(
         &mut self,
         (rows, cols): (usize, usize),
-        rowwise: Option<&ViewMut>,
-        columnwise: Option<&ViewMut>,
+        rowwise: Option<&'a ViewMut>,
+        columnwise: Option<&'a ViewMut>,
     ) -> Result<Fp8Format, Error> {
         let first = rowwise.or(columnwise).ok_or_else(no_plane)?;
         let format = first.dtype();
@@ -173,7 +173,7 @@ impl Call {
         Err(Error::Device { arg, got: device, expected, with })
     }
 
-    fn memory(&mut self, arg: Arg, region: Region, written: bool) -> Result<(), Error> {
+    fn memory(&mut self, arg: Arg, region: Region<'a>, written: bool) -> Result<(), Error> {
         let Some(extent) = region.extent() else { return Ok(()) };
         let (ptr, size) = (region.matrix.ptr, region.matrix.dtype.size());
         if ptr.is_null() {

@@ -7,7 +7,6 @@ use pyo3::prelude::*;
 use super::parse;
 use super::tensors::Arguments;
 use crate::error::Error;
-use crate::format::wide::narrowed;
 use crate::layout::{DType, ViewMut};
 use crate::ops::{self, AdamW, AdamWTensor, BlockScale, Hyper, Numbers, Target};
 
@@ -59,12 +58,6 @@ fn adamw<'py>(
     let params = args.outputs("params", params, batch)?;
     let as_param = |i: usize, _| params.get(i).is_some_and(|param| param.batch() != 1);
     let count = params.len();
-    let length = |name: &'static str, got: usize, optional: bool| {
-        if got == count || optional && got == 0 {
-            return Ok(());
-        }
-        Err(PyErr::from(Error::Length { arg: name.into(), got, expected: count, with: "params" }))
-    };
     let grads = args.inputs("grads", grads, batch)?;
     let exp_avgs = args.outputs("exp_avgs", exp_avgs, batch)?;
     let exp_avg_sqs = args.outputs("exp_avg_sqs", exp_avg_sqs, batch)?;
@@ -85,24 +78,29 @@ fn adamw<'py>(
         ("offsets", offsets.len(), false),
         ("streams", streams.len(), false),
     ] {
-        length(name, got, optional)?;
-    }
-    let target = match block[..] {
-        [] if scales.is_empty() => Target::Plain,
-        [] if new_scales.is_empty() => Target::Measure,
-        [] => Target::Tensor,
-        [rows, cols] => {
-            let scale = match scales.first().map(ViewMut::dtype) {
-                Some(DType::E8m0) => BlockScale::E8m0(parse::rounding(rounding)?),
-                _ => BlockScale::F32(parse::scale_rule(power_2_scale, amax_epsilon, 0)),
-            };
-            Target::Blocks(parse::block(rows, cols)?, scale)
+        if got != count && !(optional && got == 0) {
+            return Err(Error::Length { arg: name.into(), got, expected: count, with: "params" }.into());
         }
-        _ => {
+    }
+
+    let scale_dtype = scales.first().map(ViewMut::dtype);
+    let target = if block.is_empty() {
+        match (scale_dtype, new_scales.is_empty()) {
+            (None, _) => Target::Plain,
+            (Some(_), true) => Target::Measure,
+            (Some(_), false) => Target::Tensor,
+        }
+    } else {
+        let &[rows, cols] = &block[..] else {
             let message =
                 format!("block is {block:?}; it must be empty or two sizes, where -1 is the whole extent");
             return Err(PyValueError::new_err(message));
-        }
+        };
+        let scale = match scale_dtype {
+            Some(DType::E8m0) => BlockScale::E8m0(parse::rounding(rounding)?),
+            _ => BlockScale::F32(parse::scale_rule(power_2_scale, amax_epsilon, 0)),
+        };
+        Target::Blocks(parse::block(rows, cols)?, scale)
     };
     let shared = AdamW {
         hyper: Hyper { lr, beta1, beta2, eps, weight_decay, maximize },
@@ -154,5 +152,5 @@ fn random_uniform<'py>(
     let x = args.output("x", x)?;
     let step = args.optional_input("step", step)?;
     let numbers = Numbers { seed: seed as u64, offset, stream, step };
-    args.run(|stream| ops::random_uniform(x, numbers, (narrowed(low), narrowed(high)), stream))
+    args.run(|stream| ops::random_uniform(x, numbers, (parse::narrowed(low), parse::narrowed(high)), stream))
 }

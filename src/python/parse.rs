@@ -4,7 +4,6 @@ use pyo3::PyErr;
 use pyo3::exceptions::PyValueError;
 
 use crate::format::e8m0::Rounding;
-use crate::format::wide::narrowed;
 use crate::layout::Block;
 use crate::ops::{Activation, Axis, ScaleRule};
 
@@ -16,6 +15,17 @@ impl From<Refused> for PyErr {
     fn from(Refused(message): Refused) -> Self {
         PyValueError::new_err(message)
     }
+}
+
+/// Converts `value` to fp32, rounding to nearest even. The result does not depend on whether the calling
+/// thread flushes subnormals (`torch.set_flush_denormal`).
+pub(super) fn narrowed(value: f64) -> f32 {
+    if value.is_nan() || value.abs() >= f64::from(f32::MIN_POSITIVE) {
+        return value as f32;
+    }
+    // Count in units of the smallest fp32 subnormal. Multiplying by 2^149 avoids fp64 subnormals.
+    let units = (value.abs() * f64::from_bits((1023 + 149) << 52)).round_ties_even() as u32;
+    f32::from_bits(units).copysign(if value.is_sign_negative() { -1.0 } else { 1.0 })
 }
 
 /// Clamps a margin to i32. Every clamped value is also outside the range that operations accept, so the

@@ -2,8 +2,8 @@
 
 use pyo3::prelude::*;
 
+use super::parse;
 use super::tensors::Arguments;
-use crate::format::wide::narrowed;
 use crate::ops;
 
 functions!(sum_rows);
@@ -18,5 +18,5 @@ fn sum_rows<'py>(
 ) -> PyResult<()> {
     let args = Arguments::new(py);
     let (out, x) = (args.output("out", out)?, args.input("x", x)?);
-    args.run(|stream| ops::sum_rows(out, x, narrowed(divisor), stream))
+    args.run(|stream| ops::sum_rows(out, x, parse::narrowed(divisor), stream))
 }

@@ -206,11 +206,11 @@ impl<F: FnOnce() -> T, T> AssertSend<F> {
     }
 }
 
-/// Known types by address, each with its exchange API.
-static KNOWN: Mutex<Vec<(usize, Option<&'static ExchangeApi>)>> = Mutex::new(Vec::new());
+/// The types that were looked up, by address, each with its exchange API.
+static EXCHANGE_APIS: Mutex<Vec<(usize, Option<&'static ExchangeApi>)>> = Mutex::new(Vec::new());
 
 /// Limit on the number of cached types, because each is kept alive forever.
-const MAX_KNOWN: usize = 64;
+const MAX_CACHED: usize = 64;
 
 thread_local! {
     /// The type that this thread looked up last.
@@ -227,10 +227,10 @@ pub(super) fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'stati
     // Python code never runs while the lock is held, and the interpreter is held. Therefore a fork cannot
     // copy a locked mutex.
     {
-        let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = known.iter().find(|(known, _)| *known == address) {
-            LAST.set(*known);
-            return Ok(known.1);
+        let cached = EXCHANGE_APIS.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(entry) = cached.iter().find(|(class, _)| *class == address) {
+            LAST.set(*entry);
+            return Ok(entry.1);
         }
     }
     let api = match class.getattr_opt("__dlpack_c_exchange_api__")? {
@@ -246,11 +246,11 @@ pub(super) fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'stati
             unsafe { ExchangeApi::compatible(table.cast()) }
         }
     };
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    if known.len() < MAX_KNOWN {
+    let mut cached = EXCHANGE_APIS.lock().unwrap_or_else(PoisonError::into_inner);
+    if cached.len() < MAX_CACHED {
         // Leak a reference to the type, so that its address is never reused for another type.
         let _ = class.clone().into_ptr();
-        known.push((address, api));
+        cached.push((address, api));
     }
     Ok(api)
 }

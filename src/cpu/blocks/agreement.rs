@@ -6,8 +6,8 @@ use proptest::prelude::*;
 use super::definition::{self, cells, put};
 use crate::cpu::simd::on_each_level;
 use crate::format::e8m0::Rounding;
-use crate::layout::{Block, DType, View, ViewMut, packed};
-use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
+use crate::layout::{Block, BlockFormat, DType, FORMATS, View, ViewMut, block_extents, packed};
+use crate::spec::{Axis, BlockCall, BlockInputs, BlockPlane, BlockScale, BlockSpec, ScaleRule};
 
 type Quantize = dyn Fn(BlockCall);
 type Amax = dyn Fn(View, Block, usize, ViewMut);
@@ -115,7 +115,8 @@ fn input() -> impl Strategy<Value = (Filled, usize)> {
 impl Filled {
     fn fill(&self) -> Buffer {
         let mut buffer = Buffer::new(self.dtype, (self.rows, self.cols), self.lay);
-        let m = buffer.view_mut().matrix();
+        let view = buffer.view_mut();
+        let m = view.matrix();
         for (i, (row, col)) in cells(self.rows, self.cols).enumerate() {
             // The stride is coprime to most lengths, so that neighbours differ from row to row.
             let x = self.values[(i * 7 + row) % self.values.len()];
@@ -130,22 +131,17 @@ impl Filled {
 }
 
 fn spec() -> impl Strategy<Value = BlockSpec> {
-    let rounding = prop_oneof![Just(Rounding::Ceil), Just(Rounding::Floor)];
-    let mx = (prop_oneof![Just(1_usize), Just(32)], rounding, any::<bool>()).prop_map(
-        |(rows, rounding, packed)| BlockSpec {
-            block: Block { rows, cols: 32 },
-            scale: BlockScale::E8m0(rounding),
-            row_offset: 0,
-            packed,
-        },
-    );
-    let blocks = [Block::ROW, Block { rows: 1, cols: 128 }, Block { rows: 128, cols: 128 }];
-    let f32s = (prop::sample::select(blocks.to_vec()), any::<bool>(), prop_oneof![Just(0.0_f32), Just(1e-3)]);
-    let f32s = f32s.prop_map(|(block, power_of_2, amax_epsilon)| {
+    let format = prop::sample::select(FORMATS.to_vec());
+    let e8m0 = (prop_oneof![Just(Rounding::Ceil), Just(Rounding::Floor)], any::<bool>());
+    let f32 = (any::<bool>(), prop_oneof![Just(0.0_f32), Just(1e-3)]);
+    (format, e8m0, f32).prop_map(|(format, (rounding, packed), (power_of_2, amax_epsilon))| {
+        let block = format.block;
+        if format.scale_dtype == DType::E8m0 {
+            return BlockSpec { block, scale: BlockScale::E8m0(rounding), row_offset: 0, packed };
+        }
         let rule = ScaleRule { power_of_2, amax_epsilon, margin: 0 };
         BlockSpec { block, scale: BlockScale::F32(rule), row_offset: 0, packed: false }
-    });
-    prop_oneof![mx, f32s]
+    })
 }
 
 fn fp8() -> impl Strategy<Value = DType> {
@@ -182,7 +178,7 @@ impl Quantization {
             Filled { rows: grid.0, cols: grid.1, lay: Lay::Spread, dtype: DType::F32, values }.fill()
         };
         let (amax, amax_t, column_scale) = (factors(grid), factors(grid_t), factors((1, cols)));
-        let given = Given {
+        let inputs = BlockInputs {
             amax: (self.amax && (*rowwise || block.is_square())).then(|| amax.view()),
             amax_columnwise: (self.amax && *columnwise && !block.is_square()).then(|| amax_t.view()),
             column_scale: (self.column_scale && *rowwise && block == Block::ROW).then(|| column_scale.view()),
@@ -201,7 +197,7 @@ impl Quantization {
                 x: x.view(),
                 spec: *spec,
                 format: dtype.fp8().unwrap(),
-                given,
+                inputs,
                 rowwise: rowwise.then(|| BlockPlane { codes: codes.view_mut(), scales: scales.view_mut() }),
                 columnwise: columnwise
                     .then(|| BlockPlane { codes: codes_t.view_mut(), scales: scales_t.view_mut() }),
@@ -243,7 +239,8 @@ impl Rebasing<'_> {
         let (rows, cols) = self.shape;
         let fill = |dtype, shape: (usize, usize), lay, bytes: &[u8]| {
             let mut buffer = Buffer::new(dtype, shape, lay);
-            let m = buffer.view_mut().matrix();
+            let view = buffer.view_mut();
+            let m = view.matrix();
             for (i, (row, col)) in cells(shape.0, shape.1).enumerate() {
                 put(&m, row, col, bytes[(i * 7 + row) % bytes.len()]);
             }
@@ -283,8 +280,8 @@ proptest! {
     #[test]
     fn block_amax_matches_the_definition(
         (input, row_offset) in input(),
-        rows in prop::sample::select(vec![1, 32, 128, Block::ALL]),
-        cols in prop::sample::select(vec![1, 32, 128, Block::ALL]),
+        rows in prop::sample::select(block_extents()),
+        cols in prop::sample::select(block_extents()),
         out_lay in lay(),
     ) {
         check_block_amax(&input, row_offset, Block { rows, cols }, out_lay);
@@ -322,30 +319,27 @@ fn large(dtype: DType, lay: Lay) -> Filled {
 
 #[test]
 fn quantize_blocks_over_threads_matches_the_definition() {
-    let mx = |rows, rounding, packed, row_offset| BlockSpec {
-        block: Block { rows, cols: 32 },
-        scale: BlockScale::E8m0(rounding),
-        row_offset,
-        packed,
+    let spec = |format: &BlockFormat, variant: bool, row_offset| {
+        let scale = match format.scale_dtype {
+            DType::E8m0 => BlockScale::E8m0(if variant { Rounding::Floor } else { Rounding::Ceil }),
+            _ => BlockScale::F32(ScaleRule { power_of_2: variant, ..Default::default() }),
+        };
+        BlockSpec { block: format.block, scale, row_offset, packed: false }
     };
-    let f32s = |block, power_of_2, row_offset| {
-        let scale = BlockScale::F32(ScaleRule { power_of_2, ..Default::default() });
-        BlockSpec { block, scale, row_offset, packed: false }
-    };
-    for (spec, column_scale) in [
-        (mx(1, Rounding::Ceil, false, 0), false),
-        (mx(1, Rounding::Floor, true, 64), false),
-        (mx(32, Rounding::Ceil, false, 45), false),
-        (mx(32, Rounding::Ceil, true, 0), false),
-        (f32s(Block { rows: 1, cols: 128 }, true, 0), false),
-        (f32s(Block { rows: 128, cols: 128 }, false, 77), false),
-        (f32s(Block::ROW, false, 0), false),
-        (f32s(Block::ROW, true, 0), true),
-    ] {
-        for (dtype, lay) in [(DType::Bf16, Lay::Rows), (DType::F32, Lay::Columns)] {
-            let (input, lays) = (large(dtype, lay), (Lay::Rows, Lay::Rows));
-            let (dtype, directions, amax) = (DType::E4m3, [true, true], false);
-            Quantization { input, spec, dtype, lays, directions, amax, column_scale }.check();
+    for format in &FORMATS {
+        let mut cases = vec![(spec(format, false, 45), false), (spec(format, true, 77), false)];
+        if format.scale_dtype == DType::E8m0 {
+            cases.push((BlockSpec { packed: true, ..spec(format, true, 64) }, false));
+        }
+        if format.block == Block::ROW {
+            cases.push((spec(format, true, 0), true));
+        }
+        for (spec, column_scale) in cases {
+            for (dtype, lay) in [(DType::Bf16, Lay::Rows), (DType::F32, Lay::Columns)] {
+                let (input, lays) = (large(dtype, lay), (Lay::Rows, Lay::Rows));
+                let (dtype, directions, amax) = (DType::E4m3, [true, true], false);
+                Quantization { input, spec, dtype, lays, directions, amax, column_scale }.check();
+            }
         }
     }
 }

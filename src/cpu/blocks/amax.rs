@@ -44,11 +44,11 @@ pub(super) fn maxima(
 }
 
 struct Maxima<'a, T> {
-    x: Matrix,
+    x: Matrix<'a>,
     column_scale: Option<&'a [f32]>,
     block: Block,
     block_offset: usize,
-    out: &'a Matrix,
+    out: &'a Matrix<'a>,
     strip: usize,
     element: PhantomData<T>,
 }
@@ -119,9 +119,9 @@ pub(super) fn raise_maxima<T: Element>(columns: &mut [T::Bits; CHUNK], xs: &[T])
 /// Returns the absolute maximum of the products, as fp32 bits.
 #[inline(always)]
 fn scaled_amax<T: Element>(xs: &[T], column_scale: &[f32]) -> u32 {
-    let mut found = 0;
+    let mut largest = 0;
     for (x, column_scale) in xs.iter().zip(column_scale) {
-        found = found.max((x.widen() * column_scale).magnitude());
+        largest = largest.max((x.widen() * column_scale).magnitude());
     }
-    found
+    largest
 }

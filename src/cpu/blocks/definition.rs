@@ -75,7 +75,7 @@ struct Direction<'a> {
     shape: (usize, usize),
     first: (usize, usize),
     value: &'a dyn Fn(usize, usize) -> f32,
-    amax: Option<Matrix>,
+    amax: Option<Matrix<'a>>,
 }
 
 fn quantize_plane(direction: &Direction, spec: &BlockSpec, format: Fp8Format, plane: &BlockPlane) {
@@ -122,10 +122,10 @@ fn quantize_plane(direction: &Direction, spec: &BlockSpec, format: Fp8Format, pl
 }
 
 pub(super) fn quantize_blocks(call: BlockCall) {
-    let BlockCall { x, spec, format, given, rowwise, columnwise } = call;
-    let (x, column_scale) = (x.matrix(), given.column_scale.map(|column_scale| column_scale.matrix()));
+    let BlockCall { x, spec, format, inputs, rowwise, columnwise } = call;
+    let (x, column_scale) = (x.matrix(), inputs.column_scale.map(|column_scale| column_scale.matrix()));
     let square = spec.block.rows == spec.block.cols;
-    let amax = given.amax.map(|amax| amax.matrix());
+    let amax = inputs.amax.map(|amax| amax.matrix());
     if let Some(plane) = rowwise {
         let value = |row, col| {
             let x = load(&x, row, col);
@@ -137,14 +137,9 @@ pub(super) fn quantize_blocks(call: BlockCall) {
     if let Some(plane) = columnwise {
         // The transposed matrix. Its columns are the rows of x, so they start inside the whole matrix.
         let value = |row, col| load(&x, col, row);
-        let transposed = amax.map(|m| Matrix {
-            rows: m.cols,
-            cols: m.rows,
-            row_stride: m.col_stride,
-            col_stride: m.row_stride,
-            ..m
-        });
-        let amax = if square { transposed } else { given.amax_columnwise.map(|amax| amax.matrix()) };
+        let transposed = amax
+            .map(|m| Matrix::new(m.ptr, m.dtype, m.device, (m.cols, m.rows), (m.col_stride, m.row_stride)));
+        let amax = if square { transposed } else { inputs.amax_columnwise.map(|amax| amax.matrix()) };
         let (shape, first) = ((x.cols, x.rows), (0, spec.row_offset));
         quantize_plane(&Direction { shape, first, value: &value, amax }, &spec, format, &plane);
     }

@@ -22,6 +22,7 @@ mod scales;
 use std::ops::Range;
 
 use super::tile;
+use crate::layout::holds_whole_blocks;
 
 pub(crate) use amax::block_amax;
 pub(crate) use quantize::quantize_blocks;
@@ -33,6 +34,8 @@ const STRIP: usize = 128;
 
 /// Columns of a chunk: a multiple of the columns of every block.
 const CHUNK: usize = tile::COLS;
+
+const _: () = assert!(holds_whole_blocks(STRIP, CHUNK));
 
 /// Returns the number of strips for `rows` rows. `block_offset` rows of the first strip lie before row 0.
 fn strips(rows: usize, block_offset: usize) -> usize {

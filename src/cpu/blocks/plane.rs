@@ -10,25 +10,25 @@ const RUN: usize = 64;
 
 /// One direction, expressed as a rowwise one. For the columnwise plane, `x` is transposed.
 #[derive(Clone, Copy)]
-pub(super) struct Plane {
-    pub(super) x: Matrix,
+pub(super) struct Plane<'a> {
+    pub(super) x: Matrix<'a>,
     pub(super) block: Block,
     /// The rows and columns of the first block that lie before `x`.
     pub(super) block_offset: (usize, usize),
     pub(super) scale: BlockScale,
     pub(super) format: Fp8Format,
-    pub(super) amax: Option<Matrix>,
-    pub(super) column_scale: Option<Matrix>,
-    pub(super) codes: Matrix,
-    pub(super) scales: Matrix,
+    pub(super) amax: Option<Matrix<'a>>,
+    pub(super) column_scale: Option<Matrix<'a>>,
+    pub(super) codes: Matrix<'a>,
+    pub(super) scales: Matrix<'a>,
     pub(super) packed: bool,
 }
 
-impl Plane {
+impl<'a> Plane<'a> {
     /// Returns the rowwise and the columnwise direction of a call, or None for a direction that is not
     /// requested.
-    pub(super) fn of(call: &BlockCall) -> [Option<Self>; 2] {
-        let BlockCall { x, spec, format, given, .. } = call;
+    pub(super) fn of(call: &'a BlockCall) -> [Option<Self>; 2] {
+        let BlockCall { x, spec, format, inputs, .. } = call;
         let block = spec.block;
         let rowwise = call.rowwise.as_ref().map(|plane| Self {
             x: x.matrix(),
@@ -36,8 +36,8 @@ impl Plane {
             block_offset: (block.block_offset(spec.row_offset), 0),
             scale: spec.scale,
             format: *format,
-            amax: given.amax.map(|m| m.matrix()),
-            column_scale: given.column_scale.map(|m| m.matrix()),
+            amax: inputs.amax.map(|m| m.matrix()),
+            column_scale: inputs.column_scale.map(|m| m.matrix()),
             codes: plane.codes.matrix(),
             scales: plane.scales.matrix(),
             packed: spec.packed,
@@ -49,9 +49,9 @@ impl Plane {
             scale: spec.scale,
             format: *format,
             amax: if block.is_square() {
-                given.amax.map(|m| m.matrix().transposed())
+                inputs.amax.map(|m| m.matrix().transposed())
             } else {
-                given.amax_columnwise.map(|m| m.matrix())
+                inputs.amax_columnwise.map(|m| m.matrix())
             },
             column_scale: None,
             codes: plane.codes.matrix(),
@@ -71,32 +71,32 @@ impl Plane {
     }
 
     /// Computes and writes the scales of a run of blocks. Block i is at position `at(i)`. If maxima are
-    /// given, they replace `found`. Stores the factors that the blocks' elements are multiplied by.
+    /// given, they replace `maxima`. Stores the factors that the blocks' elements are multiplied by.
     #[inline(always)]
     pub(super) fn finish(
         &self,
         at: impl Fn(usize) -> (usize, usize),
-        found: &mut [u32],
+        maxima: &mut [u32],
         factors: &mut [f32],
     ) {
-        if let Some(given) = &self.amax {
-            for (i, found) in found.iter_mut().enumerate() {
+        if let Some(amaxes) = &self.amax {
+            for (i, amax) in maxima.iter_mut().enumerate() {
                 let (r, c) = at(i);
                 // SAFETY: `ops` checks that there is one fp32 element for each block.
-                *found = unsafe { given.read(r, c) };
+                *amax = unsafe { amaxes.read(r, c) };
             }
         }
         let format = self.format;
-        for (start, (found, factors)) in found.chunks(RUN).zip(factors.chunks_mut(RUN)).enumerate() {
+        for (start, (maxima, factors)) in maxima.chunks(RUN).zip(factors.chunks_mut(RUN)).enumerate() {
             let at = |i| at(start * RUN + i);
             match self.scale {
                 BlockScale::F32(rule) => {
                     let mut scales = [0.0; RUN];
-                    for ((found, scale), factor) in found.iter().zip(&mut scales).zip(factors) {
-                        *scale = rule.scale(f32::from_bits(*found), format);
+                    for ((amax, scale), factor) in maxima.iter().zip(&mut scales).zip(factors) {
+                        *scale = rule.scale(f32::from_bits(*amax), format);
                         *factor = scale::reciprocal(*scale);
                     }
-                    for (i, scale) in scales[..found.len()].iter().enumerate() {
+                    for (i, scale) in scales[..maxima.len()].iter().enumerate() {
                         let (r, c) = at(i);
                         // SAFETY: the output is fp32 with one element per block, and each is written by one
                         // thread.
@@ -105,11 +105,11 @@ impl Plane {
                 }
                 BlockScale::E8m0(rounding) => {
                     let mut bytes = [0; RUN];
-                    for ((found, byte), factor) in found.iter().zip(&mut bytes).zip(factors) {
-                        *byte = e8m0::from_amax(f32::from_bits(*found), format, rounding);
+                    for ((amax, byte), factor) in maxima.iter().zip(&mut bytes).zip(factors) {
+                        *byte = e8m0::from_amax(f32::from_bits(*amax), format, rounding);
                         *factor = e8m0::reciprocal(*byte);
                     }
-                    for (i, byte) in bytes[..found.len()].iter().enumerate() {
+                    for (i, byte) in bytes[..maxima.len()].iter().enumerate() {
                         let (r, c) = at(i);
                         self.put_byte(r, c, *byte);
                     }
@@ -136,9 +136,9 @@ impl Plane {
 /// Returns the largest of the magnitudes, as fp32 bits.
 #[inline(always)]
 pub(super) fn largest<T: Element>(magnitudes: &[T::Bits]) -> u32 {
-    let mut found = T::Bits::default();
+    let mut maximum = T::Bits::default();
     for &bits in magnitudes {
-        found = found.max(bits);
+        maximum = maximum.max(bits);
     }
-    T::widen_magnitude(found)
+    T::widen_magnitude(maximum)
 }

@@ -14,11 +14,11 @@ use crate::cpu::tile::{Fill, by_tiles};
 use crate::cpu::types::{with_codes, with_element};
 use crate::cpu::{pool, rows};
 use crate::format::Fp8Format;
-use crate::layout::{Block, DType, Device, Matrix};
+use crate::layout::{Block, DType, Device, Matrix, narrowest_block};
 use crate::spec::BlockCall;
 
 /// Columns of the narrowest block.
-const NARROWEST: usize = 32;
+const NARROWEST: usize = narrowest_block();
 
 /// See [`crate::ops::quantize_blocks`].
 pub(crate) fn quantize_blocks(call: BlockCall) {
@@ -44,13 +44,13 @@ fn zero(packed: &Matrix) {
 
 /// The quantization of x, or of its transpose if that has the contiguous rows. The "walked matrix" is the one
 /// of the two that is read.
-struct Job {
-    x: Matrix,
+struct Job<'a> {
+    x: Matrix<'a>,
     format: Fp8Format,
     /// The plane with blocks along the rows of the walked matrix. Codes keep their positions.
-    along: Option<Plane>,
+    along: Option<Plane<'a>>,
     /// The plane with blocks down the columns of the walked matrix. Codes are written transposed.
-    across: Option<Plane>,
+    across: Option<Plane<'a>>,
     /// Rows of the first block that lie before the walked matrix.
     block_offset: usize,
     /// With one scale per line: the factors of the rows and of the columns of the walked matrix, for `along`
@@ -59,8 +59,8 @@ struct Job {
     column_scale: Option<Vec<f32>>,
 }
 
-impl Job {
-    fn new(call: &BlockCall) -> Self {
+impl<'a> Job<'a> {
+    fn new(call: &'a BlockCall) -> Self {
         let (x, format) = (call.x.matrix(), call.format);
         let [rowwise, columnwise] = Plane::of(call);
         let any = rowwise.or(columnwise).expect("validated: at least one output");
@@ -105,22 +105,26 @@ impl Job {
 /// line of the walked matrix.
 fn line_factors(plane: &Plane, x: Matrix, column_scale: Option<&[f32]>, block: Block) -> Vec<f32> {
     let lines = plane.x.rows;
-    let mut found = vec![0_u32; lines];
+    let mut block_maxima = vec![0_u32; lines];
     if plane.amax.is_none() {
-        let (rows, cols) = block.grid(x.rows, x.cols);
-        let (row_stride, col_stride) = (cols as isize, 1);
-        let ptr = found.as_mut_ptr().cast();
-        let out = Matrix { ptr, dtype: DType::F32, device: Device::Cpu, rows, cols, row_stride, col_stride };
+        let grid = block.grid(x.rows, x.cols);
+        let out = Matrix::new(
+            block_maxima.as_mut_ptr().cast(),
+            DType::F32,
+            Device::Cpu,
+            grid,
+            (grid.1 as isize, 1),
+        );
         maxima(x, column_scale, block, 0, &out);
     }
     let mut factors = vec![0.0; lines];
-    plane.finish(|line| (line, 0), &mut found, &mut factors);
+    plane.finish(|line| (line, 0), &mut block_maxima, &mut factors);
     factors
 }
 
 /// One chunk of one strip.
 struct Part<'a, T, C> {
-    job: &'a Job,
+    job: &'a Job<'a>,
     strip: usize,
     cols: Range<usize>,
     types: PhantomData<(T, C)>,
@@ -128,9 +132,9 @@ struct Part<'a, T, C> {
 
 /// The factors of a chunk's elements.
 struct Factors {
-    /// For `along`: [row of the strip][block].
+    /// For `along`, by row of the strip and block.
     along: Box<[[f32; CHUNK / NARROWEST]; STRIP]>,
-    /// For `across`: [row of blocks in the strip][column].
+    /// For `across`, by row of blocks in the strip and column.
     across: Box<[[f32; CHUNK]; STRIP / NARROWEST]>,
 }
 
@@ -209,16 +213,16 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
             // SAFETY: this is a part of a row of the input, and `T` is the type of its dtype.
             let xs = unsafe { self.job.x.row::<T>(row, self.cols.clone(), buffer) };
             let to = &mut factors.along[self.in_strip(row)];
-            let mut found = [0; CHUNK / NARROWEST];
+            let mut block_maxima = [0; CHUNK / NARROWEST];
             if plane.amax.is_none() {
-                if size == NARROWEST {
-                    maxima_of::<T, NARROWEST>(xs, &mut found);
-                } else {
-                    maxima_of::<T, 128>(xs, &mut found);
+                match size {
+                    NARROWEST => maxima_of::<T, NARROWEST>(xs, &mut block_maxima),
+                    128 => maxima_of::<T, 128>(xs, &mut block_maxima),
+                    _ => unreachable!("no instance for blocks of {size} columns"),
                 }
             }
             let blocks = xs.len().div_ceil(size);
-            plane.finish(|i| (row, first + i), &mut found[..blocks], &mut to[..blocks]);
+            plane.finish(|i| (row, first + i), &mut block_maxima[..blocks], &mut to[..blocks]);
         }
     }
 
@@ -242,34 +246,37 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
                 self.column_maxima(rows, buffer)
             };
             let to = &mut factors.across[block % (STRIP / size)];
-            let mut found = columns.map(T::widen_magnitude);
+            let mut block_maxima = columns.map(T::widen_magnitude);
             let (first, count) = (self.cols.start, self.cols.len());
-            plane.finish(|i| (first + i, block), &mut found[..count], &mut to[..count]);
+            plane.finish(|i| (first + i, block), &mut block_maxima[..count], &mut to[..count]);
         }
     }
 
     #[inline(always)]
     fn find_square(&self, size: usize, factors: &mut Factors, buffer: &mut Vec<T>) {
         let Job { along, across, .. } = self.job;
-        let given = along.or(*across).is_some_and(|plane| plane.amax.is_some());
+        let has_amaxes = along.or(*across).is_some_and(|plane| plane.amax.is_some());
         for (block, rows) in self.row_blocks(size) {
-            let columns =
-                if given { [T::Bits::default(); CHUNK] } else { self.column_maxima(rows.clone(), buffer) };
-            let mut found = [0; CHUNK / NARROWEST];
+            let columns = if has_amaxes {
+                [T::Bits::default(); CHUNK]
+            } else {
+                self.column_maxima(rows.clone(), buffer)
+            };
+            let mut block_maxima = [0; CHUNK / NARROWEST];
             let mut factor = [0.0; CHUNK / NARROWEST];
             let blocks = self.cols.len().div_ceil(size);
-            for (columns, found) in columns[..self.cols.len()].chunks(size).zip(&mut found) {
-                *found = largest::<T>(columns);
+            for (columns, amax) in columns[..self.cols.len()].chunks(size).zip(&mut block_maxima) {
+                *amax = largest::<T>(columns);
             }
             let first = self.cols.start / size;
             if let Some(plane) = along {
-                plane.finish(|i| (block, first + i), &mut found[..blocks], &mut factor[..blocks]);
+                plane.finish(|i| (block, first + i), &mut block_maxima[..blocks], &mut factor[..blocks]);
                 for row in rows {
                     factors.along[self.in_strip(row)] = factor;
                 }
             }
             if let Some(plane) = across {
-                plane.finish(|i| (first + i, block), &mut found[..blocks], &mut factor[..blocks]);
+                plane.finish(|i| (first + i, block), &mut block_maxima[..blocks], &mut factor[..blocks]);
                 let to = &mut factors.across[block % (STRIP / size)];
                 for (to, factor) in to.chunks_mut(size).zip(factor) {
                     to.fill(factor);
@@ -295,13 +302,15 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
                 &mut line[..self.cols.len()]
             };
             let along = &factors.along[self.in_strip(row)];
-            match column_scale {
-                Some(column_scale) => cast_column_scaled::<T, C>(xs, column_scale, along[0], out),
-                None if size == NARROWEST => cast_blocks::<T, C, NARROWEST>(xs, along, out),
-                None if size == CHUNK => {
+            match (column_scale, size) {
+                (Some(column_scale), _) => cast_column_scaled::<T, C>(xs, column_scale, along[0], out),
+                (None, NARROWEST) => cast_blocks::<T, C, NARROWEST>(xs, along, out),
+                (None, 128) => cast_blocks::<T, C, 128>(xs, along, out),
+                // Blocks of whole rows.
+                (None, CHUNK) => {
                     rows::cast::<T, C, false>(xs, along[0], out);
                 }
-                None => cast_blocks::<T, C, 128>(xs, along, out),
+                _ => unreachable!("no instance for blocks of {size} columns"),
             }
             if !contiguous {
                 for (col, code) in self.cols.clone().zip(line) {
@@ -342,26 +351,26 @@ impl<T: Element, C: Codes> Fill for Across<'_, T, C> {
 /// Computes the absolute maxima of blocks of N elements, as fp32 bits. The constant length lets the compiler
 /// vectorize short loops well.
 #[inline(always)]
-fn maxima_of<T: Element, const N: usize>(xs: &[T], found: &mut [u32]) {
-    let (blocks, rest) = xs.as_chunks::<N>();
-    for (block, found) in blocks.iter().zip(&mut *found) {
-        *found = rows::amax(block);
+fn maxima_of<T: Element, const N: usize>(xs: &[T], block_maxima: &mut [u32]) {
+    let (blocks, tail) = xs.as_chunks::<N>();
+    for (block, amax) in blocks.iter().zip(&mut *block_maxima) {
+        *amax = rows::amax(block);
     }
-    if !rest.is_empty() {
-        found[blocks.len()] = rows::amax(rest);
+    if !tail.is_empty() {
+        block_maxima[blocks.len()] = rows::amax(tail);
     }
 }
 
 /// Computes out = encode(x * factor), with one factor for each block of N elements.
 #[inline(always)]
 fn cast_blocks<T: Element, C: Codes, const N: usize>(xs: &[T], factors: &[f32], out: &mut [u8]) {
-    let (blocks, rest) = xs.as_chunks::<N>();
+    let (blocks, tail) = xs.as_chunks::<N>();
     let (out_blocks, out_rest) = out.as_chunks_mut::<N>();
     for ((block, out), factor) in blocks.iter().zip(out_blocks).zip(factors) {
         rows::cast::<T, C, false>(block, *factor, out);
     }
-    if !rest.is_empty() {
-        rows::cast::<T, C, false>(rest, factors[blocks.len()], out_rest);
+    if !tail.is_empty() {
+        rows::cast::<T, C, false>(tail, factors[blocks.len()], out_rest);
     }
 }
 

@@ -37,12 +37,12 @@ pub(crate) fn rebase(codes: View, scales: View, block: Block, axis: Axis, out: V
     pool::for_each(strips(codes.rows, 0), parallel, |index| {
         with_codes!(format, C => dispatch(Strip::<C> { job: &job, index, format: PhantomData }));
     });
-    for (line, seen) in job.lines.iter().enumerate() {
+    for (line, nonzero) in job.lines.iter().enumerate() {
         let largest = match axis {
             Axis::Rows => job.largest[line / block.rows],
             Axis::Columns => job.largest[line / BLOCK],
         };
-        let scale = if seen.load(Ordering::Relaxed) == 0 { 1.0 } else { e8m0::decode(largest) };
+        let scale = if nonzero.load(Ordering::Relaxed) == 0 { 1.0 } else { e8m0::decode(largest) };
         // SAFETY: the output is fp32 with one row per line.
         unsafe { scale_out.write(line, 0, scale) };
     }
@@ -53,27 +53,27 @@ fn base(bytes: impl Iterator<Item = u8>) -> u8 {
     bytes.filter(|&byte| byte != e8m0::NAN).max().unwrap_or(0).max(1)
 }
 
-struct Job {
-    codes: Matrix,
-    scales: Matrix,
+struct Job<'a> {
+    codes: Matrix<'a>,
+    scales: Matrix<'a>,
     block: Block,
     axis: Axis,
-    out: Matrix,
+    out: Matrix<'a>,
     /// The base of each row or column of blocks.
     largest: Vec<u8>,
     /// Whether a line has a code that is neither zero nor NaN, in a block that is not NaN.
     lines: Vec<AtomicU8>,
 }
 
-impl Job {
+impl Job<'_> {
     /// Returns the output in the orientation of the codes.
-    fn sink(&self) -> Matrix {
+    fn sink(&self) -> Matrix<'_> {
         if self.axis == Axis::Columns { self.out.transposed() } else { self.out }
     }
 }
 
 struct Strip<'a, C> {
-    job: &'a Job,
+    job: &'a Job<'a>,
     index: usize,
     format: PhantomData<C>,
 }
@@ -87,12 +87,12 @@ impl<C: Codes> Kernel for Strip<'_, C> {
         let rows = part(self.index, STRIP, 0, job.codes.rows);
         for start in (0..job.codes.cols).step_by(CHUNK) {
             let cols = start..(start + CHUNK).min(job.codes.cols);
-            let mut fill = Chunk::<C> { job, seen: [0; CHUNK], buffer: Vec::new(), format: PhantomData };
+            let mut fill = Chunk::<C> { job, nonzero: [0; CHUNK], buffer: Vec::new(), format: PhantomData };
             // SAFETY: only this strip writes the outputs for these rows of the input.
             unsafe { by_tiles(rows.clone(), cols.clone(), &[job.sink()], &mut fill) };
             if job.axis == Axis::Columns {
-                for (line, seen) in job.lines[cols].iter().zip(fill.seen) {
-                    line.fetch_or(seen, Ordering::Relaxed);
+                for (line, nonzero) in job.lines[cols].iter().zip(fill.nonzero) {
+                    line.fetch_or(nonzero, Ordering::Relaxed);
                 }
             }
         }
@@ -101,9 +101,9 @@ impl<C: Codes> Kernel for Strip<'_, C> {
 
 /// Rewrites the codes of a strip in a chunk of columns.
 struct Chunk<'a, C> {
-    job: &'a Job,
+    job: &'a Job<'a>,
     /// Whether a column has a code that is neither zero nor NaN.
-    seen: [u8; CHUNK],
+    nonzero: [u8; CHUNK],
     buffer: Vec<u8>,
     format: PhantomData<C>,
 }
@@ -116,8 +116,8 @@ impl<C: Codes> Fill for Chunk<'_, C> {
         let codes = unsafe { codes.row::<u8>(row, cols.clone(), &mut self.buffer) };
         let r = row / block.rows;
         let mut any = 0;
-        for (i, ((codes, out), seen)) in
-            codes.chunks(BLOCK).zip(line.chunks_mut(BLOCK)).zip(self.seen.chunks_mut(BLOCK)).enumerate()
+        for (i, ((codes, out), nonzero)) in
+            codes.chunks(BLOCK).zip(line.chunks_mut(BLOCK)).zip(self.nonzero.chunks_mut(BLOCK)).enumerate()
         {
             let c = cols.start / BLOCK + i;
             // SAFETY: `ops` checks that there is a scale for each block.
@@ -129,10 +129,10 @@ impl<C: Codes> Fill for Chunk<'_, C> {
             let base = if *axis == Axis::Rows { largest[r] } else { largest[c] };
             // With a factor below 2^-64, every code would become zero as well.
             let factor = e8m0::decode(127 - (base - byte).min(64));
-            for ((code, out), seen) in codes.iter().zip(out).zip(seen) {
+            for ((code, out), nonzero) in codes.iter().zip(out).zip(nonzero) {
                 let value = C::decode(*code);
                 let counts = u8::from(value.abs() > 0.0);
-                *seen |= counts;
+                *nonzero |= counts;
                 any |= counts;
                 *out = C::encode(value * factor);
             }

@@ -4,7 +4,7 @@ use std::ptr;
 
 use super::{Job, blocks_of, each};
 use crate::cuda::driver::{args, launch};
-use crate::cuda::modules::{ByInput, Kernel, by_input, input_index, kernel};
+use crate::cuda::modules::{ByInput, Kernel, Module, by_input, input_index, kernel, module};
 use crate::cuda::views::{ordinal, rows_aligned};
 use crate::error::Error;
 use crate::layout::{Block, DType, Matrix, View, ViewMut};
@@ -67,11 +67,13 @@ struct BlockAmaxArgs {
 
 args!(LinesArgs, LineAmaxArgs, BlockAmaxArgs);
 
-static FILL_LINES: Kernel = kernel!(BlockAmax, "fill_lines", LinesArgs);
-static FILL_GRID: Kernel = kernel!(BlockAmax, "fill_grid", BlockAmaxArgs);
-static LINE_AMAX: ByInput = by_input!(BlockAmax, "line_amax", LineAmaxArgs);
-static TALL_AMAX: ByInput = by_input!(BlockAmax, "tall_amax", BlockAmaxArgs);
-static BLOCK_AMAX: ByInput = by_input!(BlockAmax, "block_amax", BlockAmaxArgs);
+static BLOCK_AMAX_MODULE: Module = module!("block_amax");
+
+static FILL_LINES: Kernel = kernel!(BLOCK_AMAX_MODULE, "fill_lines", LinesArgs);
+static FILL_GRID: Kernel = kernel!(BLOCK_AMAX_MODULE, "fill_grid", BlockAmaxArgs);
+static LINE_AMAX: ByInput = by_input!(BLOCK_AMAX_MODULE, "line_amax", LineAmaxArgs);
+static TALL_AMAX: ByInput = by_input!(BLOCK_AMAX_MODULE, "tall_amax", BlockAmaxArgs);
+static BLOCK_AMAX: ByInput = by_input!(BLOCK_AMAX_MODULE, "block_amax", BlockAmaxArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {

@@ -6,7 +6,7 @@ use std::ptr;
 use super::amax::{LinesArgs, fill, line_amax};
 use super::{Job, blocks_of, tile};
 use crate::cuda::driver::{args, launch};
-use crate::cuda::modules::{ByTypes, by_types, format_index, input_index};
+use crate::cuda::modules::{ByTypes, Module, by_types, format_index, input_index, module};
 use crate::cuda::tensorwise::Rule;
 use crate::cuda::views::{aligned, rows_aligned};
 use crate::error::Error;
@@ -48,13 +48,16 @@ struct RowArgs {
 
 args!(MxRowArgs, RowArgs);
 
-static MX_ROW: ByTypes = by_types!(MxRow, "mx_row", MxRowArgs);
-static MX_ROW_PACKED: ByTypes = by_types!(MxRow, "mx_row_packed", MxRowArgs);
-static ROW_4: ByTypes = by_types!(Row, "row_4", RowArgs);
-static ROW_8: ByTypes = by_types!(Row, "row_8", RowArgs);
-static ROW_LONG: ByTypes = by_types!(Row, "row_long", RowArgs);
-static ROW_SCALED: ByTypes = by_types!(Row, "row_fold", RowArgs);
-static ROW_LONG_SCALED: ByTypes = by_types!(Row, "row_long_fold", RowArgs);
+static MX_ROW_MODULE: Module = module!("mx_row");
+static ROW_MODULE: Module = module!("row");
+
+static MX_ROW: ByTypes = by_types!(MX_ROW_MODULE, "mx_row", MxRowArgs);
+static MX_ROW_PACKED: ByTypes = by_types!(MX_ROW_MODULE, "mx_row_packed", MxRowArgs);
+static ROW_4: ByTypes = by_types!(ROW_MODULE, "row_4", RowArgs);
+static ROW_8: ByTypes = by_types!(ROW_MODULE, "row_8", RowArgs);
+static ROW_LONG: ByTypes = by_types!(ROW_MODULE, "row_long", RowArgs);
+static ROW_SCALED: ByTypes = by_types!(ROW_MODULE, "row_fold", RowArgs);
+static ROW_LONG_SCALED: ByTypes = by_types!(ROW_MODULE, "row_long_fold", RowArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static crate::cuda::modules::Kernel> {
@@ -128,12 +131,12 @@ pub(super) fn quantize(job: &Job, rule: ScaleRule) -> Result<(), Error> {
         return tile::quantize_lines(job, false);
     }
     // Maxima that are not given are computed in the memory of the scales, which later replace them.
-    let found = planes.map(|plane| plane.filter(|plane| plane.amax.is_none()).map(|plane| plane.scales));
+    let computed = planes.map(|plane| plane.filter(|plane| plane.amax.is_none()).map(|plane| plane.scales));
     let empty = job.x.numel() == 0;
     let first = if empty { rule.scale(0.0, job.format) } else { 0.0 };
-    fill(job.device, job.stream, &LinesArgs::new(found[0].as_ref(), found[1].as_ref(), first))?;
+    fill(job.device, job.stream, &LinesArgs::new(computed[0].as_ref(), computed[1].as_ref(), first))?;
     if !empty {
-        line_amax(job, found[0].as_ref(), found[1].as_ref())?;
+        line_amax(job, computed[0].as_ref(), computed[1].as_ref())?;
     }
     for plane in planes.into_iter().flatten() {
         if let Some(amax) = &plane.amax {

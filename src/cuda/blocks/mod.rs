@@ -27,41 +27,41 @@ pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {
 
 /// The outputs and the given maxima of one direction.
 #[derive(Clone, Copy)]
-struct Plane {
-    codes: Matrix,
-    scales: Matrix,
-    amax: Option<Matrix>,
+struct Plane<'a> {
+    codes: Matrix<'a>,
+    scales: Matrix<'a>,
+    amax: Option<Matrix<'a>>,
 }
 
 /// A call in the kernels' orientation: if `x` or its transpose has contiguous rows, that one is `x`.
-struct Job {
+struct Job<'a> {
     device: i32,
     stream: Stream,
-    x: Matrix,
+    x: Matrix<'a>,
     spec: BlockSpec,
     format: Fp8Format,
     /// The plane whose codes have the positions of `x`.
-    row: Option<Plane>,
+    row: Option<Plane<'a>>,
     /// The plane whose codes are transposed.
-    col: Option<Plane>,
+    col: Option<Plane<'a>>,
     /// Maxima of square blocks, which apply to both planes.
-    square_amax: Option<Matrix>,
-    column_scale: Option<Matrix>,
+    square_amax: Option<Matrix<'a>>,
+    column_scale: Option<Matrix<'a>>,
     /// Rows of the first block that lie before `x`.
     block_offset: usize,
 }
 
-impl Job {
-    fn new(call: &BlockCall, stream: Stream) -> Result<Self, Error> {
-        let BlockCall { spec, format, given, .. } = call;
+impl<'a> Job<'a> {
+    fn new(call: &'a BlockCall, stream: Stream) -> Result<Self, Error> {
+        let BlockCall { spec, format, inputs, .. } = call;
         let square = spec.block.is_square();
-        let plane = |out: &crate::spec::BlockPlane, amax: Option<Matrix>| Plane {
+        let plane = |out: &'a crate::spec::BlockPlane, amax: Option<Matrix<'a>>| Plane {
             codes: out.codes.matrix(),
             scales: out.scales.matrix(),
             amax,
         };
-        let amax = given.amax.map(|m| m.matrix());
-        let amax_columnwise = given.amax_columnwise.map(|m| m.matrix());
+        let amax = inputs.amax.map(|m| m.matrix());
+        let amax_columnwise = inputs.amax_columnwise.map(|m| m.matrix());
         let row = call.rowwise.as_ref().map(|out| plane(out, amax.filter(|_| !square)));
         let col = call.columnwise.as_ref().map(|out| plane(out, amax_columnwise));
         // Rowwise blocks have one row, so a shard boundary does not split them.
@@ -76,7 +76,7 @@ impl Job {
             row,
             col,
             square_amax: amax.filter(|_| square),
-            column_scale: given.column_scale.map(|m| m.matrix()),
+            column_scale: inputs.column_scale.map(|m| m.matrix()),
             block_offset: split.block_offset(spec.row_offset),
         };
         for (arg, plane) in [("rowwise_scale", &job.row), ("columnwise_scale", &job.col)] {

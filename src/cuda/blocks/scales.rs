@@ -3,7 +3,7 @@
 use super::amax::{LinesArgs, fill};
 use super::{blocks_of, each};
 use crate::cuda::driver::{self, args, launch};
-use crate::cuda::modules::{Kernel, format_index, kernel};
+use crate::cuda::modules::{ByFormat, Kernel, Module, by_format, format_index, kernel, module};
 use crate::cuda::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
 use crate::layout::{Block, Matrix, View, ViewMut, packed};
@@ -47,15 +47,12 @@ struct RebaseArgs {
 
 args!(PackArgs, RebaseArgs);
 
-static PACK: Kernel = kernel!(MxScales, "mx_pack", PackArgs);
-static REBASE_ROWS: [Kernel; 2] = [
-    kernel!(MxRebase, "mx_rebase_rows_e4m3", RebaseArgs),
-    kernel!(MxRebase, "mx_rebase_rows_e5m2", RebaseArgs),
-];
-static REBASE_COLS: [Kernel; 2] = [
-    kernel!(MxRebase, "mx_rebase_cols_e4m3", RebaseArgs),
-    kernel!(MxRebase, "mx_rebase_cols_e5m2", RebaseArgs),
-];
+static MX_SCALES_MODULE: Module = module!("mx_scales");
+static MX_REBASE_MODULE: Module = module!("mx_rebase");
+
+static PACK: Kernel = kernel!(MX_SCALES_MODULE, "mx_pack", PackArgs);
+static REBASE_ROWS: ByFormat = by_format!(MX_REBASE_MODULE, "mx_rebase_rows", RebaseArgs);
+static REBASE_COLS: ByFormat = by_format!(MX_REBASE_MODULE, "mx_rebase_cols", RebaseArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {

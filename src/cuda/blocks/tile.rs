@@ -4,12 +4,12 @@ use std::ptr;
 
 use super::{Job, Plane, blocks_of};
 use crate::cuda::driver::{args, launch};
-use crate::cuda::modules::{ByTypes, by_types, format_index, input_index};
+use crate::cuda::modules::{ByTypes, Module, by_types, format_index, input_index, module};
 use crate::cuda::tensorwise::Rule;
 use crate::cuda::views::rows_aligned;
 use crate::error::Error;
 use crate::format::e8m0::Rounding;
-use crate::layout::{Block, DType, Matrix};
+use crate::layout::{Block, BlockFormat, DType, Matrix};
 use crate::spec::{BlockScale, ScaleRule};
 
 const TILE: usize = 128;
@@ -59,11 +59,17 @@ struct TileArgs {
 
 args!(TileArgs);
 
-static MX_LINES: ByTypes = by_types!(MxLines, "mx_lines", TileArgs);
-static MX_SQUARE: ByTypes = by_types!(MxSquare, "mx_square", TileArgs);
-static BLOCK_LINES: ByTypes = by_types!(BlockLines, "block_lines", TileArgs);
-static BLOCK_SQUARE: ByTypes = by_types!(BlockSquare, "block_square", TileArgs);
-static ROW_BOTH: ByTypes = by_types!(RowBoth, "row_both", TileArgs);
+static MX_LINES_MODULE: Module = module!("mx_lines");
+static MX_SQUARE_MODULE: Module = module!("mx_square");
+static BLOCK_LINES_MODULE: Module = module!("block_lines");
+static BLOCK_SQUARE_MODULE: Module = module!("block_square");
+static ROW_BOTH_MODULE: Module = module!("row_both");
+
+static MX_LINES: ByTypes = by_types!(MX_LINES_MODULE, "mx_lines", TileArgs);
+static MX_SQUARE: ByTypes = by_types!(MX_SQUARE_MODULE, "mx_square", TileArgs);
+static BLOCK_LINES: ByTypes = by_types!(BLOCK_LINES_MODULE, "block_lines", TileArgs);
+static BLOCK_SQUARE: ByTypes = by_types!(BLOCK_SQUARE_MODULE, "block_square", TileArgs);
+static ROW_BOTH: ByTypes = by_types!(ROW_BOTH_MODULE, "row_both", TileArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static crate::cuda::modules::Kernel> {
@@ -85,6 +91,12 @@ pub(super) fn quantize(job: &Job) -> Result<(), Error> {
     run(job, kernels_for(job.spec.block, job.spec.scale)?, false)
 }
 
+/// Whether this module has a kernel for a format. Scales of whole rows and columns depend on other tiles, so
+/// `lines` computes their maxima first.
+fn has_kernel(format: &BlockFormat) -> bool {
+    format.block != Block::ROW
+}
+
 fn kernels_for(block: Block, scale: BlockScale) -> Result<&'static ByTypes, Error> {
     Ok(match (scale, block.rows, block.cols) {
         (BlockScale::E8m0(_), 32, 32) => &MX_SQUARE,
@@ -92,29 +104,28 @@ fn kernels_for(block: Block, scale: BlockScale) -> Result<&'static ByTypes, Erro
         (BlockScale::F32(_), 128, 128) => &BLOCK_SQUARE,
         (BlockScale::F32(_), 1, 128) => &BLOCK_LINES,
         _ => {
-            return Err(block.unsupported(
-                "(1, 128) or (128, 128) with float32 scales, or (1, 32) or (32, 32) with float8_e8m0fnu scales",
-            ));
+            let dtype = scale.dtype();
+            let blocks = BlockFormat::list_blocks(|format| has_kernel(format) && format.scale_dtype == dtype);
+            return Err(block.unsupported(format!("{blocks} with {dtype} scales")));
         }
     })
 }
 
 /// Quantizes with one scale per row and per column. The scales come from the planes' given maxima. With
-/// `found`, they come from the memory of the scales, which then holds maxima that `line_amax` marked, or
+/// `in_scales`, they come from the memory of the scales, which then holds maxima that `line_amax` marked, or
 /// final scales.
-pub(super) fn quantize_lines(job: &Job, found: bool) -> Result<(), Error> {
-    run(job, &ROW_BOTH, found)
+pub(super) fn quantize_lines(job: &Job, in_scales: bool) -> Result<(), Error> {
+    run(job, &ROW_BOTH, in_scales)
 }
 
-fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
+fn run<'a>(job: &Job<'a>, kernels: &'static ByTypes, in_scales: bool) -> Result<(), Error> {
     let Job { x, spec, block_offset, .. } = job;
-    let codes = |plane: &Option<Plane>| plane.map(|plane| plane.codes);
-    let scales = |plane: &Option<Plane>| plane.map(|plane| plane.scales);
-    let amax = |plane: &Option<Plane>| plane.and_then(|p| if found { Some(p.scales) } else { p.amax });
-    let (row, col) = (codes(&job.row), codes(&job.col));
-    let (row_scale, col_scale) = (scales(&job.row), scales(&job.col));
-    let row_amax = if spec.block.is_square() { job.square_amax } else { amax(&job.row) };
-    let col_amax = amax(&job.col);
+    let (row, col) = (job.row.map(|plane| plane.codes), job.col.map(|plane| plane.codes));
+    let (row_scale, col_scale) = (job.row.map(|plane| plane.scales), job.col.map(|plane| plane.scales));
+    let maxima_of =
+        if in_scales { |plane: Plane<'a>| Some(plane.scales) } else { |plane: Plane<'a>| plane.amax };
+    let row_amax = if spec.block.is_square() { job.square_amax } else { job.row.and_then(maxima_of) };
+    let col_amax = job.col.and_then(maxima_of);
     let (rule, floor) = match spec.scale {
         BlockScale::F32(rule) => (rule, false),
         BlockScale::E8m0(rounding) => (ScaleRule::default(), rounding == Rounding::Floor),
@@ -131,7 +142,7 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
         (FLOOR_RULE, floor),
         (ROW_SCALE_WORDS, row_scale.is_some_and(|m| words(&m))),
         (COL_SCALE_WORDS, col_scale.is_some_and(|m| words(&m))),
-        (FOUND, found),
+        (FOUND, in_scales),
     ];
     let flags = flags.into_iter().filter(|(_, on)| *on).map(|(flag, _)| flag).sum();
 
@@ -175,7 +186,7 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
         flags,
     };
     debug_assert!(!spec.packed || [row_scale, col_scale].iter().all(|p| p.addr().is_multiple_of(16)));
-    debug_assert!(spec.block == Block::ROW || !found);
+    debug_assert!(spec.block == Block::ROW || !in_scales);
     let threads = if x.dtype == DType::F32 { 256 } else { 128 };
     let grid = blocks_of((x.rows + block_offset).div_ceil(TILE) * tiles_across, threads);
     let kernel = &kernels[input_index(x.dtype)][format_index(job.format)];
@@ -184,18 +195,24 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Block, BlockScale, Rounding, ScaleRule, kernels_for};
+    use super::{Block, BlockScale, DType, Rounding, ScaleRule, has_kernel, kernels_for};
+    use crate::layout::FORMATS;
 
     #[test]
-    fn blocks_without_a_kernel_of_their_size_are_refused() {
-        let scales = [BlockScale::F32(ScaleRule::default()), BlockScale::E8m0(Rounding::Ceil)];
-        for (scale, size) in scales.into_iter().zip([128, 32]) {
-            for (rows, cols) in [(1, 16), (1, 64), (64, 64), (256, 256), (size, 1), (1, 160 - size)] {
-                assert!(kernels_for(Block { rows, cols }, scale).is_err(), "({rows}, {cols})");
-            }
-            for rows in [1, size] {
-                assert!(kernels_for(Block { rows, cols: size }, scale).is_ok(), "({rows}, {size})");
+    fn every_format_has_a_kernel_and_other_blocks_are_refused() {
+        let extents = [1, 16, 32, 64, 128, 256];
+        for scale in [BlockScale::F32(ScaleRule::default()), BlockScale::E8m0(Rounding::Ceil)] {
+            for (rows, cols) in extents.into_iter().flat_map(|rows| extents.map(|cols| (rows, cols))) {
+                let block = Block { rows, cols };
+                let mut formats = FORMATS.iter().filter(|format| has_kernel(format));
+                let expected =
+                    formats.any(|format| format.block == block && format.scale_dtype == scale.dtype());
+                assert_eq!(kernels_for(block, scale).is_ok(), expected, "{block} {scale:?}");
             }
         }
+        let error = kernels_for(Block::ROW, BlockScale::F32(ScaleRule::default())).err().expect("refused");
+        let expected = "block is (1, all); it must be (1, 128) or (128, 128) with float32 scales";
+        assert_eq!(error.to_string(), expected);
+        assert!(FORMATS.iter().all(|format| [DType::F32, DType::E8m0].contains(&format.scale_dtype)));
     }
 }

@@ -1,9 +1,11 @@
 //! Operations on lists of tensors, in as few launches as the types of the tensors allow.
 
 use super::args::{Delayed, Entry, MultiArgs};
-use super::{AMAX, Cast, STRIDED_AMAX, cast, find_amax};
+use super::{AMAX, Cast, CastScale, STRIDED_AMAX, find_amax};
 use crate::cuda::driver::{self, Grid, launch};
-use crate::cuda::modules::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index};
+use crate::cuda::modules::{
+    ByInput, ByTypes, Kernel, Module, by_input, by_types, format_index, input_index, module,
+};
 use crate::cuda::views::{aligned, contiguous_and_aligned, ordinal};
 use crate::cuda::workspace::{self, PER_CHUNK};
 use crate::error::Error;
@@ -15,12 +17,14 @@ const SHORT: usize = 64;
 const LONG: usize = 1000;
 const _: () = assert!(LONG <= PER_CHUNK);
 
-static AMAX_SHORT: ByInput = by_input!(Multi, "multi_amax_short", MultiArgs<SHORT>);
-static AMAX_LONG: ByInput = by_input!(Multi, "multi_amax_long", MultiArgs<LONG>);
-static MULTI_SHORT: ByTypes = by_types!(Multi, "multi_cast_short", MultiArgs<SHORT>);
-static MULTI_LONG: ByTypes = by_types!(Multi, "multi_cast_long", MultiArgs<LONG>);
-static DELAYED_SHORT: ByTypes = by_types!(Multi, "multi_cast_delayed_short", MultiArgs<SHORT>);
-static DELAYED_LONG: ByTypes = by_types!(Multi, "multi_cast_delayed_long", MultiArgs<LONG>);
+static MULTI_MODULE: Module = module!("multi");
+
+static AMAX_SHORT: ByInput = by_input!(MULTI_MODULE, "multi_amax_short", MultiArgs<SHORT>);
+static AMAX_LONG: ByInput = by_input!(MULTI_MODULE, "multi_amax_long", MultiArgs<LONG>);
+static MULTI_SHORT: ByTypes = by_types!(MULTI_MODULE, "multi_cast_short", MultiArgs<SHORT>);
+static MULTI_LONG: ByTypes = by_types!(MULTI_MODULE, "multi_cast_long", MultiArgs<LONG>);
+static DELAYED_SHORT: ByTypes = by_types!(MULTI_MODULE, "multi_cast_delayed_short", MultiArgs<SHORT>);
+static DELAYED_LONG: ByTypes = by_types!(MULTI_MODULE, "multi_cast_delayed_long", MultiArgs<LONG>);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {
@@ -99,8 +103,8 @@ fn for_each_launch(
     keys.sort_unstable();
     keys.dedup();
     for key in keys {
-        let own: Vec<Entry> = entries.iter().filter(|(k, _)| *k == key).map(|(_, e)| *e).collect();
-        for part in own.chunks(LONG) {
+        let of_kernel: Vec<Entry> = entries.iter().filter(|(k, _)| *k == key).map(|(_, e)| *e).collect();
+        for part in of_kernel.chunks(LONG) {
             let mut part = part.to_vec();
             let mut blocks = 0_u64;
             for entry in &mut part {
@@ -175,15 +179,15 @@ fn multi_cast(
             continue;
         }
         let scale = element(scales, i).cast_const();
-        let how = match delayed {
-            None => Cast::Known(scale),
+        let source = match delayed {
+            None => CastScale::Static(scale),
             Some(lists) => {
                 let [amax, scale_used] = lists.map(|list| element(&list, i));
                 let grid_max = workspace::slots(device, stream, 1)?;
-                Cast::Delayed { scale, delayed: Delayed { amax, scale_used, grid_max } }
+                CastScale::Delayed { scale, delayed: Delayed { amax, scale_used, grid_max } }
             }
         };
-        cast(x, how, format, Some(out), None, stream)?;
+        Cast { x, source, format, rowwise: Some(out), columnwise: None, stream }.run()?;
     }
     let least = u64::from(delayed.is_some());
     for_each_launch(
@@ -259,20 +263,20 @@ mod tests {
             least in 0..2_u64,
         ) {
             let launches = split(&sizes, least);
-            let mut seen = vec![0; sizes.len()];
+            let mut visits = vec![0; sizes.len()];
             for (key, part, blocks) in &launches {
                 prop_assert!(!part.is_empty() && part.len() <= LONG);
                 let mut next = 0;
                 for entry in part {
-                    let (own, n) = sizes[entry.index as usize];
-                    prop_assert_eq!((own, n), (*key, entry.n));
+                    let (entry_key, n) = sizes[entry.index as usize];
+                    prop_assert_eq!((entry_key, n), (*key, entry.n));
                     prop_assert_eq!(u64::from(entry.first_block), next);
                     next += n.div_ceil(per_block(key.0)).max(least);
-                    seen[entry.index as usize] += 1;
+                    visits[entry.index as usize] += 1;
                 }
                 prop_assert_eq!(u64::from(*blocks), next);
             }
-            prop_assert!(seen.iter().all(|&times| times == 1));
+            prop_assert!(visits.iter().all(|&times| times == 1));
             // There are as few launches as the kernels' lengths allow.
             let mut keys: Vec<_> = sizes.iter().map(|(key, _)| *key).collect();
             keys.sort_unstable();
@@ -322,14 +326,9 @@ mod tests {
 
     #[test]
     fn elements_of_a_list_are_a_column_stride_apart() {
-        let list = |col_stride| Matrix {
-            ptr: std::ptr::without_provenance_mut(1000),
-            dtype: DType::F32,
-            device: Device::Cuda(0),
-            rows: 1,
-            cols: 4,
-            row_stride: 7,
-            col_stride,
+        let list = |col_stride| {
+            let start = std::ptr::without_provenance_mut(1000);
+            Matrix::new(start, DType::F32, Device::Cuda(0), (1, 4), (7, col_stride))
         };
         assert_eq!(element(&list(2), 3).addr(), 1024);
         assert_eq!(element(&list(-2), 3).addr(), 976);

@@ -10,8 +10,11 @@ use args::{
     ScaleArgs, StridedAmaxArgs, StridedArgs,
 };
 
-use super::driver::{self, Grid, launch};
-use super::modules::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index, kernel};
+use super::driver::{self, Args, Grid, launch};
+use super::modules::{
+    ByFormat, ByInput, ByTypes, Kernel, Module, by_format, by_input, by_types, format_index, input_index,
+    module,
+};
 use super::views::{aligned, contiguous_and_aligned, ordinal};
 use super::workspace;
 use crate::error::Error;
@@ -22,20 +25,25 @@ use crate::spec::{ScaleRule, Scaling, Stream, TensorCall};
 pub(super) use args::Rule;
 pub(crate) use lists::{multi_amax, multi_quantize, multi_quantize_delayed};
 
-static AMAX: ByInput = by_input!(Amax, "amax", AmaxArgs);
-static CURRENT_SCALE: ByTypes = by_types!(Amax, "current_scale", AmaxArgs);
-static SCALE: [Kernel; 2] = [kernel!(Amax, "scale_e4m3", ScaleArgs), kernel!(Amax, "scale_e5m2", ScaleArgs)];
-static STRIDED_AMAX: ByInput = by_input!(Strided, "strided_amax", StridedAmaxArgs);
-static STRIDED_SCALE: ByTypes = by_types!(Strided, "strided_current_scale", StridedAmaxArgs);
-static STRIDED_CAST: ByTypes = by_types!(Strided, "strided_cast", StridedArgs);
-static CAST: ByTypes = by_types!(Cast, "cast", CastArgs);
-static CAST_DELAYED: ByTypes = by_types!(Cast, "cast_delayed", CastArgs);
-static CAST_CURRENT: ByTypes = by_types!(Cast, "cast_current", CurrentCastArgs);
-static CAST_TRANSPOSE: ByTypes = by_types!(CastTranspose, "cast_transpose", CastTransposeArgs);
+static AMAX_MODULE: Module = module!("amax");
+static STRIDED_MODULE: Module = module!("strided");
+static CAST_MODULE: Module = module!("cast");
+static CAST_TRANSPOSE_MODULE: Module = module!("cast_transpose");
+
+static AMAX: ByInput = by_input!(AMAX_MODULE, "amax", AmaxArgs);
+static CURRENT_SCALE: ByTypes = by_types!(AMAX_MODULE, "current_scale", AmaxArgs);
+static SCALE: ByFormat = by_format!(AMAX_MODULE, "scale", ScaleArgs);
+static STRIDED_AMAX: ByInput = by_input!(STRIDED_MODULE, "strided_amax", StridedAmaxArgs);
+static STRIDED_SCALE: ByTypes = by_types!(STRIDED_MODULE, "strided_current_scale", StridedAmaxArgs);
+static STRIDED_CAST: ByTypes = by_types!(STRIDED_MODULE, "strided_cast", StridedArgs);
+static CAST: ByTypes = by_types!(CAST_MODULE, "cast", CastArgs);
+static CAST_DELAYED: ByTypes = by_types!(CAST_MODULE, "cast_delayed", CastArgs);
+static CAST_CURRENT: ByTypes = by_types!(CAST_MODULE, "cast_current", CurrentCastArgs);
+static CAST_TRANSPOSE: ByTypes = by_types!(CAST_TRANSPOSE_MODULE, "cast_transpose", CastTransposeArgs);
 static CAST_TRANSPOSE_DELAYED: ByTypes =
-    by_types!(CastTranspose, "cast_transpose_delayed", CastTransposeArgs);
+    by_types!(CAST_TRANSPOSE_MODULE, "cast_transpose_delayed", CastTransposeArgs);
 static CAST_TRANSPOSE_CURRENT: ByTypes =
-    by_types!(CastTranspose, "cast_transpose_current", CurrentCastTransposeArgs);
+    by_types!(CAST_TRANSPOSE_MODULE, "cast_transpose_current", CurrentCastTransposeArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {
@@ -137,161 +145,207 @@ pub(super) fn scales(
 
 /// The source of a cast's scale, and the outputs besides codes.
 #[derive(Clone, Copy)]
-enum Cast {
-    Known(*const u8),
+enum CastScale {
+    Static(*const u8),
     Delayed { scale: *const u8, delayed: Delayed },
     Current { rule: ScaleRule, scale: *mut u8 },
+}
+
+impl CastScale {
+    /// Returns the address of the scale.
+    fn scale(self) -> *const u8 {
+        match self {
+            Self::Static(scale) | Self::Delayed { scale, .. } => scale,
+            Self::Current { scale, .. } => scale.cast_const(),
+        }
+    }
+
+    /// Returns the other outputs of delayed scaling.
+    fn delayed(self) -> Delayed {
+        match self {
+            Self::Delayed { delayed, .. } => delayed,
+            Self::Static(_) | Self::Current { .. } => Delayed::NONE,
+        }
+    }
 }
 
 /// See `ops::quantize`, `ops::quantize_delayed` and `ops::quantize_current`.
 pub(crate) fn quantize(call: TensorCall, stream: Stream) -> Result<(), Error> {
     let TensorCall { x, scaling, format, rowwise, columnwise } = call;
-    let how = match &scaling {
-        Scaling::Known(scale) => Cast::Known(scale.ptr()),
+    let source = match &scaling {
+        Scaling::Static(scale) => CastScale::Static(scale.ptr()),
         Scaling::Delayed { scale, amax, scale_used } => {
             let grid_max = workspace::slots(ordinal(x.device()), stream, 1)?;
             let delayed = Delayed { amax: amax.ptr(), scale_used: scale_used.ptr(), grid_max };
-            Cast::Delayed { scale: scale.ptr(), delayed }
+            CastScale::Delayed { scale: scale.ptr(), delayed }
         }
-        Scaling::Current { rule, scale_out } => Cast::Current { rule: *rule, scale: scale_out.ptr() },
+        Scaling::Current { rule, scale_out } => CastScale::Current { rule: *rule, scale: scale_out.ptr() },
     };
-    cast(&x, how, format, rowwise.as_ref(), columnwise.as_ref(), stream)
+    let (rowwise, columnwise) = (rowwise.as_ref(), columnwise.as_ref());
+    Cast { x: &x, source, format, rowwise, columnwise, stream }.run()
 }
 
-/// Launches the cast. Current scaling takes one launch if the fast kernels support the layout of the views.
-/// Otherwise it takes two: the scale, then the cast.
-fn cast(
-    x: &View,
-    how: Cast,
+/// The cast of one tensor.
+struct Cast<'a> {
+    x: &'a View<'a>,
+    source: CastScale,
     format: Fp8Format,
-    rowwise: Option<&ViewMut>,
-    columnwise: Option<&ViewMut>,
+    rowwise: Option<&'a ViewMut<'a>>,
+    columnwise: Option<&'a ViewMut<'a>>,
     stream: Stream,
-) -> Result<(), Error> {
-    let device = ordinal(x.device());
-    let (rows, cols) = x.shape();
-    let (i, j) = (input_index(x.dtype()), format_index(format));
-    let (scale, delayed) = match how {
-        Cast::Known(scale) => (scale, Delayed::NONE),
-        Cast::Delayed { scale, delayed } => (scale, delayed),
-        Cast::Current { scale, .. } => (scale.cast_const(), Delayed::NONE),
-    };
-    // Current scaling needs a barrier, and at most four blocks per multiprocessor, which the kernels'
-    // register use allows.
-    let current = |rule: ScaleRule, pieces: u64| -> Result<(Current, u64), Error> {
-        let barrier = workspace::slots(device, stream, Current::SLOTS)?;
-        let blocks = pieces.clamp(1, 4 * u64::from(driver::device(device)?.multiprocessors));
-        Ok((Current::new(rule, scale.cast_mut(), barrier, pieces, blocks), blocks))
-    };
+}
 
-    if let (Some(row), None) = (rowwise, columnwise)
-        && contiguous_and_aligned(x)
-        && row.is_contiguous()
-        && aligned(row.ptr(), 16)
-    {
-        let n = x.numel() as u64;
-        let threads = 256;
-        let cast = CastArgs { x: x.ptr(), codes: row.ptr(), n, scale, delayed };
-        return match how {
-            Cast::Known(_) => {
-                launch(device, stream, &CAST[i][j], Grid { blocks: n.div_ceil(4096), threads }, &cast)
-            }
-            Cast::Delayed { .. } => {
-                let grid = Grid { blocks: n.div_ceil(4 * 4096).max(1), threads };
-                launch(device, stream, &CAST_DELAYED[i][j], grid, &cast)
-            }
-            Cast::Current { rule, .. } => {
-                // A piece is 32 KiB of x.
-                let (current, blocks) = current(rule, n.div_ceil((32 << 10) / x.dtype().size() as u64))?;
-                let args = CurrentCastArgs { cast, current };
-                launch(device, stream, &CAST_CURRENT[i][j], Grid { blocks, threads }, &args)
-            }
-        };
+impl Cast<'_> {
+    /// Launches the fastest kernel that supports the layout of the views. The fast kernels compute the scale of
+    /// current scaling in the same launch. Other layouts take two launches: the scale, then the cast.
+    fn run(&self) -> Result<(), Error> {
+        if let (Some(rowwise), None) = (self.rowwise, self.columnwise)
+            && contiguous_and_aligned(self.x)
+            && rowwise.is_contiguous()
+            && aligned(rowwise.ptr(), 16)
+        {
+            return self.contiguous(rowwise);
+        }
+        if let Some(columnwise) = self.columnwise
+            && self.tiles_are_supported(columnwise)
+        {
+            return self.tiles(columnwise);
+        }
+        if let CastScale::Current { rule, scale } = self.source {
+            let (fast, strided) = (self.kernel(&CURRENT_SCALE), self.kernel(&STRIDED_SCALE));
+            find_amax(self.x, scale, fast, strided, rule, self.stream)?;
+        }
+        self.strided()
     }
 
-    let size = x.dtype().size();
-    let patch_rows = if size == 4 { 8 } else { 16 };
-    if let Some(column) = columnwise
-        && x.numel() > 0
-        && x.col_stride() == 1
-        && x.row_stride() > 0
-        && aligned(x.ptr(), 16)
-        && (x.row_stride() as usize * size).is_multiple_of(16)
-        && rows.is_multiple_of(patch_rows)
-        && cols.is_multiple_of(8)
-        && column.is_contiguous()
-        && aligned(column.ptr(), patch_rows)
-        && rowwise.is_none_or(|row| {
-            row.col_stride() == 1
-                && row.row_stride() > 0
-                && aligned(row.ptr(), 8)
-                && (row.row_stride() as usize).is_multiple_of(8)
-        })
-    {
+    fn kernel(&self, kernels: &'static ByTypes) -> &'static Kernel {
+        &kernels[input_index(self.x.dtype())][format_index(self.format)]
+    }
+
+    fn launch<A: Args>(&self, kernels: &'static ByTypes, grid: Grid, args: &A) -> Result<(), Error> {
+        launch(ordinal(self.x.device()), self.stream, self.kernel(kernels), grid, args)
+    }
+
+    /// Returns the arguments of current scaling over `pieces` pieces of `x`, and the number of blocks. The
+    /// barrier of current scaling allows at most four blocks per multiprocessor, which the kernels' register use
+    /// allows.
+    fn current(&self, rule: ScaleRule, scale: *mut u8, pieces: u64) -> Result<(Current, u64), Error> {
+        let device = ordinal(self.x.device());
+        let barrier = workspace::slots(device, self.stream, Current::SLOTS)?;
+        let blocks = pieces.clamp(1, 4 * u64::from(driver::device(device)?.multiprocessors));
+        Ok((Current::new(rule, scale, barrier, pieces, blocks), blocks))
+    }
+
+    /// Casts contiguous elements.
+    fn contiguous(&self, rowwise: &ViewMut) -> Result<(), Error> {
+        let n = self.x.numel() as u64;
+        let threads = 256;
+        let cast = CastArgs {
+            x: self.x.ptr(),
+            codes: rowwise.ptr(),
+            n,
+            scale: self.source.scale(),
+            delayed: self.source.delayed(),
+        };
+        match self.source {
+            CastScale::Static(_) => self.launch(&CAST, Grid { blocks: n.div_ceil(4096), threads }, &cast),
+            CastScale::Delayed { .. } => {
+                self.launch(&CAST_DELAYED, Grid { blocks: n.div_ceil(4 * 4096).max(1), threads }, &cast)
+            }
+            CastScale::Current { rule, scale } => {
+                // A piece is 32 KiB of x.
+                let pieces = n.div_ceil((32 << 10) / self.x.dtype().size() as u64);
+                let (current, blocks) = self.current(rule, scale, pieces)?;
+                self.launch(&CAST_CURRENT, Grid { blocks, threads }, &CurrentCastArgs { cast, current })
+            }
+        }
+    }
+
+    /// Returns the rows of a patch, which a thread transposes in registers.
+    fn patch_rows(&self) -> usize {
+        if self.x.dtype().size() == 4 { 8 } else { 16 }
+    }
+
+    /// Whether the kernels that cast and transpose tiles support the layout of the views.
+    fn tiles_are_supported(&self, columnwise: &ViewMut) -> bool {
+        let x = self.x;
+        let (rows, cols) = x.shape();
+        let x_is_supported = x.numel() > 0
+            && x.col_stride() == 1
+            && x.row_stride() > 0
+            && aligned(x.ptr(), 16)
+            && (x.row_stride() as usize * x.dtype().size()).is_multiple_of(16)
+            && rows.is_multiple_of(self.patch_rows())
+            && cols.is_multiple_of(8);
+        let columnwise_is_supported =
+            columnwise.is_contiguous() && aligned(columnwise.ptr(), self.patch_rows());
+        let rowwise_is_supported = self.rowwise.is_none_or(|rowwise| {
+            rowwise.col_stride() == 1
+                && rowwise.row_stride() > 0
+                && aligned(rowwise.ptr(), 8)
+                && (rowwise.row_stride() as usize).is_multiple_of(8)
+        });
+        x_is_supported && columnwise_is_supported && rowwise_is_supported
+    }
+
+    /// Casts and transposes tiles.
+    fn tiles(&self, columnwise: &ViewMut) -> Result<(), Error> {
+        let (rows, cols) = self.x.shape();
         let tiles_across = cols.div_ceil(128);
-        let tiles = (rows.div_ceil(8 * patch_rows) * tiles_across) as u64;
+        let tiles = (rows.div_ceil(8 * self.patch_rows()) * tiles_across) as u64;
         let cast = CastTransposeArgs {
+            x: self.x.ptr(),
+            rowwise: self.rowwise.map_or(std::ptr::null_mut(), ViewMut::ptr),
+            columnwise: columnwise.ptr(),
+            rows: rows as i64,
+            cols: cols as i64,
+            x_rs: self.x.row_stride() as i64,
+            rowwise_rs: self.rowwise.map_or(0, |rowwise| rowwise.row_stride() as i64),
+            tiles_across: tiles_across as i64,
+            scale: self.source.scale(),
+            delayed: self.source.delayed(),
+        };
+        let threads = 128;
+        let one_per_tile = Grid { blocks: tiles, threads };
+        match self.source {
+            CastScale::Static(_) => self.launch(&CAST_TRANSPOSE, one_per_tile, &cast),
+            CastScale::Delayed { .. } => self.launch(&CAST_TRANSPOSE_DELAYED, one_per_tile, &cast),
+            CastScale::Current { rule, scale } => {
+                let (current, blocks) = self.current(rule, scale, tiles)?;
+                let args = CurrentCastTransposeArgs { cast, current };
+                self.launch(&CAST_TRANSPOSE_CURRENT, Grid { blocks, threads }, &args)
+            }
+        }
+    }
+
+    /// Casts views of any layout.
+    fn strided(&self) -> Result<(), Error> {
+        let x = self.x;
+        let (rows, cols) = x.shape();
+        let tiles_across = cols.div_ceil(32).max(1);
+        let blocks = if x.numel() > 0 {
+            (rows.div_ceil(32) * tiles_across) as u64
+        } else {
+            // With delayed scaling, an empty tensor still needs a block, which writes `scale_used`.
+            u64::from(matches!(self.source, CastScale::Delayed { .. }))
+        };
+        let (rowwise, columnwise) = (self.rowwise, self.columnwise);
+        let args = StridedArgs {
             x: x.ptr(),
             rowwise: rowwise.map_or(std::ptr::null_mut(), ViewMut::ptr),
-            columnwise: column.ptr(),
+            columnwise: columnwise.map_or(std::ptr::null_mut(), ViewMut::ptr),
             rows: rows as i64,
             cols: cols as i64,
             x_rs: x.row_stride() as i64,
-            rowwise_rs: rowwise.map_or(0, |row| row.row_stride() as i64),
+            x_cs: x.col_stride() as i64,
+            rowwise_rs: rowwise.map_or(0, |rowwise| rowwise.row_stride() as i64),
+            rowwise_cs: rowwise.map_or(0, |rowwise| rowwise.col_stride() as i64),
+            columnwise_rs: columnwise.map_or(0, |columnwise| columnwise.row_stride() as i64),
+            columnwise_cs: columnwise.map_or(0, |columnwise| columnwise.col_stride() as i64),
             tiles_across: tiles_across as i64,
-            scale,
-            delayed,
+            scale: self.source.scale(),
+            delayed: self.source.delayed(),
         };
-        let threads = 128;
-        let one_each = Grid { blocks: tiles, threads };
-        return match how {
-            Cast::Known(_) => launch(device, stream, &CAST_TRANSPOSE[i][j], one_each, &cast),
-            Cast::Delayed { .. } => launch(device, stream, &CAST_TRANSPOSE_DELAYED[i][j], one_each, &cast),
-            Cast::Current { rule, .. } => {
-                let (current, blocks) = current(rule, tiles)?;
-                let args = CurrentCastTransposeArgs { cast, current };
-                launch(device, stream, &CAST_TRANSPOSE_CURRENT[i][j], Grid { blocks, threads }, &args)
-            }
-        };
+        self.launch(&STRIDED_CAST, Grid { blocks, threads: 256 }, &args)
     }
-
-    if let Cast::Current { rule, scale } = how {
-        find_amax(x, scale, &CURRENT_SCALE[i][j], &STRIDED_SCALE[i][j], rule, stream)?;
-    }
-    // With delayed scaling, an empty tensor still needs a block, which writes `scale_used`.
-    let least = u64::from(matches!(how, Cast::Delayed { .. }));
-    strided_cast(x, scale, delayed, least, &STRIDED_CAST[i][j], [rowwise, columnwise], stream)
-}
-
-/// Launches the cast that supports any views.
-fn strided_cast(
-    x: &View,
-    scale: *const u8,
-    delayed: Delayed,
-    least: u64,
-    kernel: &'static Kernel,
-    outs: [Option<&ViewMut>; 2],
-    stream: Stream,
-) -> Result<(), Error> {
-    let (rows, cols) = x.shape();
-    let tiles_across = cols.div_ceil(32).max(1);
-    let blocks = if x.numel() == 0 { least } else { (rows.div_ceil(32) * tiles_across) as u64 };
-    let [rowwise, columnwise] = outs;
-    let args = StridedArgs {
-        x: x.ptr(),
-        rowwise: rowwise.map_or(std::ptr::null_mut(), ViewMut::ptr),
-        columnwise: columnwise.map_or(std::ptr::null_mut(), ViewMut::ptr),
-        rows: rows as i64,
-        cols: cols as i64,
-        x_rs: x.row_stride() as i64,
-        x_cs: x.col_stride() as i64,
-        rowwise_rs: rowwise.map_or(0, |row| row.row_stride() as i64),
-        rowwise_cs: rowwise.map_or(0, |row| row.col_stride() as i64),
-        columnwise_rs: columnwise.map_or(0, |column| column.row_stride() as i64),
-        columnwise_cs: columnwise.map_or(0, |column| column.col_stride() as i64),
-        tiles_across: tiles_across as i64,
-        scale,
-        delayed,
-    };
-    launch(ordinal(x.device()), stream, kernel, Grid { blocks, threads: 256 }, &args)
 }

@@ -12,9 +12,9 @@ use super::shim::{self, RawTensor, Shim, Value};
 use crate::dlpack::{CUDA, list};
 use crate::error::{Arg, Error};
 use crate::format::Fp8Format;
-use crate::format::wide::narrowed;
 use crate::layout::{DType, Device, Matrices, View, ViewMut, collapse, matrices};
 use crate::ops::Stream;
+use crate::python::parse;
 
 /// Reads the arguments of a call one after the other.
 pub(super) struct Values<'a> {
@@ -91,7 +91,7 @@ impl<'a> Values<'a> {
     }
 
     pub(super) fn float(&mut self) -> f32 {
-        narrowed(f64::from_bits(self.next()))
+        parse::narrowed(f64::from_bits(self.next()))
     }
 
     pub(super) fn flag(&mut self) -> bool {
@@ -110,8 +110,8 @@ pub(super) struct Number(i32);
 
 impl Number {
     /// Returns the element type, or None if the crate does not support it.
-    pub(super) fn known(self) -> Option<DType> {
-        shim::get().known(self.0)
+    pub(super) fn supported(self) -> Option<DType> {
+        shim::get().dtype_of(self.0)
     }
 
     /// Returns the type's name in Python.
@@ -124,7 +124,7 @@ impl Number {
 
     /// Returns the FP8 format, or the error that the Python kernels raise.
     pub(super) fn format(self) -> Result<Fp8Format, Failure> {
-        self.known().and_then(DType::fp8).ok_or_else(|| {
+        self.supported().and_then(DType::fp8).ok_or_else(|| {
             let got = self.name();
             Failure::Type(format!("fp8_dtype is {got}; it must be torch.float8_e4m3fn or torch.float8_e5m2"))
         })
@@ -269,7 +269,7 @@ impl Tensor {
 
     fn parts(&self, arg: Arg, batch: bool) -> Result<Parts, Failure> {
         let number = self.number()?;
-        let dtype = number.known().ok_or_else(|| Error::ForeignDType {
+        let dtype = number.supported().ok_or_else(|| Error::ForeignDType {
             arg,
             got: number.name().trim_start_matches("torch.").to_owned(),
         })?;
@@ -316,7 +316,7 @@ impl Tensor {
         if sizes.len() < 3 || collapse(&sizes[first..], &self.strides()?[first..]).is_some() {
             return Ok(self);
         }
-        let Some(dtype) = self.number()?.known() else { return Ok(self) };
+        let Some(dtype) = self.number()?.supported() else { return Ok(self) };
         let copy = self.allocate(dtype, sizes)?;
         // SAFETY: both tensors are alive and have the same shape.
         match unsafe { (shim::get().copy)(copy.0, self.0, 0) } {
@@ -347,10 +347,11 @@ impl Tensor {
         strides: &[i64],
     ) -> Result<Self, Failure> {
         let shim = shim::get();
-        let ((kind, index), mut made) = (self.place()?, None);
+        let (kind, index) = self.place()?;
+        let mut tensor = None;
         let number = shim.number(dtype);
-        // SAFETY: `sizes` and `strides` have one entry per dimension, and `made` is a valid place for the
-        // tensor.
+        // SAFETY: `sizes` and `strides` have one entry per dimension, and `tensor` is a valid place for the
+        // result.
         let code = unsafe {
             (shim.empty_strided)(
                 sizes.len() as i64,
@@ -359,10 +360,10 @@ impl Tensor {
                 number,
                 kind,
                 index,
-                &raw mut made,
+                &raw mut tensor,
             )
         };
-        made.filter(|_| code == 0).map(Self).ok_or_else(|| Failure::Allocation {
+        tensor.filter(|_| code == 0).map(Self).ok_or_else(|| Failure::Allocation {
             sizes: sizes.to_vec(),
             strides: strides.to_vec(),
             dtype: dtype.to_string(),
@@ -381,21 +382,23 @@ impl Tensor {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return self.allocate(dtype, &[0]),
         };
-        let known = empties.iter().find(|known| (known.place, known.dtype) == (place, dtype));
-        let first = if let Some(known) = known {
-            known.tensor.0
+        let cached = empties.iter().find(|empty| (empty.place, empty.dtype) == (place, dtype));
+        let first = if let Some(empty) = cached {
+            empty.tensor.0
         } else {
             let tensor = self.allocate(dtype, &[0])?;
             let first = tensor.0;
             empties.push(Empty { place, dtype, tensor });
             first
         };
-        let (none, one, mut made) = (0_i64, 1_i64, None);
-        // SAFETY: `first` is never freed. There is one size and one stride for one dimension, and `made` is a
+        let (size, stride) = (0_i64, 1_i64);
+        let mut view = None;
+        // SAFETY: `first` is never freed. There is one size and one stride for one dimension, and `view` is a
         // valid place for the result.
-        let code =
-            unsafe { (shim::get().reinterpret)(first, 1, &raw const none, &raw const one, 0, &raw mut made) };
-        made.filter(|_| code == 0).map(Self).ok_or(Failure::Torch("aoti_torch__reinterpret_tensor"))
+        let code = unsafe {
+            (shim::get().reinterpret)(first, 1, &raw const size, &raw const stride, 0, &raw mut view)
+        };
+        view.filter(|_| code == 0).map(Self).ok_or(Failure::Torch("aoti_torch__reinterpret_tensor"))
     }
 }
 

@@ -8,12 +8,13 @@ use super::call::{Tensor, Values, stream, views};
 use super::raise::{Failure, throw};
 use super::shim::{Kernel, Value};
 use crate::format::Fp8Format;
-use crate::format::groups::padded_columns;
-use crate::layout::{Block, DType, View, ViewMut, packed};
+use crate::layout::{Block, BlockFormat, DType, View, ViewMut, packed};
 use crate::ops::{
-    self, Axis, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Given, Groups, ScaleRule,
+    self, Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Groups,
+    ScaleRule,
 };
 use crate::python::parse;
+use crate::spec::{PlaneShape, gated_shape, indexed_shape};
 
 type Results = Result<Vec<Tensor>, Failure>;
 
@@ -22,6 +23,8 @@ macro_rules! operators {
         /// All operators that have a kernel here. Operators that declare a write are not among them, because
         /// torch's C interface cannot increase a tensor's version.
         pub(super) const ALL: &[(&CStr, Kernel)] = &[$(($symbol, {
+            /// # Safety
+            /// The requirements of [`run`] apply.
             unsafe extern "C-unwind" fn kernel(stack: *mut Value, inputs: u64, outputs: u64) {
                 // SAFETY: torch passes `inputs` arguments and provides space for `outputs` results.
                 unsafe { run($name, stack, inputs, outputs) }
@@ -153,10 +156,10 @@ fn multi_amax(mut values: Values) -> Results {
         x.matrix(batch)
     };
     let xs = xs.into_iter().map(matrix).collect::<Result<Vec<_>, _>>()?;
-    let own = views(&xs, "xs", batched)?;
-    let count = own.iter().map(View::batch).sum::<usize>();
+    let views = views(&xs, "xs", batched)?;
+    let count = views.iter().map(View::batch).sum::<usize>();
     let out = xs[0].allocate(DType::F32, &[count as i64])?;
-    ops::multi_amax(&own, out.view_mut("out")?, stream(&xs)?)?;
+    ops::multi_amax(&views, out.view_mut("out")?, stream(&xs)?)?;
     Ok(vec![out])
 }
 
@@ -235,7 +238,7 @@ fn dequantize(mut values: Values) -> Results {
         let message = format!("block is {block:?}; it must be two sizes, where -1 is the whole extent");
         return Err(Failure::Value(message));
     };
-    let Some(wide) = dtype.known().filter(|dtype| dtype.is_wide()) else {
+    let Some(wide) = dtype.supported().filter(|dtype| dtype.is_wide()) else {
         let message = format!("dtype is {}; it must be float32, bfloat16 or float16", dtype.name());
         return Err(Failure::Type(message));
     };
@@ -272,7 +275,7 @@ fn quantize_blocks(mut values: Values) -> Results {
     let batch = x.is_batch(values.flag())?;
 
     let block = pair(&block)?;
-    let scales = scale_dtype.known();
+    let scales = scale_dtype.supported();
     let scale = match scales {
         Some(DType::E8m0) => BlockScale::E8m0(parse::rounding(&rounding)?),
         Some(DType::F32) => {
@@ -292,55 +295,48 @@ fn quantize_blocks(mut values: Values) -> Results {
     let row_offset = parse::count("row_offset", row_offset)?;
     let spec = BlockSpec { block, scale, row_offset, packed };
     let (rows, cols) = x.matrix_shape(batch)?;
-    let lines = [(codes.row.is_some(), rows as usize), (codes.col.is_some(), cols as usize)];
-    let mut scales = [None, None];
-    for (i, ((wanted, lines), grid)) in
-        lines.into_iter().zip(spec.grids(rows as usize, cols as usize)).enumerate()
-    {
-        if wanted {
-            scales[i] = Some(allocate_scales(&x, batch, &spec, lines, grid)?);
-        }
-    }
+    let [row_shape, col_shape] = spec.plane_shapes(rows as usize, cols as usize);
+    let allocate = |shape: PlaneShape| allocate_scales(&x, batch, &spec, shape.scales);
+    let row_scale = if rowwise { Some(allocate(row_shape)?) } else { None };
+    let col_scale = if columnwise { Some(allocate(col_shape)?) } else { None };
     let x = x.matrix(batch)?;
     {
         let [row, col] = codes.views(batch)?;
         let plane =
             |codes, scales| Option::zip(codes, scales).map(|(codes, scales)| BlockPlane { codes, scales });
-        let rowwise = plane(row, optional_mut(scales[0].as_ref(), "rowwise_scale", batch)?);
-        let columnwise = plane(col, optional_mut(scales[1].as_ref(), "columnwise_scale", batch)?);
+        let rowwise = plane(row, optional_mut(row_scale.as_ref(), "rowwise_scale", batch)?);
+        let columnwise = plane(col, optional_mut(col_scale.as_ref(), "columnwise_scale", batch)?);
         let view =
             |i: usize, name| given[i].as_ref().map(|tensor| tensor.batch_view(name, batch)).transpose();
-        let known = Given {
+        let inputs = BlockInputs {
             amax: view(0, "amax")?,
             amax_columnwise: view(1, "amax_columnwise")?,
             column_scale: view(2, "column_scale")?,
         };
         let stream = stream(given.iter().flatten().chain([&x]))?;
-        ops::quantize_blocks(x.batch_view("x", batch)?, spec, known, rowwise, columnwise, stream)?;
+        ops::quantize_blocks(x.batch_view("x", batch)?, spec, inputs, rowwise, columnwise, stream)?;
     }
-    let [row_scale, col_scale] = scales;
     let dtype = scale.dtype();
     let [row, col] = codes.or_empty(&x)?;
     Ok(vec![row, or_empty(row_scale, &x, dtype)?, col, or_empty(col_scale, &x, dtype)?])
 }
 
-/// Allocates the scales of a plane with `lines` rows per matrix. The layout is contiguous, except that for
-/// blocks of (1, 128) it is column-major, so that scales of adjacent rows are adjacent.
+/// Allocates the scales of a plane: a vector if they are packed, and otherwise a matrix for each matrix of `x`.
+/// The layout is contiguous, or column-major if the format requires it ([`BlockFormat::scales_by_columns`]).
 fn allocate_scales(
     x: &Tensor,
     batch: bool,
     spec: &BlockSpec,
-    lines: usize,
-    (down, across): (usize, usize),
+    (rows, cols): (usize, usize),
 ) -> Result<Tensor, Failure> {
-    let (dtype, shape) = (spec.scale.dtype(), [down as i64, across as i64]);
+    let (dtype, shape) = (spec.scale.dtype(), [rows as i64, cols as i64]);
     if spec.packed {
-        return x.allocate(dtype, &[packed::bytes(lines, across) as i64]);
+        return x.allocate(dtype, &[cols as i64]);
     }
     let sizes = x.each(batch, &shape)?;
-    if spec.block == (Block { rows: 1, cols: 128 }) {
-        let [down, across] = shape.map(|extent| extent.max(1));
-        let strides = [down * across, 1, down];
+    if BlockFormat::find(spec.block, dtype).is_some_and(|format| format.scales_by_columns) {
+        let [rows, cols] = shape.map(|extent| extent.max(1));
+        let strides = [rows * cols, 1, rows];
         return x.allocate_strided(dtype, &sizes, if batch { &strides } else { &strides[1..] });
     }
     x.allocate(dtype, &sizes)
@@ -368,11 +364,12 @@ fn rebase(mut values: Values) -> Results {
     let (rows, cols) = codes.matrix_shape(batch)?;
     let codes = codes.matrix(batch)?;
     let view = codes.batch_view("codes", batch)?;
-    let (out, lines) = match axis {
-        Axis::Rows => (codes.allocate(view.dtype(), codes.sizes()?)?, rows),
-        Axis::Columns => (allocate_transposed(&codes, batch, view.dtype(), (rows, cols))?, cols),
+    let out = match axis {
+        Axis::Rows => codes.allocate(view.dtype(), codes.sizes()?)?,
+        Axis::Columns => allocate_transposed(&codes, batch, view.dtype(), (rows, cols))?,
     };
-    let scale_out = codes.allocate(DType::F32, &codes.each(batch, &[lines, 1])?)?;
+    let (lines, _) = axis.rebased_shape(view.shape());
+    let scale_out = codes.allocate(DType::F32, &codes.each(batch, &[lines as i64, 1])?)?;
     let stream = stream([&codes, &scale])?;
     let scale = scale.batch_view("scale", batch)?;
     let (to, to_scale) = (out.batch_view_mut("out", batch)?, scale_out.batch_view_mut("scale_out", batch)?);
@@ -399,8 +396,8 @@ fn quantize_groups(mut values: Values) -> Results {
     let x = x.matrix(false)?;
     let (view, index_view) = (x.view("x")?, index.as_ref().map(|index| index.view("index")).transpose()?);
     let groups = Groups { ends: ends.view("ends")?, padded_ends: padded_ends.view("padded_ends")? };
-    let shape = (index_view.map_or(view.rows(), |index| index.cols()), view.cols());
-    let planes = GroupPlanes::new(&x, shape, groups.count(), dtype.format()?, [rowwise, columnwise])?;
+    let shapes = groups.plane_shapes(indexed_shape(&view, index_view.as_ref()));
+    let planes = GroupPlanes::new(&x, shapes, dtype.format()?, [rowwise, columnwise])?;
     let stream = stream(index.iter().chain([&x, &ends, &padded_ends]))?;
     let [row, col] = planes.views()?;
     ops::quantize_groups(view, index_view, groups, rule, row, col, stream)?;
@@ -416,9 +413,9 @@ fn quantize_gated(mut values: Values) -> Results {
     let h = h.matrix(false)?;
     let (view, dy_view) = (h.view("h")?, dy.as_ref().map(|dy| dy.view("dy")).transpose()?);
     let groups = Groups { ends: ends.view("ends")?, padded_ends: padded_ends.view("padded_ends")? };
-    let (rows, width) = view.shape();
-    let shape = (rows, if dy.is_some() { width } else { width / 2 });
-    let planes = GroupPlanes::new(&h, shape, groups.count(), dtype.format()?, [rowwise, columnwise])?;
+    let shape = gated_shape(view.shape(), dy.is_some());
+    let shapes = groups.plane_shapes(shape);
+    let planes = GroupPlanes::new(&h, shapes, dtype.format()?, [rowwise, columnwise])?;
     let scratch = h.allocate(view.dtype(), &[shape.0 as i64, shape.1 as i64])?;
     let stream = stream(dy.iter().chain([&h, &ends, &padded_ends]))?;
     let gated = Gated { h: view, dy: dy_view, activation, values: scratch.view_mut("values")? };
@@ -491,22 +488,21 @@ struct GroupPlanes {
 impl GroupPlanes {
     fn new(
         like: &Tensor,
-        (rows, cols): (usize, usize),
-        groups: usize,
+        shapes: [PlaneShape; 2],
         format: Fp8Format,
         wanted: [bool; 2],
     ) -> Result<Self, Failure> {
-        let codes = DType::from(format);
-        let outputs = [
-            (wanted[0], codes, rows, cols),
-            (wanted[0], DType::F32, rows, 1),
-            (wanted[1], codes, cols, padded_columns(rows, groups)),
-            (wanted[1], DType::F32, groups, cols),
-        ];
-        let allocate = |(wanted, dtype, rows, cols): (bool, DType, usize, usize)| {
-            if wanted { like.allocate(dtype, &[rows as i64, cols as i64]) } else { like.empty(dtype) }
-        };
-        Ok(Self { wanted, results: outputs.into_iter().map(allocate).collect::<Result<_, _>>()? })
+        let mut results = Vec::with_capacity(4);
+        for (shape, wanted) in shapes.into_iter().zip(wanted) {
+            for (dtype, (rows, cols)) in [(format.into(), shape.codes), (DType::F32, shape.scales)] {
+                results.push(if wanted {
+                    like.allocate(dtype, &[rows as i64, cols as i64])?
+                } else {
+                    like.empty(dtype)?
+                });
+            }
+        }
+        Ok(Self { wanted, results })
     }
 
     fn views(&self) -> Result<[Option<BlockPlane<'_>>; 2], Failure> {

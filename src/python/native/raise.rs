@@ -11,6 +11,10 @@
 //! the process, libgcc's; `tools/build_wheel.py` links the wheel to it. Ending the kernel with a jump to a
 //! throwing function would avoid the unwinding, but the functions that acquire the interpreter's lock
 //! themselves cannot throw an arbitrary exception.
+//!
+//! Returning a status that a function in Python checks after each call would cost only 0.08 to 0.15 us per call,
+//! but it would lose errors: code that Inductor compiled calls `torch.ops.fp8rs.*.default` directly, without that
+//! function. Only an exception of the kernel itself reaches the caller in eager and in compiled code.
 
 use std::ffi::{c_char, c_int};
 use std::sync::OnceLock;

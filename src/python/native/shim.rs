@@ -138,13 +138,13 @@ impl Shim {
     }
 
     /// Returns the element type with this number, or None if the crate does not support it.
-    pub(super) fn known(&self, number: i32) -> Option<DType> {
-        self.dtypes.iter().find(|(_, known)| *known == number).map(|(dtype, _)| *dtype)
+    pub(super) fn dtype_of(&self, number: i32) -> Option<DType> {
+        self.dtypes.iter().find(|(_, other)| *other == number).map(|(dtype, _)| *dtype)
     }
 
     /// Returns the number of an element type.
     pub(super) fn number(&self, dtype: DType) -> i32 {
-        self.dtypes.iter().find(|(known, _)| *known == dtype).expect("every type has a number").1
+        self.dtypes.iter().find(|(other, _)| *other == dtype).expect("every type has a number").1
     }
 }
 

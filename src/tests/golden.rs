@@ -1,12 +1,12 @@
 //! Compares the formats with golden bytes from NVIDIA's `cuda_fp8.h` and from `ml_dtypes`
 //! (tests/golden/README.md).
 
-use fp8rs::Fp8Format::{self, E4m3, E5m2};
-use fp8rs::format::wide::Wide;
+use crate::Fp8Format::{self, E4m3, E5m2};
+use crate::format::wide::Wide;
 use half::{bf16, f16};
 
-const CUDA_FP8: &[u8] = include_bytes!("golden/cuda_fp8.bin");
-const ML_DTYPES: &[u8] = include_bytes!("golden/ml_dtypes.bin");
+const CUDA_FP8: &[u8] = include_bytes!("../../tests/golden/cuda_fp8.bin");
+const ML_DTYPES: &[u8] = include_bytes!("../../tests/golden/ml_dtypes.bin");
 const PART: usize = 1 << 16;
 
 fn every_bf16() -> impl Iterator<Item = f32> {

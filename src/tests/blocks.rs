@@ -1,9 +1,9 @@
 //! Block formats through the public API: bytes from the specification, layouts, and blocks that shard
 //! boundaries split.
 
-use fp8rs::format::e8m0::Rounding;
-use fp8rs::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given};
-use fp8rs::{Block, DType, Error, ScaleRule, Stream, View, ViewMut};
+use crate::format::e8m0::Rounding;
+use crate::ops::{self, Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec};
+use crate::{Block, DType, Error, ScaleRule, Stream, View, ViewMut};
 
 const MX: Block = Block { rows: 1, cols: 32 };
 const MX_SQUARE: Block = Block { rows: 32, cols: 32 };
@@ -22,7 +22,7 @@ fn quantize(
 ) -> (Vec<u8>, Vec<u8>) {
     let (r, c) = if columnwise { (cols, rows) } else { (rows, cols) };
     let grid = spec.block.grid(r, c);
-    let bytes = if spec.packed { fp8rs::layout::packed::bytes(r, grid.1) } else { grid.0 * grid.1 };
+    let bytes = if spec.packed { crate::layout::packed::bytes(r, grid.1) } else { grid.0 * grid.1 };
     let (mut codes, mut scales) = (vec![0xAA; r * c], vec![0xAA; bytes]);
     let shape = if spec.packed { (1, bytes) } else { grid };
     let plane = BlockPlane {
@@ -31,7 +31,7 @@ fn quantize(
     };
     let (rowwise, columnwise) = if columnwise { (None, Some(plane)) } else { (Some(plane), None) };
     let x = View::from_slice(x, rows, cols).unwrap();
-    ops::quantize_blocks(x, spec, Given::default(), rowwise, columnwise, Stream::default()).unwrap();
+    ops::quantize_blocks(x, spec, BlockInputs::default(), rowwise, columnwise, Stream::default()).unwrap();
     (codes, scales)
 }
 
@@ -222,7 +222,7 @@ fn shards_with_reduced_maxima_match_the_whole_tensor() {
             .unwrap();
             let codes_view = ViewMut::from_bytes(&mut codes, DType::E4m3, x.rows(), x.cols()).unwrap();
             let spec = BlockSpec { block, scale, row_offset, packed: false };
-            let given = Given {
+            let given = BlockInputs {
                 amax: (!given.is_empty()).then(|| View::from_slice(given, grid.0, grid.1).unwrap()),
                 ..Default::default()
             };
@@ -340,7 +340,7 @@ fn per_row_scales_with_and_without_column_scale() {
         ops::quantize_blocks(
             View::from_slice(&x, 2, 2).unwrap(),
             BlockSpec { block: Block::ROW, scale: BlockScale::F32(rule), row_offset: 0, packed: false },
-            Given {
+            BlockInputs {
                 column_scale: column_scale.map(|f| View::from_slice(f, 1, 2).unwrap()),
                 ..Default::default()
             },
@@ -379,7 +379,8 @@ fn invalid_calls_name_the_argument() {
             scales: ViewMut::from_bytes(&mut bytes, DType::E8m0, scales.0, scales.1).unwrap(),
         };
         let x = View::from_slice(&x, 2, 32).unwrap();
-        ops::quantize_blocks(x, spec, Given::default(), Some(plane), None, Stream::default()).unwrap_err()
+        ops::quantize_blocks(x, spec, BlockInputs::default(), Some(plane), None, Stream::default())
+            .unwrap_err()
     };
     let spec = mx(MX, Rounding::Ceil);
     assert!(matches!(call(spec, (1, 2)), Error::Shape { arg, .. } if arg == "rowwise_scale"));

@@ -1,15 +1,13 @@
 //! The `AdamW` step and random numbers on the CPU. Results match the definition byte for byte, on every
 //! instruction set and for every kind of parameter, and invalid calls return errors.
 
-mod common;
-
-use common::{Layout, Owned, on_each_level};
-use fp8rs::format::adamw::Hyper;
-use fp8rs::format::e8m0::{self, Rounding};
-use fp8rs::format::random::{Words, between};
-use fp8rs::format::wide::{self, NAN_BITS, Wide};
-use fp8rs::ops::{AdamW, AdamWTensor, BlockScale, Target};
-use fp8rs::{Block, DType, Error, ScaleRule, Stream, View, ops};
+use super::common::{self, Layout, Owned, on_each_level};
+use crate::format::adamw::Hyper;
+use crate::format::e8m0::{self, Rounding};
+use crate::format::random::{Words, between};
+use crate::format::wide::{self, NAN_BITS, Wide};
+use crate::ops::{AdamW, AdamWTensor, BlockScale, Target};
+use crate::{Block, BlockFormat, DType, Error, FORMATS, ScaleRule, Stream, View, ops};
 use half::{bf16, f16};
 use proptest::prelude::*;
 
@@ -187,17 +185,18 @@ fn memory(tensors: &[Tensor]) -> Vec<Vec<u64>> {
 }
 
 fn target() -> impl Strategy<Value = Target> {
+    let formats: Vec<BlockFormat> = FORMATS.into_iter().filter(|format| format.in_adamw).collect();
     let rule = (any::<bool>(), prop_oneof![Just(0.0_f32), Just(3.0)])
         .prop_map(|(power_of_2, amax_epsilon)| ScaleRule { power_of_2, amax_epsilon, margin: 0 });
-    let square = Block { rows: 128, cols: 128 };
-    let f32_blocks = (rule, any::<bool>()).prop_map(move |(rule, row)| {
-        Target::Blocks(if row { Block::ROW } else { square }, BlockScale::F32(rule))
+    let rounding = prop_oneof![Just(Rounding::Ceil), Just(Rounding::Floor)];
+    let blocks = (proptest::sample::select(formats), rule, rounding).prop_map(|(format, rule, rounding)| {
+        let scale = match format.scale_dtype {
+            DType::E8m0 => BlockScale::E8m0(rounding),
+            _ => BlockScale::F32(rule),
+        };
+        Target::Blocks(format.block, scale)
     });
-    let mx = any::<bool>().prop_map(|ceil| {
-        let rounding = if ceil { Rounding::Ceil } else { Rounding::Floor };
-        Target::Blocks(Block { rows: 32, cols: 32 }, BlockScale::E8m0(rounding))
-    });
-    prop_oneof![Just(Target::Plain), Just(Target::Measure), Just(Target::Tensor), f32_blocks, mx]
+    prop_oneof![1 => Just(Target::Plain), 1 => Just(Target::Measure), 1 => Just(Target::Tensor), 2 => blocks]
 }
 
 fn shared() -> impl Strategy<Value = Shared> {

@@ -1,29 +1,14 @@
 //! Matrices of any layout for tests, and reference operations written from the definition.
 
-#![allow(dead_code, reason = "each test binary uses a part of this")]
-
-use std::sync::{Mutex, PoisonError};
-
-use fp8rs::cpu::{Level, set_simd};
-use fp8rs::format::wide::{INF_BITS, NAN_BITS, Wide};
-use fp8rs::format::{Fp8Format, e8m0};
-use fp8rs::{Block, DType, Device, View, ViewMut};
+use crate::format::wide::{INF_BITS, NAN_BITS, Wide};
+use crate::format::{Fp8Format, e8m0};
+use crate::{Block, DType, Device, View, ViewMut};
 use half::{bf16, f16};
 use proptest::prelude::*;
 
-/// Serializes tests that set the instruction set. Tests run in threads of one process, and the setting is
-/// global.
-static OVERRIDE: Mutex<()> = Mutex::new(());
-
 /// Runs `check` with each instruction set that this CPU supports.
 pub(crate) fn on_each_level(mut check: impl FnMut()) {
-    let _alone = OVERRIDE.lock().unwrap_or_else(PoisonError::into_inner);
-    for level in [Level::Scalar, Level::Avx2, Level::Avx512] {
-        if set_simd(Some(level)) {
-            check();
-        }
-    }
-    set_simd(None);
+    crate::cpu::on_each_level(|_| check());
 }
 
 /// The layout of a matrix in memory.
@@ -153,7 +138,7 @@ impl Owned {
     }
 }
 
-/// Reference implementation of [`fp8rs::ops::amax`].
+/// Reference implementation of [`crate::ops::amax`].
 pub(crate) fn amax(x: &Owned) -> f32 {
     let bits = x.cells().map(|(row, col)| x.value(row, col).to_bits() & 0x7FFF_FFFF).max().unwrap_or(0);
     f32::from_bits(if bits > INF_BITS { NAN_BITS } else { bits })
@@ -177,7 +162,7 @@ pub(crate) fn cast_transposed(x: &Owned, scale: f32, out: &mut Owned) {
     }
 }
 
-/// Reference implementation of [`fp8rs::ops::dequantize`].
+/// Reference implementation of [`crate::ops::dequantize`].
 pub(crate) fn dequantize(codes: &Owned, scale: &Owned, block: Block, out: &mut Owned) {
     for (row, col) in codes.cells() {
         let value = codes.value(row, col) * scale.value(row / block.rows, col / block.cols);
@@ -246,15 +231,4 @@ pub(crate) fn scale() -> impl Strategy<Value = f32> {
         1 => Just(f32::NAN),
         1 => any::<f32>(),
     ]
-}
-
-/// Does what `torch.set_flush_denormal` does.
-pub(crate) fn set_flush_to_zero(on: bool) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        let control: u32 = if on { 0x9FC0 } else { 0x1F80 };
-        // SAFETY: this is a valid value of MXCSR.
-        unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const control, options(nostack)) };
-    }
-    let _ = on;
 }

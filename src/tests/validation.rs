@@ -1,12 +1,10 @@
 //! Invalid calls return errors before anything is written. The message names the argument, what was given,
 //! and what is expected.
 
-mod common;
-
-use common::{Layout, Owned};
-use fp8rs::format::e8m0::Rounding;
-use fp8rs::ops::{BlockPlane, BlockScale, BlockSpec, Given, Numbers};
-use fp8rs::{Block, DType, Device, Error, Fp8Format, ScaleRule, Stream, View, ViewMut, ops};
+use super::common::{self, Layout, Owned};
+use crate::format::e8m0::Rounding;
+use crate::ops::{BlockInputs, BlockPlane, BlockScale, BlockSpec, Numbers};
+use crate::{Block, DType, Device, Error, Fp8Format, ScaleRule, Stream, View, ViewMut, ops};
 
 fn matrix(dtype: DType, rows: usize, cols: usize) -> Owned {
     Owned::dense(dtype, (rows, cols)).random(1)
@@ -447,7 +445,7 @@ fn overlaps_of_every_order() {
 const ONE_128: Block = Block { rows: 1, cols: 128 };
 const MX: Block = Block { rows: 1, cols: 32 };
 
-fn quantize(spec: BlockSpec, scales: ViewMut, given: Given) -> Result<(), Error> {
+fn quantize(spec: BlockSpec, scales: ViewMut, given: BlockInputs) -> Result<(), Error> {
     let (x, mut codes) = (Owned::dense(DType::F32, (4, 64)).random(1), Owned::dense(DType::E4m3, (64, 4)));
     let plane = BlockPlane { codes: codes.view_mut(), scales };
     ops::quantize_blocks(x.view(), spec, given, None, Some(plane), Stream::default())
@@ -463,7 +461,7 @@ fn packed_scales_must_be_e8m0_and_contiguous() {
         packed: true,
     };
     refused(
-        quantize(spec, packed.view_mut(), Given::default()),
+        quantize(spec, packed.view_mut(), BlockInputs::default()),
         "packed is true; it must be false with float32 scales",
     );
     let mut bytes = vec![0_u8; 1024];
@@ -472,7 +470,7 @@ fn packed_scales_must_be_e8m0_and_contiguous() {
         unsafe { ViewMut::from_raw(bytes.as_mut_ptr(), DType::E8m0, Device::Cpu, (1, 512), (1024, 2)) };
     let spec = BlockSpec { block: MX, scale: BlockScale::E8m0(Rounding::Ceil), row_offset: 0, packed: true };
     refused(
-        quantize(spec, spread, Given::default()),
+        quantize(spec, spread, BlockInputs::default()),
         "columnwise_scale is strided; it must be contiguous, because scales are packed",
     );
     let scales = Owned::dense(DType::E8m0, (4, 2));
@@ -488,7 +486,7 @@ fn unused_given_maxima_are_an_error() {
     let spec = BlockSpec { block: MX, scale: BlockScale::E8m0(Rounding::Ceil), row_offset: 0, packed: false };
     let (amax, mut scales) = (Owned::dense(DType::F32, (4, 2)).random(1), Owned::dense(DType::E8m0, (64, 1)));
     refused(
-        quantize(spec, scales.view_mut(), Given { amax: Some(amax.view()), ..Given::default() }),
+        quantize(spec, scales.view_mut(), BlockInputs { amax: Some(amax.view()), ..BlockInputs::default() }),
         "amax is given; it must be absent, unless there is a rowwise output or blocks are square",
     );
 }
@@ -499,7 +497,7 @@ fn block_scales_reject_margins_and_block_amax_rejects_other_sizes() {
     let mut scales = Owned::dense(DType::F32, (64, 1));
     let spec = BlockSpec { block: ONE_128, scale: BlockScale::F32(rule), row_offset: 0, packed: false };
     refused(
-        quantize(spec, scales.view_mut(), Given::default()),
+        quantize(spec, scales.view_mut(), BlockInputs::default()),
         "margin is 1; it must be 0 for block scales",
     );
     let (x, mut out) = (Owned::dense(DType::F32, (4, 64)).random(1), Owned::dense(DType::F32, (1, 1)));

@@ -1,12 +1,12 @@
 //! Tensors without elements have a null data pointer in torch. No operation may form a slice from it.
 
-use fp8rs::format::activation::Activation;
-use fp8rs::format::e8m0::Rounding;
-use fp8rs::format::groups::padded_columns;
-use fp8rs::ops::{
-    Axis, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Given, Groups, Numbers,
+use crate::format::activation::Activation;
+use crate::format::e8m0::Rounding;
+use crate::format::groups::padded_columns;
+use crate::ops::{
+    Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Groups, Numbers,
 };
-use fp8rs::{Block, DType, Device, ScaleRule, Stream, View, ViewMut, ops};
+use crate::{Block, BlockFormat, DType, Device, FORMATS, ScaleRule, Stream, View, ViewMut, ops};
 
 /// A tensor whose pointer is null if it has no elements.
 struct Owned {
@@ -95,23 +95,31 @@ fn tensorwise() {
 
 #[test]
 fn blocks() {
-    let f32s_of = |block| (block, BlockScale::F32(ScaleRule::default()), DType::F32);
-    let mx = |rows| (Block { rows, cols: 32 }, BlockScale::E8m0(Rounding::Ceil), DType::E8m0);
-    let of_128 = |rows| f32s_of(Block { rows, cols: 128 });
-    for (block, scale, dtype) in [f32s_of(Block::ROW), of_128(1), of_128(128), mx(1), mx(32)] {
+    for BlockFormat { block, scale_dtype, .. } in FORMATS {
+        let scale = match scale_dtype {
+            DType::E8m0 => BlockScale::E8m0(Rounding::Ceil),
+            _ => BlockScale::F32(ScaleRule::default()),
+        };
         for (rows, cols) in SHAPES {
             let x = wide(rows, cols);
             let spec = BlockSpec { block, scale, row_offset: 0, packed: false };
             let [(down, across), (down_t, across_t)] = spec.grids(rows, cols);
-            let (mut row, mut row_scale) = (codes(rows, cols), Owned::new(dtype, down, across));
-            let (mut col, mut col_scale) = (codes(cols, rows), Owned::new(dtype, down_t, across_t));
+            let (mut row, mut row_scale) = (codes(rows, cols), Owned::new(scale_dtype, down, across));
+            let (mut col, mut col_scale) = (codes(cols, rows), Owned::new(scale_dtype, down_t, across_t));
             let planes = (Some(plane(&mut row, &mut row_scale)), Some(plane(&mut col, &mut col_scale)));
-            ops::quantize_blocks(x.view(), spec, Given::default(), planes.0, planes.1, Stream::default())
-                .unwrap();
+            ops::quantize_blocks(
+                x.view(),
+                spec,
+                BlockInputs::default(),
+                planes.0,
+                planes.1,
+                Stream::default(),
+            )
+            .unwrap();
             ops::block_amax(x.view(), block, 0, f32s(down, across).view_mut(), Stream::default()).unwrap();
             let mut out = wide(rows, cols);
             ops::dequantize(row.view(), row_scale.view(), block, out.view_mut(), Stream::default()).unwrap();
-            if block.cols == 32 {
+            if scale_dtype == DType::E8m0 {
                 for (axis, (lines, length)) in [(Axis::Rows, (rows, cols)), (Axis::Columns, (cols, rows))] {
                     let (mut out, mut scales) = (codes(lines, length), f32s(lines, 1));
                     let (to, to_scale) = (out.view_mut(), scales.view_mut());
