@@ -136,7 +136,9 @@ def test_checkpoints_of_sharded_layers(rig, recipe, fp8_weights):
             shard(build(rig, recipe, seed=seed, fp8_weights=fp8_weights), rig.mesh())
             for seed in (0, 1)
         )
-        assert set(model.state_dict()) == set(Model().state_dict())
+        # With FP8 weights, histories of delayed scaling are in the state dict too.
+        names = {name for name in model.state_dict() if ".fp8_" not in name}
+        assert names == set(Model().state_dict())
         train(model, rig)
         dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])
         state = get_model_state_dict(other)

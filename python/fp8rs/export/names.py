@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import plain_name
+from fp8rs.scaling.histories import BUFFERS
 
 #: Tensors by name.
 Tensors = dict[str, Tensor]
@@ -141,9 +142,14 @@ class Layout:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of a module that are in its state dict, by name."""
+    """Yield the buffers of a module that are in its state dict, by name.
+
+    The buffers of delayed scaling are left out, because the unconverted model does not have them.
+    """
     for key, buffer in module._buffers.items():
-        if buffer is not None and key not in module._non_persistent_buffers_set:
+        if buffer is None or key in BUFFERS:
+            continue
+        if key not in module._non_persistent_buffers_set:
             yield key, buffer
 
 

@@ -379,13 +379,16 @@ def _copy_histories(
     """State-dict hook: replace the buffers of delayed scaling by copies.
 
     `torch.distributed.checkpoint.load` writes to a state dict in place, and its writes to the
-    weights would change histories that it has loaded.
+    weights would change histories that it has loaded. On the meta device there are no histories.
+    Then the state dict of a sharded model consists of DTensors, which accelerate requires to load
+    from rank 0.
     """
     if module._fp8_state.delayed is None:
         return
     keep_local(module._buffers)
     for name in BUFFERS:
-        if prefix + name in state_dict:
+        buffer = state_dict.pop(prefix + name, None)
+        if buffer is not None and not buffer.is_meta:
             state_dict[prefix + name] = module._buffers[name].detach().clone()
 
 
