@@ -13,7 +13,7 @@ def llama(device, **options):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=64, **heads, **sizes, **options)
+    config = transformers.LlamaConfig(vocab_size=64, **{**heads, **sizes, **options})
     return transformers.LlamaForCausalLM(config).to(device)
 
 

@@ -6,6 +6,15 @@ the codes and scales of training are exported unchanged.
 
 from .files import save_pretrained
 from .loading import Loaded, load
+from .serving import LayerDifferences, compare_layers, serving_config
 from .tensors import tensors
 
-__all__ = ["Loaded", "load", "save_pretrained", "tensors"]
+__all__ = [
+    "LayerDifferences",
+    "Loaded",
+    "compare_layers",
+    "load",
+    "save_pretrained",
+    "serving_config",
+    "tensors",
+]

@@ -135,16 +135,24 @@ def kept_layers(model: nn.Module) -> tuple[list[str], list[str]]:
     parameters = list(parameters_of(named_modules(model)))
     quantized = quantized_parameters(parameters, layout)
     for p in parameters:
-        dims = p.parameter.dim()
-        # Routers are not linear layers in transformers, but in servers they are.
-        is_layer = dims == 2 and p.key == "weight" and not isinstance(p.module, nn.Embedding)
-        if (is_layer or dims > 2) and p.name not in quantized:
+        if is_layer(p) and p.name not in quantized:
             files = layout.files_of(p.name)
             names = [p.name.rpartition(".")[0], *(part.module for part in files)]
             layers.update(dict.fromkeys(names))
-            if dims > 2:
+            if p.parameter.dim() > 2:
                 experts.update(dict.fromkeys(names))
     return list(layers), list(experts)
+
+
+def is_layer(p: Stored) -> bool:
+    """Return whether a server builds layers from a parameter: linear layers, routers or experts.
+
+    Routers are not linear layers in transformers, but in servers they are.
+    """
+    dims = p.parameter.dim()
+    if dims == 2:
+        return p.key == "weight" and not isinstance(p.module, nn.Embedding)
+    return dims > 2
 
 
 def quantized_parameters(parameters: list[Stored], layout: Layout) -> set[str]:

@@ -2,7 +2,8 @@
 
 from .heat_map import plot
 from .high_precision import high_precision
+from .mismatch import Mismatch, mismatch
 from .monitor import Monitor, monitor
 from .records import Lossy
 
-__all__ = ["Lossy", "Monitor", "high_precision", "monitor", "plot"]
+__all__ = ["Lossy", "Mismatch", "Monitor", "high_precision", "mismatch", "monitor", "plot"]
