@@ -49,6 +49,40 @@ def test_unshard_outside_a_forward(rig):
 
 
 @ranks(2)
+@pytest.mark.parametrize("gather", ["unshard", "precomputed forward"])
+def test_scales_are_stale_after_optimizer_stepped(rig, gather):
+    """No operator shows this write. Neither gather follows the beginning of a forward with it."""
+    model = make(UNEVEN, device=rig.device)
+    shard(model, rig)
+    with torch.no_grad():
+        model(batch(rig))
+    for module in (model, *model.blocks):
+        module.reshard()
+    if gather == "precomputed forward":
+        fp8rs.fsdp.precompute_float8_dynamic_scale_for_fsdp(model)
+
+    for layer in linears(model).values():
+        local_of(layer.weight).high_precision.mul_(3)
+    fp8rs.optimizer_stepped(model)
+
+    whole = full_weights(model)
+    block = model.blocks[1]
+    seen = {}
+    if gather == "unshard":
+        block.unshard()
+        seen["blocks.1.up"] = block.up.weight.rowwise.map(torch.clone)
+        block.reshard()
+    else:
+        watch_weights(model, lambda name, w: seen.update({name: w.rowwise.map(torch.clone)}))
+        with torch.no_grad():
+            model(batch(rig))
+    for name, row in seen.items():
+        codes, scale = expected(whole[name])
+        assert same_bytes(row.data, codes), name
+        assert same_bytes(row.scale, scale), name
+
+
+@ranks(2)
 @recipes
 def test_a_submodule_called_by_itself(rig, recipe):
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
