@@ -82,6 +82,28 @@ def test_scales_are_stale_after_optimizer_stepped(rig, gather):
         assert same_bytes(row.scale, scale), name
 
 
+@ranks(1, 2)
+def test_scales_are_stale_after_a_compiled_step(rig):
+    """A compiled step writes without an operator, and a compiled root's forwards do not count."""
+    model = make(UNEVEN, device=rig.device)
+    shard(model, rig)
+    optimizer = torch.optim.SGD(model.parameters(), lr=50.0)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    block = model.blocks[1]
+    for n in range(2):
+        model(batch(rig, n)).square().mean().backward()
+        step()
+        model.reshard()
+        block.reshard()
+
+        whole = full_weights(model)
+        block.unshard()
+        codes, scale = expected(whole["blocks.1.up"])
+        assert same_bytes(block.up.weight.rowwise.data, codes)
+        assert same_bytes(block.up.weight.rowwise.scale, scale)
+        block.reshard()
+
+
 @ranks(2)
 @recipes
 def test_a_submodule_called_by_itself(rig, recipe):

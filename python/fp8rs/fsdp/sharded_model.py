@@ -37,6 +37,7 @@ from fp8rs.model.handle import ParamHandle, copy_attributes, local_of, mark_repl
 from fp8rs.model.shard_spec import local_part
 from fp8rs.model.state import ModelState, state_of
 from fp8rs.quantize.recipes import check_module, quant_spec
+from fp8rs.scaling import steps
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -445,6 +446,9 @@ def sharded_model(state: ModelState) -> ShardedModel:
     """Return the FSDP2 side of a converted model, created on first use."""
     if state.sharded_model is None:
         state.sharded_model = ShardedModel(state)
+        # No operator shows the writes of a compiled step, and not every forward of a model is
+        # counted: a root that is compiled, or another method of it, is not.
+        steps.subscribe(state)
     return cast(ShardedModel, state.sharded_model)
 
 
