@@ -77,6 +77,7 @@ class Model:
                         f"FP8 weight {name} in a checkpoint: give it another name"
                     )
                 plain[name + suffix] = part
+
         if split_weights:
             warnings.warn(
                 "FP8 weights whose blocks tensor parallelism splits are saved in high precision: "
@@ -215,6 +216,7 @@ class Optimizer:
             # Optimizers number their parameters.
             numbered: dict[str, Any] = {"state": {}, "param_groups": []}
             numbers = count()
+
             for group, saved_group in islice(groups, len(optimizer.param_groups)):
                 names = group["params"]
                 keys = [next(numbers) for _ in names]
@@ -227,6 +229,7 @@ class Optimizer:
                         state = current_state | state
                     if state:
                         numbered["state"][key] = state
+
             if not self._had_state:
                 optimizer.state.clear()  # parameters without a saved state have none
             optimizer.load_state_dict(numbered)

@@ -210,6 +210,7 @@ def targets_of(model: nn.Module, stored: StoredTensors) -> list[Target]:
                     f"{name} is on the meta device, without memory to load into: call "
                     "model.to_empty(device=...) first"
                 )
+
             layer = module if is_fp8(module, key) else None
             # A tied parameter has several names, and one target.
             target = targets.setdefault(id(tensor), Target(tensor, layer, name))

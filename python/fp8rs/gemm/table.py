@@ -88,6 +88,8 @@ def scaled_mm(
     n, k_b = b_codes.shape
     if k != k_b:
         raise ValueError(f"a is {(m, k)} and b is {(n, k_b)}: their last dims must be equal")
+
+    # A size that a compiler does not know must not decide a branch in a trace.
     if not (type(m) is type(n) is type(k) is int) and depends_on_data(m, n, k):
         product = _scaled_mm(
             a_codes,

@@ -48,6 +48,7 @@ class Monitor:
         self._layers, self._weights = fp8_operands(model)
         self._group = group
         self._file = None if file is None else Path(file)
+
         operands = len(self._layers) * len(ROLES)
         #: The statistics of each operand of each layer, and of each weight of experts.
         self._all_slots = torch.empty(

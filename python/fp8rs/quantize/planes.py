@@ -245,6 +245,7 @@ def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.S
                 f"{tuple(shape)} needs {tuple(data_shape)}"
             )
         formats.check_fp8_dtype(data.dtype, f"{name}.data.dtype")
+
         if scale.dtype != format.scale_dtype:
             raise TypeError(
                 f"{name} is in format {format.name!r}, which has scales of "

@@ -124,6 +124,8 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
             "without their scales are not its values. Expected values in high precision, or "
             "another quantized tensor. Multiply the codes by their scales first"
         )
+
+    # Otherwise quantize the values, in a shape, on a device and in a dtype that can be written.
     if isinstance(src, QuantizedTensor):
         src = src.dequantize()
     if src.device != dst.device:
