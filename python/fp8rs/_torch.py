@@ -74,11 +74,11 @@ def gradients_needed(ctx: Any) -> tuple[bool, ...]:
     if torch.compiler.is_compiling() or sum(needs) < 2:
         return needs
     # Inputs that are not tensors have no edge, and inputs without a gradient have no node.
-    run = [_will_run(node) for node, _ in ctx.next_functions if node is not None]
-    if all(run):
+    runs = [_will_run(node) for node, _ in ctx.next_functions if node is not None]
+    if all(runs):
         return needs
-    found = iter(run)
-    return tuple(need and next(found) for need in needs)
+    next_runs = iter(runs)
+    return tuple(need and next(next_runs) for need in needs)
 
 
 def _will_run(node: Any) -> bool:
@@ -202,8 +202,10 @@ def memory_of(x: Tensor) -> object:
     """
     if isinstance(x, FunctionalTensor):
         return Itself(x.from_functional())
+    if type(x) is FakeTensor:
+        return None
     try:
-        return x.data_ptr() if type(x) is not FakeTensor else None
+        return x.data_ptr()
     except RuntimeError:
         if torch._C._functorch.is_batchedtensor(x):
             raise RuntimeError(
@@ -214,9 +216,12 @@ def memory_of(x: Tensor) -> object:
 
 def has_tangent(*tensors: Tensor | None) -> bool:
     """Return whether forward-mode differentiation is running with a tangent of one of these."""
-    return forward_ad._current_level >= 0 and any(
-        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors
-    )
+    if forward_ad._current_level < 0:
+        return False
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            return True
+    return False
 
 
 #: Like ``torch.compiler.disable``, but imports Dynamo only at the first call. Used by torch.optim.
@@ -251,8 +256,11 @@ def keep_from_ddp(module: Any, names: list[str]) -> None:
 
     DDP has no argument for this, and would broadcast the first rank's buffers.
     """
-    known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    module._ddp_params_and_buffers_to_ignore = [*known, *(n for n in names if n not in known)]
+    ignored = list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    for name in names:
+        if name not in ignored:
+            ignored.append(name)
+    module._ddp_params_and_buffers_to_ignore = ignored
 
 
 def give_to_ddp(module: Any, names: list[str]) -> None:
@@ -260,9 +268,9 @@ def give_to_ddp(module: Any, names: list[str]) -> None:
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", None)
     if ignored is None:
         return  # the module has no buffers of this state any more
-    others = [name for name in ignored if name not in names]
-    if others:
-        module._ddp_params_and_buffers_to_ignore = others
+    still_ignored = [name for name in ignored if name not in names]
+    if still_ignored:
+        module._ddp_params_and_buffers_to_ignore = still_ignored
     else:
         del module._ddp_params_and_buffers_to_ignore
 
@@ -298,9 +306,9 @@ def inductor_reads_memory(operator: Any) -> None:
     """
     from torch._inductor import lowering
 
-    known = getattr(lowering, "needs_realized_inputs", None)
-    if known is not None:
-        known.add(operator)
+    operators = getattr(lowering, "needs_realized_inputs", None)
+    if operators is not None:
+        operators.add(operator)
 
 
 def may_be_empty(x: Tensor) -> bool:
@@ -399,14 +407,16 @@ def check_can_become(parameter: Tensor) -> None:
     forget_fake(parameter)
     if weakref.getweakrefs(parameter):
         raise RuntimeError("the parameter has a weak reference")
-    held: int = cast(Any, parameter)._use_count()
-    if held > 1 and parameter.is_leaf and parameter.requires_grad:
-        # The node that accumulates its gradient may hold one reference.
+    references: int = cast(Any, parameter)._use_count()
+    if references > 1 and parameter.is_leaf and parameter.requires_grad:
+        # The node that accumulates its gradient may hold one reference. If there was no such node,
+        # `get_gradient_edge` creates one, and the count grows.
         node = torch.autograd.graph.get_gradient_edge(parameter).node
-        held -= held == cast(Any, parameter)._use_count()
+        if references == cast(Any, parameter)._use_count():
+            references -= 1
         del node
-    if held > 1:
-        raise RuntimeError(f"the parameter is referred to {held - 1} times from elsewhere")
+    if references > 1:
+        raise RuntimeError(f"the parameter is referred to {references - 1} times from elsewhere")
 
 
 def is_traced(data: Tensor) -> bool:
@@ -519,12 +529,13 @@ def dtensor_like(parameter: Any, local: Tensor, shape: tuple[int, ...] | None = 
     meta = spec.tensor_meta
     if shape is not None:
         meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), local.dtype)
-    if (local.dtype, shape) != (spec.tensor_meta.dtype, None):
+    elif local.dtype != meta.dtype:
         meta = TensorMeta(meta.shape, meta.stride, local.dtype)
+    if meta is not spec.tensor_meta:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-    make: Any = DTensor
-    made: Tensor = make(local, spec, requires_grad=False)
-    return made
+    dtensor_class: Any = DTensor
+    dtensor: Tensor = dtensor_class(local, spec, requires_grad=False)
+    return dtensor
 
 
 #: Names that torch.compile, checkpoint_wrapper and FSDP1 insert into fully qualified names.
@@ -655,7 +666,10 @@ def reshards_after_forward(root: Any, unit: str, group: Any) -> bool:
 
 def sharded_parameters(root: Any) -> list[Any]:
     """Return the sharded parameters below ``root``, even while modules hold unsharded ones."""
-    return [p.sharded_param for _, group in fsdp_groups(root) for p in group.fsdp_params]
+    parameters: list[Any] = []
+    for _, group in fsdp_groups(root):
+        parameters += [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
+    return parameters
 
 
 def own_store() -> Any:
@@ -698,11 +712,17 @@ def fills_in_unused(group: Any) -> bool:
 
 def shard_group(group: Any) -> Any:
     """Return the process group of the ranks that shard an FSDP parameter group, or None for one."""
-    found = getattr(group.mesh_info, "shard_process_group", None)
-    return None if found is None or found.size() == 1 else found
+    process_group = getattr(group.mesh_info, "shard_process_group", None)
+    if process_group is None or process_group.size() == 1:
+        return None
+    return process_group
 
 
 def computed_in(group: Any) -> set[torch.dtype]:
     """Return the dtypes in which trained parameters of an FSDP parameter group are gathered."""
-    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-    return {p.mp_policy.param_dtype or p.sharded_param.dtype for p in trained}
+    dtypes = set()
+    for fsdp_param in group.fsdp_params:
+        sharded_param = fsdp_param.sharded_param
+        if sharded_param.requires_grad:
+            dtypes.add(fsdp_param.mp_policy.param_dtype or sharded_param.dtype)
+    return dtypes

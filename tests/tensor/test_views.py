@@ -492,7 +492,7 @@ def test_every_view_operator_of_aten_has_a_handler():
             if writes:
                 assert handler in (
                     fallback.dequantized_call,
-                    fallback.each_member,
+                    fallback.foreach_call,
                     *WRITE_HANDLERS,
                 ), op
             else:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,17 @@ from .files import DamagedError, Reader, Writer, map_local
 from .plans import ABSENT, LoadPlanner, MismatchError, SavePlanner
 from .states import Model, Optimizer
 
-#: The unfinished asynchronous saves of this process, with the process group and path of each.
-_unfinished: dict[Future[None], tuple[Any, Any]] = {}
+
+@dataclass(frozen=True)
+class _AsyncSave:
+    """An unfinished asynchronous save: the process group that it uses, and the path it writes."""
+
+    process_group: dist.ProcessGroup | None
+    path: str | os.PathLike[str]
+
+
+#: The unfinished asynchronous saves of this process.
+_unfinished: dict[Future[None], _AsyncSave] = {}
 
 
 class CheckpointError(RuntimeError):
@@ -35,23 +45,28 @@ class CheckpointError(RuntimeError):
         causes: the exceptions, by the rank that raised each.
     """
 
-    def __init__(self, what: str, causes: dict[int, BaseException]) -> None:
-        by_text: dict[str, list[int]] = {}
+    def __init__(self, summary: str, causes: dict[int, BaseException]) -> None:
+        ranks_by_text: dict[str, list[int]] = {}
         for rank, cause in sorted(causes.items()):
-            by_text.setdefault(f"{type(cause).__name__}: {cause}", []).append(rank)
-        texts = [
-            # The message of the coordinator, which compares all ranks, names the ranks.
-            str(causes[of[0]])
-            if isinstance(causes[of[0]], MismatchError)
-            else f"rank {', '.join(map(str, of))}: {text}"
-            for text, of in by_text.items()
-        ]
-        super().__init__("\n".join([what, *texts]))
+            ranks_by_text.setdefault(f"{type(cause).__name__}: {cause}", []).append(rank)
+
+        lines = [summary]
+        for text, ranks in ranks_by_text.items():
+            cause = causes[ranks[0]]
+            if isinstance(cause, MismatchError):
+                # The coordinator compared all ranks, so its message already names them.
+                lines.append(str(cause))
+            else:
+                lines.append(f"rank {', '.join(map(str, ranks))}: {text}")
+        super().__init__("\n".join(lines))
         self.causes = causes
 
 
 def save(
-    state: dict[str, Any], directory: str | os.PathLike[str], *, process_group: Any = None
+    state: dict[str, Any],
+    directory: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save a checkpoint with ``torch.distributed.checkpoint.save``. All ranks call it.
 
@@ -74,17 +89,20 @@ def save(
             directory is not visible to all ranks, or it exists. The files of the checkpoint are
             removed.
     """
-    writer = _begin(directory, process_group)
-    what = f"{directory} was not saved"
-    current = _call_state_dicts(_wrap_models(state), what, process_group)
-    with _checkpoint_errors(what, writer):
+    writer = _new_writer(directory, process_group)
+    summary = f"{directory} was not saved"
+    current = _call_state_dicts(_wrap_models(state), summary, process_group)
+    with _checkpoint_errors(summary, writer):
         state_dict_saver.save(
             current, storage_writer=writer, planner=SavePlanner(), process_group=process_group
         )
 
 
 def async_save(
-    state: dict[str, Any], directory: str | os.PathLike[str], *, process_group: Any
+    state: dict[str, Any],
+    directory: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None,
 ) -> Future[None]:
     """Copy the state to the CPU and save it in a thread, while training continues.
 
@@ -106,37 +124,44 @@ def async_save(
         ValueError: fsspec does not support the URL.
         CheckpointError: on all ranks, if an object of the state raised an error on one of them.
     """
-    writer = _begin(directory, process_group)
-    what = f"{directory} was not saved"
-    current = _call_state_dicts(_wrap_models(state), what, process_group)
-    done: Future[None] = Future()
-    with _checkpoint_errors(what, writer):
-        saving: Any = state_dict_saver.async_save(
+    writer = _new_writer(directory, process_group)
+    summary = f"{directory} was not saved"
+    current = _call_state_dicts(_wrap_models(state), summary, process_group)
+    with _checkpoint_errors(summary, writer):
+        dcp_future: Any = state_dict_saver.async_save(
             current, storage_writer=writer, planner=SavePlanner(), process_group=process_group
         )
 
-    def finish(saved: Future[Any]) -> None:
+    # DCP's future has DCP's errors.
+    future: Future[None] = Future()
+
+    def finish(dcp_future: Future[Any]) -> None:
         try:
-            with _checkpoint_errors(what, writer):
-                saved.result()
-            done.set_result(None)
+            with _checkpoint_errors(summary, writer):
+                dcp_future.result()
+            future.set_result(None)
         except Exception as error:
-            done.set_exception(error)
+            future.set_exception(error)
 
-    _unfinished[done] = process_group, writer.path
-    done.add_done_callback(_unfinished.pop)
-    saving.add_done_callback(finish)
-    return done
+    _unfinished[future] = _AsyncSave(process_group, writer.path)
+    future.add_done_callback(_unfinished.pop)
+    dcp_future.add_done_callback(finish)
+    return future
 
 
-def _begin(directory: str | os.PathLike[str], process_group: Any) -> Writer:
+def _new_writer(
+    directory: str | os.PathLike[str], process_group: dist.ProcessGroup | None
+) -> Writer:
     """Return the writer of a new save, after unfinished saves with its group or its path.
 
     Collectives of two saves would mix, and the later save would remove the files of the earlier.
     """
     writer = Writer(directory)
-    saves = list(_unfinished.items())
-    wait([save for save, of in saves if of[0] is process_group or of[1] == writer.path])
+    earlier = []
+    for future, save in list(_unfinished.items()):
+        if save.process_group is process_group or save.path == writer.path:
+            earlier.append(future)
+    wait(earlier)
     return writer
 
 
@@ -144,7 +169,7 @@ def load(
     state: dict[str, Any],
     directory: str | os.PathLike[str],
     *,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
 ) -> None:
     """Load a checkpoint with ``torch.distributed.checkpoint.load``. All ranks call it.
@@ -176,11 +201,15 @@ def load(
             files are missing or damaged, or the state does not match the checkpoint. Nothing was
             written.
     """
-    what = f"{directory} was not loaded"
+    summary = f"{directory} was not loaded"
     objects = _wrap_models(state)
-    live = _call_state_dicts(objects, what, process_group)
-    # The planner raises an error for tensors on the meta device.
-    read = map_local(live, lambda t: torch.empty_like(t, device=None if t.is_meta else "cpu"), str)
+    live = _call_state_dicts(objects, summary, process_group)
+
+    def empty_on_cpu(tensor: Tensor) -> Tensor:
+        # The planner raises an error for tensors on the meta device.
+        return torch.empty_like(tensor, device=None if tensor.is_meta else "cpu")
+
+    read = map_local(live, empty_on_cpu, key=str)
 
     def check() -> None:
         for key, value in objects.items():
@@ -188,22 +217,25 @@ def load(
                 value.check(live[key], read[str(key)])
 
     reader = Reader(directory, check)
-    with _checkpoint_errors(what):
+    with _checkpoint_errors(summary):
         state_dict_loader.load(
             read,
             storage_reader=reader,
             planner=LoadPlanner(strict),
             process_group=process_group,
         )
+
+    # All ranks have read their parts. From now on, the state changes.
     with torch.no_grad():
         for key, value in objects.items():
             if read[str(key)] is ABSENT:
                 continue
-            written = _write(live[key], read[str(key)], keep=not isinstance(value, Stateful))
-            if isinstance(value, Stateful):
-                live[key] = written
+            is_stateful = isinstance(value, Stateful)
+            loaded = _write(live[key], read[str(key)], in_place=not is_stateful)
+            if is_stateful:
+                live[key] = loaded
             else:
-                state[key] = written
+                state[key] = loaded
     for key, value in objects.items():
         if isinstance(value, Stateful):
             value.load_state_dict(live[key])
@@ -235,7 +267,9 @@ def _is_converted(value: object) -> bool:
     return any(isinstance(module, Float8Params) for module in value.modules())
 
 
-def _call_state_dicts(state: dict[Any, Any], what: str, process_group: Any) -> dict[str, Any]:
+def _call_state_dicts(
+    state: dict[Any, Any], summary: str, process_group: dist.ProcessGroup | None
+) -> dict[str, Any]:
     """Return a state with the state dicts of its ``Stateful`` objects in their place.
 
     DCP would call them without an exchange of errors, and other ranks would wait.
@@ -251,13 +285,14 @@ def _call_state_dicts(state: dict[Any, Any], what: str, process_group: Any) -> d
             current[key] = value.state_dict() if isinstance(value, Stateful) else value
         except Exception as e:
             error = error or e
+
     errors: list[BaseException | None] = [error]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size(process_group)
         dist.all_gather_object(errors, _picklable(error), process_group)
     causes = {rank: cause for rank, cause in enumerate(errors) if cause is not None}
     if causes:
-        raise CheckpointError(what, causes) from _unexplained(error, causes)
+        raise CheckpointError(summary, causes) from _unexplained(error, causes)
     return current
 
 
@@ -270,24 +305,34 @@ def _picklable(error: Exception | None) -> Exception | None:
     return error
 
 
-def _write(live: Any, read: Any, keep: bool) -> Any:
+def _write(live: Any, read: Any, in_place: bool) -> Any:
     """Write loaded values to the tensors and containers of a state, and return the new state.
 
     Args:
         live: the state, or a value in it.
         read: the loaded value. Keys are str.
-        keep: whether to write to dictionaries in place. Otherwise new ones are returned, without
-            entries that are not in the checkpoint.
+        in_place: whether to write to dictionaries in place. Otherwise new ones are returned,
+            without entries that are not in the checkpoint.
     """
     if isinstance(live, dict) and isinstance(read, dict):
-        found = {k: _write(v, read[str(k)], keep) for k, v in live.items() if str(k) in read}
-        if not keep:
-            return found
-        for k, v in found.items():
-            live[k] = v  # Counter.update would add the values
+        loaded = {}
+        for key, value in live.items():
+            if str(key) in read:
+                loaded[key] = _write(value, read[str(key)], in_place)
+        if not in_place:
+            return loaded
+        for key, value in loaded.items():
+            live[key] = value  # Counter.update would add the values
         return live
+
     if isinstance(live, list) and isinstance(read, list) and len(live) == len(read):
-        return [v if r is ABSENT else _write(v, r, keep) for v, r in zip(live, read, strict=True)]
+        members = []
+        for live_member, read_member in zip(live, read, strict=True):
+            if read_member is not ABSENT:
+                live_member = _write(live_member, read_member, in_place)
+            members.append(live_member)
+        return members
+
     if isinstance(read, Tensor) and isinstance(live, Tensor) and read.dtype == live.dtype:
         own_part(live).copy_(own_part(read))
         return live
@@ -295,7 +340,7 @@ def _write(live: Any, read: Any, keep: bool) -> Any:
 
 
 @contextmanager
-def _checkpoint_errors(what: str, writer: Writer | None = None) -> Iterator[None]:
+def _checkpoint_errors(summary: str, writer: Writer | None = None) -> Iterator[None]:
     """Raise a `CheckpointError` for DCP's error, and remove the written files."""
     try:
         with warnings.catch_warnings():
@@ -305,7 +350,7 @@ def _checkpoint_errors(what: str, writer: Writer | None = None) -> Iterator[None
         if writer is not None:
             writer.remove()
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-        raise CheckpointError(what, causes) from _unexplained(error, causes)
+        raise CheckpointError(summary, causes) from _unexplained(error, causes)
 
 
 def _unexplained(

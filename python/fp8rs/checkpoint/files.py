@@ -33,7 +33,16 @@ class DamagedError(ValueError):
     """A file of a checkpoint is missing, truncated or damaged."""
 
 
-def map_local(value: Any, function: Any, key: Any = lambda k: k, other: Any = lambda v: v) -> Any:
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def map_local(
+    value: Any,
+    function: Callable[[Tensor], Tensor],
+    key: Callable[[Any], Any] = _unchanged,
+    other: Callable[[Any], Any] = _unchanged,
+) -> Any:
     """Apply a function to this rank's part of each tensor in a state.
 
     Args:
@@ -89,13 +98,19 @@ class Writer(FileSystemWriter):
         # A store cannot flush a file before it is closed.
         super().__init__(located, sync_files=self.local)
         if isinstance(located, str):
-            self.fs, self.path = fsspec_file_system(located), cast(Any, located)
-        self._begun = False
+            self.fs = fsspec_file_system(located)
+            self.path = cast(Any, located)
+        #: Whether this save may have files in the directory, which `remove` then removes.
+        self._may_have_files = False
 
     def stage(self, state_dict: Any) -> Any:
         """Copy the state of an asynchronous save to the CPU."""
         self.per_thread_copy_ahead = 0
-        return map_local(state_dict, lambda t: t.to("cpu", copy=True), other=copy_if_possible)
+
+        def to_cpu(tensor: Tensor) -> Tensor:
+            return tensor.to("cpu", copy=True)
+
+        return map_local(state_dict, to_cpu, other=copy_if_possible)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check that the directory is new.
@@ -128,14 +143,15 @@ class Writer(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Remove the files of an unfinished save, on the coordinator."""
-        self._begun = True
+        self._may_have_files = True
         self.remove()
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Create the directory and write this rank's files."""
         # A local path may name a different disk on each rank. A store is shared.
-        self._begun = self._begun or self.local
+        if self.local:
+            self._may_have_files = True
         self.fs.mkdir(self.path)
         return super().write_data(plan, planner)
 
@@ -145,31 +161,40 @@ class Writer(FileSystemWriter):
         Raises:
             DamagedError: files that ranks have written are not visible to the coordinator.
         """
-        self._check_written(results)
+        self._check_files(results)
         super().finish(metadata, results)
 
-    def _check_written(self, results: list[list[WriteResult]]) -> None:
-        sizes: dict[str, tuple[int, int]] = {}
-        for rank, written in enumerate(results):
-            for info in (result.storage_data for result in written):
-                _, size = sizes.get(info.relative_path, (rank, 0))
-                sizes[info.relative_path] = rank, max(size, info.offset + info.length)
+    def _check_files(self, results: list[list[WriteResult]]) -> None:
+        """Raise DamagedError if a file is shorter than what its rank has written to it."""
+        rank_by_file: dict[str, int] = {}
+        size_by_file: dict[str, int] = {}
+        for rank, rank_results in enumerate(results):
+            for result in rank_results:
+                info = result.storage_data
+                name = info.relative_path
+                rank_by_file[name] = rank
+                size_by_file[name] = max(size_by_file.get(name, 0), info.offset + info.length)
+
         if not self.local:
             cast(Any, self.fs).fs.invalidate_cache()
         missing = []
-        for name, (rank, size) in sizes.items():
+        for name, size in size_by_file.items():
             try:
                 with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as file:
-                    found = file.seek(0, os.SEEK_END)
+                    visible_size = file.seek(0, os.SEEK_END)
             except FileNotFoundError:
-                found = 0
-            if found < size:
-                missing.append(f"{name} (rank {rank}, {found} of {size} bytes)")
+                visible_size = 0
+            if visible_size < size:
+                rank = rank_by_file[name]
+                missing.append(f"{name} (rank {rank}, {visible_size} of {size} bytes)")
         if missing:
+            names = ", ".join(missing[:3])
+            if len(missing) > 3:
+                names += ", ..."
             raise DamagedError(
-                f"{len(missing)} of {len(sizes)} files in {self.path} are not visible to the first "
-                f"rank: {', '.join(missing[:3])}{', ...' if missing[3:] else ''}. Pass a directory "
-                "on a file system that all ranks share, or the URL of a store"
+                f"{len(missing)} of {len(size_by_file)} files in {self.path} are not visible to "
+                f"the first rank: {names}. Pass a directory on a file system that all ranks share, "
+                "or the URL of a store"
             )
 
     def remove(self) -> None:
@@ -177,7 +202,7 @@ class Writer(FileSystemWriter):
 
         In a store, the coordinator removes them.
         """
-        if not self._begun:
+        if not self._may_have_files:
             return
         if self.local:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -199,7 +224,8 @@ class Reader(FileSystemReader):
         super().__init__(located)
         self.check = check
         if isinstance(located, str):
-            self.fs, self.path = fsspec_file_system(located), cast(Any, located)
+            self.fs = fsspec_file_system(located)
+            self.path = cast(Any, located)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata, or store the error and return empty metadata.
@@ -251,11 +277,11 @@ class Reader(FileSystemReader):
             Exception: `check` raised it.
         """
         try:
-            done = super().read_data(plan, planner)
+            future = super().read_data(plan, planner)
         except OSError as error:
             raise DamagedError(f"a file of {self.path} cannot be read: {error}") from None
         self.check()
-        return done
+        return future
 
 
 def find_damage(data: bytes, length: int) -> str | None:
@@ -265,13 +291,17 @@ def find_damage(data: bytes, length: int) -> str | None:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             # torch leaves the memory of an entry that is marked as a directory undefined.
-            marked = [info.filename for info in archive.infolist() if info.external_attr & 0x10]
-            broken = archive.testzip()
+            directories = [
+                info.filename for info in archive.infolist() if info.external_attr & 0x10
+            ]
+            bad_entry = archive.testzip()
     except Exception as error:  # damaged bytes can raise any type
         return _first_line(error)
-    if marked:
-        return f"{marked[0]} is marked as a directory"
-    return None if broken is None else f"{broken} does not match its checksum"
+    if directories:
+        return f"{directories[0]} is marked as a directory"
+    if bad_entry is not None:
+        return f"{bad_entry} does not match its checksum"
+    return None
 
 
 def _first_line(error: Exception) -> str:

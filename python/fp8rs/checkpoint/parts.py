@@ -5,9 +5,7 @@ The plain tensors share memory with the quantized tensor, so that loading them l
 
 from __future__ import annotations
 
-from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
-from operator import mul
 from typing import Any
 
 import torch
@@ -33,8 +31,10 @@ from fp8rs.tensor.dcp import splits_blocks
 from fp8rs.tensor.plane_storage import Write, WriteKind
 from fp8rs.tensor.quantized import QuantizedTensor
 
-#: Suffixes of a weight's name for its scales and for a second plane.
-SCALE, COLUMNWISE = "_scale", "_columnwise"
+#: Suffix of a weight's name for its scales.
+SCALE = "_scale"
+#: Suffix of a weight's name for its columnwise plane.
+COLUMNWISE = "_columnwise"
 
 
 class PlainPart(Tensor):
@@ -117,9 +117,9 @@ class WeightRef:
 
 def codes_of(weight: Any, codes: Tensor) -> Codes:
     """Return `Codes` over the memory of ``codes``, of the same shape as ``weight``."""
-    made = codes.as_subclass(Codes)
-    made.weight = WeightRef(weight)
-    return made
+    subclass = codes.as_subclass(Codes)
+    subclass.weight = WeightRef(weight)
+    return subclass
 
 
 class Part(PlainPart):
@@ -136,16 +136,17 @@ class Part(PlainPart):
     shared: tuple[int, ...]
 
     def _chunk(self, skip: tuple[int, ...]) -> ChunkStorageMetadata:
-        begin = [b + n for b, n in zip(self.begin, skip, strict=True)]
-        sizes = [size - n for size, n in zip(self.shape, skip, strict=True)]
-        return ChunkStorageMetadata(offsets=torch.Size(begin), sizes=torch.Size(sizes))
+        """Return the chunk behind a number of leading indices along each dimension."""
+        offsets = [begin + count for begin, count in zip(self.begin, skip, strict=True)]
+        sizes = [size - count for size, count in zip(self.shape, skip, strict=True)]
+        return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
 
-    def __create_write_items__(self, fqn: str, whole: Tensor) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, tensor: Tensor) -> list[WriteItem]:
         chunk = self._chunk(self.shared)
         if not all(chunk.sizes):
             return []
         data = TensorWriteData(
-            chunk=chunk, properties=TensorProperties.create_from_tensor(self), size=whole.size()
+            chunk=chunk, properties=TensorProperties.create_from_tensor(self), size=tensor.size()
         )
         index = MetadataIndex(fqn, chunk.offsets)
         return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
@@ -154,18 +155,19 @@ class Part(PlainPart):
         return [self._chunk((0,) * self.dim())] if self.numel() else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        found = self.as_subclass(Tensor)
+        shard = self.as_subclass(Tensor)
         if index.offset is not None:
-            for dim, (asked, begin) in enumerate(zip(index.offset, self.begin, strict=True)):
-                found = found[(slice(None),) * dim + (slice(asked - begin, None),)]
-        return found
+            for dim, (offset, begin) in enumerate(zip(index.offset, self.begin, strict=True)):
+                shard = shard[(slice(None),) * dim + (slice(offset - begin, None),)]
+        return shard
 
 
 def as_part(local: Tensor, begin: tuple[int, ...], shared: tuple[int, ...]) -> Part:
     """Return a `Part` over the memory of a tensor."""
-    made = local.as_subclass(Part)
-    made.begin, made.shared = begin, shared
-    return made
+    part = local.as_subclass(Part)
+    part.begin = begin
+    part.shared = shared
+    return part
 
 
 def _for_other_process(value: PlainPart) -> Any:
@@ -187,9 +189,9 @@ def distribute_like(value: Tensor, local: Tensor) -> Tensor:
     """Return a tensor with the local tensor ``local`` that is distributed as ``value``."""
     if not is_distributed(value):
         return local
-    own = own_part(value)
-    if isinstance(own, Part):
-        local = as_part(local, own.begin, own.shared)
+    part = own_part(value)
+    if isinstance(part, Part):
+        local = as_part(local, part.begin, part.shared)
     return dtensor_like(value, local)
 
 
@@ -199,49 +201,71 @@ def parts_of(value: Tensor) -> dict[str, Tensor] | None:
     Returns None if tensor parallelism splits blocks, because these have no common scale.
     """
     local: QuantizedTensor = own_part(value)
-    planes = {"": local._storage.rowwise, COLUMNWISE: local._storage.columnwise}
-    shown = dict(zip(planes, local.planes, strict=True))
-    if planes[""] is not None and planes[""].format.square:
-        del planes[COLUMNWISE]  # the same codes, transposed
-    found: dict[str, Tensor] = {}
-    for suffix, plane in planes.items():
-        if plane is None:
-            continue
-        transposed = suffix == COLUMNWISE
-        if splits_blocks(value, plane, transposed):
+    storage = local._storage
+    row, col = local.planes
+    parts: dict[str, Tensor] = {}
+    if storage.rowwise is not None:
+        if splits_blocks(value, storage.rowwise, False):
             return None
-        plane = shown[suffix]
-        assert plane is not None
-        if not transposed:
-            data = codes_of(local.__get_tensor_shard__(), plane.data)
-            plane = Plane(data, plane.scale, plane.format, plane.block_offset)
-        found[suffix], found[suffix + SCALE] = _tensors_of(value, plane, transposed)
-    return found
+        assert row is not None
+        codes = codes_of(local.__get_tensor_shard__(), row.data)
+        row = Plane(codes, row.scale, row.format, row.block_offset)
+        parts[""], parts[SCALE] = _tensors_of(value, row, False)
+
+    # With square blocks, the columnwise plane has the same codes, transposed.
+    is_derived = storage.rowwise is not None and storage.format.square
+    if storage.columnwise is not None and not is_derived:
+        if splits_blocks(value, storage.columnwise, True):
+            return None
+        assert col is not None
+        parts[COLUMNWISE], parts[COLUMNWISE + SCALE] = _tensors_of(value, col, True)
+    return parts
 
 
 def _tensors_of(value: Tensor, plane: Plane, transposed: bool) -> tuple[Tensor, Tensor]:
     """Return the codes and scales of a plane as tensors of the whole weight."""
-    codes, scale, format = plane.data, plane.scale, plane.format
     if not is_distributed(value):
-        return codes, scale
-    sharded: Any = value
-    _, start = local_shape_and_offset(tuple(value.shape), sharded.device_mesh, sharded.placements)
+        return plane.data, plane.scale
+    format = plane.format
+    dtensor: Any = value
+    _, start = local_shape_and_offset(tuple(value.shape), dtensor.device_mesh, dtensor.placements)
     batch, (rows, cols) = split_batch(value.shape, plane.batched)
-    first, above = start[: len(batch)], start[len(batch) : -1]
-    # Rows of dimensions between the batch and the columns are counted in order.
-    below = accumulate(value.shape[-2 : len(batch) : -1], mul, initial=1)
-    begin = sum(map(mul, reversed(above), below)), start[-1]
+
+    # Dimensions between the batch and the columns are rows, in order.
+    begin_row = 0
+    for size, begin in zip(value.shape[len(batch) : -1], start[len(batch) : -1], strict=True):
+        begin_row = begin_row * size + begin
+    begin_col = start[-1]
+
+    codes: Tensor = plane.data
     if transposed:
-        (rows, cols), begin = (cols, rows), begin[::-1]
-        part = as_part(codes, (*first, *begin), (0,) * codes.dim())
-        whole = dtensor_like(value, part, (*batch, rows, cols))
+        rows, cols = cols, rows
+        begin_row, begin_col = begin_col, begin_row
+        part = as_part(codes, (*start[: len(batch)], begin_row, begin_col), (0,) * codes.dim())
+        whole_codes = dtensor_like(value, part, (*batch, rows, cols))
     else:
-        whole = dtensor_like(value, codes)
-    is_batch_sharded = batch and any(p.dim == 0 for p in sharded.placements if not p.is_replicate())
-    if format.per_tensor and not is_batch_sharded:  # all ranks have all scales
-        return whole, scale.view(batch)
+        whole_codes = dtensor_like(value, codes)
+
+    if format.per_tensor and not (batch and _is_sharded_along(dtensor, 0)):
+        # All ranks have all scales.
+        return whole_codes, plane.scale.view(batch)
+    begin_scale = start[: len(batch)]
+    shared = [0] * len(batch)
     if not format.per_tensor:
-        first += tuple(b // n if n > 0 else 0 for b, n in zip(begin, format.block, strict=True))
-    shared = [0] * len(batch) + [int(n > 0) for n in plane.block_offset]
-    own = as_part(scale, first, tuple(shared[: scale.dim()]))
-    return whole, dtensor_like(value, own, format.scale_shape(rows, cols, batch))
+        block_rows, block_cols = format.block
+        begin_scale += (
+            begin_row // block_rows if block_rows > 0 else 0,
+            begin_col // block_cols if block_cols > 0 else 0,
+        )
+        # Another rank writes the scale of a block that begins on it.
+        shared += [int(offset > 0) for offset in plane.block_offset]
+    scale = as_part(plane.scale, begin_scale, tuple(shared))
+    return whole_codes, dtensor_like(value, scale, format.scale_shape(rows, cols, batch))
+
+
+def _is_sharded_along(dtensor: Any, dim: int) -> bool:
+    """Return whether a DTensor is sharded along a dimension."""
+    for placement in dtensor.placements:
+        if not placement.is_replicate() and placement.dim == dim:
+            return True
+    return False

@@ -7,11 +7,8 @@ import io
 import pickle
 import re
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from functools import reduce
-from itertools import chain
-from operator import getitem
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,24 +44,63 @@ class MismatchError(ValueError):
         return str(self.args[0])
 
 
-#: The ranks that see a difference, by its kind and its line.
-Differences = dict[str, dict[str, list[int]]]
 #: How many differences of a kind a message lists.
 SHOWN = 3
 
 
-def mismatch(text: str, found: Differences, world_size: int, remedies: str) -> MismatchError:
-    """Return an error that counts the differences of each kind and lists the first of them."""
-    lines, differences = [text], []
-    for kind, ranks_of in found.items():
-        each = [
-            line if len(ranks) == world_size else f"{line} (rank {', '.join(map(str, ranks))})"
-            for line, ranks in ranks_of.items()
-        ]
-        differences += each
-        lines += [f"{kind} ({len(each)}):", *(f"  {line}" for line in each[:SHOWN])]
-        lines += [f"  and {len(each) - SHOWN} more"] if len(each) > SHOWN else []
-    return MismatchError("\n".join(filter(None, [*lines, remedies])), differences)
+class Differences:
+    """The ranks that see a difference, by its kind and its line."""
+
+    def __init__(self) -> None:
+        self.by_kind: dict[str, dict[str, list[int]]] = {}
+
+    def add(self, kind: str, line: str, rank: int) -> None:
+        """Note that a rank sees a difference."""
+        ranks = self.by_kind.setdefault(kind, {}).setdefault(line, [])
+        if rank not in ranks:
+            ranks.append(rank)
+
+    def lines(self, *kinds: str) -> list[str]:
+        """Return the lines of some kinds of differences."""
+        lines: list[str] = []
+        for kind in kinds:
+            lines += self.by_kind.get(kind, ())
+        return lines
+
+    def error(self, text: str, world_size: int, remedies: Sequence[str]) -> MismatchError:
+        """Return an error that counts the differences of each kind and lists the first of them."""
+        message = [text]
+        differences: list[str] = []
+        for kind, ranks_by_line in self.by_kind.items():
+            lines = []
+            for line, ranks in ranks_by_line.items():
+                if len(ranks) < world_size:
+                    line = f"{line} (rank {', '.join(map(str, ranks))})"
+                lines.append(line)
+            differences += lines
+
+            message.append(f"{kind} ({len(lines)}):")
+            message += [f"  {line}" for line in lines[:SHOWN]]
+            if len(lines) > SHOWN:
+                message.append(f"  and {len(lines) - SHOWN} more")
+        if remedies:
+            message.append(" ".join(remedies))
+        return MismatchError("\n".join(message), differences)
+
+
+@dataclass(frozen=True)
+class LocalState:
+    """What one rank sends to the coordinator of a load.
+
+    Attributes:
+        differences: lines of what differs between its state and the checkpoint, by their kind.
+        prefixes: the keys at the top level of its state, each as "KEY.".
+        names: the names of its entries.
+    """
+
+    differences: dict[str, list[str]]
+    prefixes: tuple[str, ...]
+    names: set[str]
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -85,12 +121,14 @@ class SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Plan this rank's writes, with the options of its param groups for the comparison."""
         plan = super().create_local_plan()
-        options = {
-            # The text of a tensor has its device, which differs between ranks, and few digits.
-            name: repr(value.tolist() if isinstance(value, Tensor) else value)
-            for name, value in self.state_dict.items()
-            if GROUP_OPTION.search(name)
-        }
+        options = {}
+        for name, value in self.state_dict.items():
+            if GROUP_OPTION.search(name) is None:
+                continue
+            if isinstance(value, Tensor):
+                # The text of a tensor has its device, which differs between ranks, and few digits.
+                value = value.tolist()
+            options[name] = repr(value)
         return replace(plan, planner_data=(plan.planner_data, options))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -99,27 +137,30 @@ class SavePlanner(DefaultSavePlanner):
         Raises:
             MismatchError: a shape, a dtype or an option of a param group differs between ranks.
         """
-        known: dict[str, tuple[str, int]] = {}
-        found: Differences = {}
+        #: The text and the rank of the first entry under a name.
+        first_entries: dict[str, tuple[str, int]] = {}
+        differences = Differences()
         for rank, plan in enumerate(all_plans):
             _, options = plan.planner_data
             for item in plan.items:
-                data, name = item.tensor_data, item.index.fqn
-                own = "no tensor" if data is None else _text(data.properties.dtype, data.size)
-                own = options.get(name, own)
-                first, of = known.setdefault(name, (own, rank))
-                if own != first:
-                    line = f"{name}: {first} on rank {of}, {own}"
-                    ranks = found.setdefault(DIFFER, {}).setdefault(line, [])
-                    ranks += [] if rank in ranks else [rank]
-        if found:
-            text = "ranks save different tensors or options under one name"
-            raise mismatch(
-                text, found, len(all_plans), "Save equal shapes, dtypes and options on all ranks."
+                name = item.index.fqn
+                text = options.get(name)
+                if text is None:
+                    data = item.tensor_data
+                    text = NO_TENSOR if data is None else _text(data.properties.dtype, data.size)
+                first_text, first_rank = first_entries.setdefault(name, (text, rank))
+                if text != first_text:
+                    line = f"{name}: {first_text} on rank {first_rank}, {text}"
+                    differences.add(DIFFER, line, rank)
+        if differences.by_kind:
+            raise differences.error(
+                "ranks save different tensors or options under one name",
+                len(all_plans),
+                ["Save equal shapes, dtypes and options on all ranks."],
             )
-        return super().create_global_plan(
-            [replace(plan, planner_data=plan.planner_data[0]) for plan in all_plans]
-        )
+
+        dcp_plans = [replace(plan, planner_data=plan.planner_data[0]) for plan in all_plans]
+        return super().create_global_plan(dcp_plans)
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -150,46 +191,66 @@ class LoadPlanner(DefaultLoadPlanner):
         _check_memory(state_dict)
         for entry in list(_entries(state_dict)):
             _adapt(*entry, saved)
-        self._keys = tuple(f"{key}." for key in state_dict)
+        self._prefixes = tuple(f"{key}." for key in state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         refuse_quantized(self.state_dict)
-        if self.strict:
-            return
-        absent = {key for key in state_dict if not _begin_with(f"{key}.", saved)}
-        for name in [n for n in self.state_dict if n not in saved and not _is_part(n, saved)]:
+        if not self.strict:
+            self._skip_entries(state_dict, saved)
+            self._read_other_options(state_dict, saved)
+
+    def _skip_entries(self, state_dict: dict[str, Any], saved: dict[str, Any]) -> None:
+        """Remove the entries of a state that the checkpoint does not have."""
+        absent_keys = {key for key in state_dict if not _begin_with(f"{key}.", saved)}
+        for name in list(self.state_dict):
+            if name in saved or _is_part(name, saved):
+                continue
             path = self.mappings[name]
-            if len(path) > 1 and path[0] in absent:
+            if len(path) > 1 and path[0] in absent_keys:
                 continue  # probably a misspelt key: create_global_plan raises
-            owner: Any = reduce(getitem, path[:-1], state_dict)
+            owner = _member(state_dict, path[:-1])
             if isinstance(owner, list) or len(path) == 1:
                 owner[path[-1]] = ABSENT
             else:
                 del owner[path[-1]]
             del self.state_dict[name]
-        # Options that an optimizer lacks are read for `Optimizer.check`, and are not loaded.
-        for name, there in saved.items():
-            if (option := GROUP_OPTION.search(name)) is None or name in self.mappings:
+
+    def _read_other_options(self, state_dict: dict[str, Any], saved: dict[str, Any]) -> None:
+        """Add the saved options of param groups that an optimizer does not have.
+
+        They are read for `Optimizer.check`, and are not loaded.
+        """
+        for name, metadata in saved.items():
+            match = GROUP_OPTION.search(name)
+            if match is None or name in self.mappings:
                 continue
-            params = self.mappings.get(f"{name[: option.end()]}params")
-            if params is not None and not isinstance(there, TensorStorageMetadata):
-                group, key = params[:-1], name[option.end() :]
-                reduce(getitem, group, state_dict)[key] = self.state_dict[name] = None
-                self.mappings[name] = (*group, key)
+            params_path = self.mappings.get(f"{name[: match.end()]}params")
+            if params_path is None or isinstance(metadata, TensorStorageMetadata):
+                continue
+            group_path = params_path[:-1]
+            option = name[match.end() :]
+            _member(state_dict, group_path)[option] = None
+            self.state_dict[name] = None
+            self.mappings[name] = (*group_path, option)
 
     def create_local_plan(self) -> LoadPlan:
         """Compare this rank's state with the checkpoint, and plan reads if they match."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
-        found: dict[str, list[str]] = {}
+        differences: dict[str, list[str]] = {}
         for name, value in self.state_dict.items():
-            own = _describe(value)
+            text = _describe(value)
             if name not in saved:
-                found.setdefault(MISSING, []).append(f"{name}: not in the checkpoint, {own} here")
-            elif own != (there := _describe_saved(saved[name])):
-                line = f"{name}: {there} in the checkpoint, {own} here"
-                found.setdefault(OTHER, []).append(line)
-        plan = LoadPlan([]) if found else super().create_local_plan()
-        return replace(plan, planner_data=(found, self._keys, set(self.state_dict)))
+                line = f"{name}: not in the checkpoint, {text} here"
+                differences.setdefault(MISSING, []).append(line)
+                continue
+            saved_text = _describe_saved(saved[name])
+            if text != saved_text:
+                line = f"{name}: {saved_text} in the checkpoint, {text} here"
+                differences.setdefault(OTHER, []).append(line)
+
+        plan = LoadPlan([]) if differences else super().create_local_plan()
+        local_state = LocalState(differences, self._prefixes, set(self.state_dict))
+        return replace(plan, planner_data=local_state)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Compare the states of all ranks with the checkpoint. Ranks may have different names.
@@ -199,44 +260,60 @@ class LoadPlanner(DefaultLoadPlanner):
         """
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
-        found: Differences = {}
-        each_keys: list[tuple[str, ...]] = []
-        known: set[str] = set()
-        for rank, plan in enumerate(global_plan):
-            local, keys, names = plan.planner_data
-            known |= names
-            each_keys.append(keys)
-            for kind, lines in local.items():
+        local_states: list[LocalState] = [plan.planner_data for plan in global_plan]
+        names: set[str] = set()
+        differences = Differences()
+        for rank, local_state in enumerate(local_states):
+            names |= local_state.names
+            for kind, lines in local_state.differences.items():
                 for line in lines:
-                    found.setdefault(kind, {}).setdefault(line, []).append(rank)
-        for name in sorted(saved.keys() - known) if self.strict else ():
-            ranks = [rank for rank, keys in enumerate(each_keys) if name.startswith(keys)]
-            if ranks:
+                    differences.add(kind, line, rank)
+        if self.strict:
+            for name in sorted(saved.keys() - names):
                 line = f"{name}: {_describe_saved(saved[name])} in the checkpoint, unknown here"
-                found.setdefault(UNKNOWN, {})[line] = ranks
-        if found:
-            lines = list(chain.from_iterable(found.values()))
-            remedies = [remedy for names, remedy in REMEDIES if any(map(names.search, lines))]
-            missing = [line.partition(":")[0] for line in found.get(MISSING, ())]
-            absent = [
-                repr(key[:-1])
-                for key in dict.fromkeys(chain.from_iterable(each_keys))
-                if _begin_with(key, missing) and not _begin_with(key, saved)
-            ]
-            if absent:
-                begin = dict.fromkeys(name.partition(".")[0] for name in sorted(saved))
-                remedies.append(
-                    f"The checkpoint has no {', '.join(absent)}: its names begin with "
-                    f"{', '.join(map(repr, list(begin)[:10]))}."
-                )
-            if self.strict and OTHER not in found and (MISSING in found or UNKNOWN in found):
-                remedies.append(
-                    "load(..., strict=False) loads the entries that both have, and does not change "
-                    "the others."
-                )
-            text = "the checkpoint does not match the state, and nothing was loaded"
-            raise mismatch(text, found, len(global_plan), " ".join(remedies))
+                for rank, local_state in enumerate(local_states):
+                    if name.startswith(local_state.prefixes):
+                        differences.add(UNKNOWN, line, rank)
+
+        if differences.by_kind:
+            prefixes: dict[str, None] = {}
+            for local_state in local_states:
+                prefixes.update(dict.fromkeys(local_state.prefixes))
+            raise differences.error(
+                "the checkpoint does not match the state, and nothing was loaded",
+                len(global_plan),
+                self._remedies(differences, list(prefixes), saved),
+            )
         return super().create_global_plan(global_plan)
+
+    def _remedies(
+        self, differences: Differences, prefixes: list[str], saved: dict[str, Any]
+    ) -> list[str]:
+        """Return sentences that say what to do about differences."""
+        lines = differences.lines(*differences.by_kind)
+        remedies = []
+        for pattern, remedy in REMEDIES:
+            if any(pattern.search(line) for line in lines):
+                remedies.append(remedy)
+
+        missing = [line.partition(":")[0] for line in differences.lines(MISSING)]
+        absent_keys = []
+        for prefix in prefixes:
+            if _begin_with(prefix, missing) and not _begin_with(prefix, saved):
+                absent_keys.append(repr(prefix[:-1]))
+        if absent_keys:
+            saved_keys = dict.fromkeys(name.partition(".")[0] for name in sorted(saved))
+            remedies.append(
+                f"The checkpoint has no {', '.join(absent_keys)}: its names begin with "
+                f"{', '.join(map(repr, list(saved_keys)[:10]))}."
+            )
+        # Entries of other shapes or dtypes are an error in any case.
+        if self.strict and OTHER not in differences.by_kind:
+            remedies.append(
+                "load(..., strict=False) loads the entries that both have, and does not change "
+                "the others."
+            )
+        return remedies
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Read a value that is not a tensor, without running code from the file.
@@ -246,17 +323,21 @@ class LoadPlanner(DefaultLoadPlanner):
         """
         name = read_item.dest_index.fqn
         try:
-            found = load_safely(value)
+            loaded = load_safely(value)
         except pickle.UnpicklingError as error:
             raise TypeError(f"{name} cannot be loaded safely: {_reason(error)}. {SAFE}") from None
-        checked = io.BytesIO()
-        torch.save(found, checked)
-        checked.seek(0)
-        super().load_bytes(read_item, checked)
+        # DCP's planner runs code from the file, so it gets a new file of the loaded value.
+        safe_file = io.BytesIO()
+        torch.save(loaded, safe_file)
+        safe_file.seek(0)
+        super().load_bytes(read_item, safe_file)
 
 
 #: Replaces an entry of a list or of the top level that the checkpoint does not have.
 ABSENT = object()
+
+#: The description of a value that is not a tensor.
+NO_TENSOR = "no tensor"
 
 #: Kinds of differences.
 DIFFER = "Different between ranks"
@@ -307,7 +388,7 @@ SAFE = (
 
 def refuse_unloadable(flat: dict[str, Any]) -> None:
     """Raise TypeError if a flat state has values that `load_safely` would refuse."""
-    found = []
+    refused = []
     for name, value in flat.items():
         if isinstance(value, Tensor):
             continue
@@ -318,18 +399,26 @@ def refuse_unloadable(flat: dict[str, Any]) -> None:
             load_safely(buffer)
         except Exception as error:  # pickling a type can raise any error
             kind = type(value)
-            found.append(f"  {name}: {kind.__module__}.{kind.__qualname__} ({_reason(error)})")
-    if found:
-        raise TypeError("\n".join(["values could not be loaded again", *found, SAFE]))
+            refused.append(f"  {name}: {kind.__module__}.{kind.__qualname__} ({_reason(error)})")
+    if refused:
+        raise TypeError("\n".join(["values could not be loaded again", *refused, SAFE]))
 
 
 def _reason(error: Exception) -> str:
     """Return the line of a ``torch.load`` error that names the refused type."""
+    text = type(error).__name__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if line.startswith("WeightsUnpickler error: ")]
-    text = (named or lines or [type(error).__name__])[0]
-    return text.removeprefix("WeightsUnpickler error: ").split(". ")[0].rstrip(".")
+    if lines:
+        text = lines[0]
+    for line in lines:
+        if line.startswith(UNPICKLER_ERROR):
+            text = line.removeprefix(UNPICKLER_ERROR)
+            break
+    return text.split(". ")[0].rstrip(".")
 
+
+#: How the line of a ``torch.load`` error begins that names the refused type.
+UNPICKLER_ERROR = "WeightsUnpickler error: "
 
 _LOADING = threading.Lock()
 
@@ -341,8 +430,8 @@ def load_safely(file: io.BytesIO) -> Any:
         pickle.UnpicklingError: the type of a value is not allowed.
     """
     with _LOADING:  # an asynchronous save has a thread, and the safe globals are per process
-        ours = [g for g in NUMPY if g not in torch.serialization.get_safe_globals()]
-        with torch.serialization.safe_globals(ours):
+        allowed = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([type_ for type_ in NUMPY if type_ not in allowed]):
             return torch.load(file, weights_only=True)
 
 
@@ -366,6 +455,13 @@ def _entries(state: Any, path: str = "") -> Iterator[tuple[dict[str, Any], str, 
             yield state, path, key
 
 
+def _member(state: Any, path: Iterable[Any]) -> Any:
+    """Return a member of nested dictionaries and lists."""
+    for key in path:
+        state = state[key]
+    return state
+
+
 def _check_memory(state: Any) -> None:
     """Raise ValueError if a tensor of a state is on the meta device."""
     for owner, path, key in _entries(state):
@@ -377,6 +473,17 @@ def _check_memory(state: Any) -> None:
 
 
 def _adapt(owner: dict[str, Any], path: str, key: Any, saved: dict[str, Any]) -> None:
+    """Adapt an entry that the checkpoint does not have, if it belongs to an FP8 layer.
+
+    Histories are removed. If the checkpoint has high-precision values in place of codes and scales,
+    the codes are replaced by a tensor for the values, and the other parts are removed.
+
+    Args:
+        owner: the dictionary with the entry.
+        path: the path of the dictionary in the state.
+        key: the key of the entry.
+        saved: the entries of the checkpoint.
+    """
     name = f"{path}{key}"
     if name in saved or not isinstance(key, str):
         return
@@ -384,25 +491,26 @@ def _adapt(owner: dict[str, Any], path: str, key: Any, saved: dict[str, Any]) ->
         del owner[key]
     elif key.endswith(SCALE):
         weight = key.removesuffix(SCALE)
-        there = saved.get(path + weight)
-        if not isinstance(there, TensorStorageMetadata):
+        metadata = saved.get(path + weight)
+        if not isinstance(metadata, TensorStorageMetadata):
             return
+        dtype = metadata.properties.dtype
         codes: Any = owner.get(weight)
-        if getattr(codes, "dtype", None) in FP8_MAX and there.properties.dtype in INPUT_DTYPES:
-            values = torch.empty_like(own_part(codes), dtype=there.properties.dtype)
+        if getattr(codes, "dtype", None) in FP8_MAX and dtype in INPUT_DTYPES:
+            values = torch.empty_like(own_part(codes), dtype=dtype)
             owner[weight] = distribute_like(codes, values)
             for suffix in (SCALE, COLUMNWISE, COLUMNWISE + SCALE):
                 owner.pop(weight + suffix, None)
 
 
 def _describe(value: Any) -> str:
-    return _text(value.dtype, value.shape) if isinstance(value, Tensor) else "no tensor"
+    return _text(value.dtype, value.shape) if isinstance(value, Tensor) else NO_TENSOR
 
 
 def _describe_saved(value: Any) -> str:
     if isinstance(value, TensorStorageMetadata):
         return _text(value.properties.dtype, value.size)
-    return "no tensor"
+    return NO_TENSOR
 
 
 def _text(dtype: torch.dtype, shape: Any) -> str:

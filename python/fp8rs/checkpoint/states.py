@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from itertools import chain, count, islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -59,32 +59,37 @@ class Model:
             ValueError: a parameter or buffer has the name of an FP8 weight's scales.
         """
         state: dict[str, Any] = get_model_state_dict(self.model)
-        found: dict[str, Tensor] = {}
-        split = []
+        plain: dict[str, Tensor] = {}
+        split_weights = []
         for name, value in state.items():
-            parts = parts_of(value) if is_fp8(value) else {"": value}
-            for suffix in parts or ():
+            if not is_fp8(value):
+                plain[name] = value
+                continue
+            parts = parts_of(value)
+            if parts is None:
+                split_weights.append(name)
+                plain[name] = distribute_like(value, own_part(value).dequantize())
+                continue
+            for suffix, part in parts.items():
                 if suffix and name + suffix in state:
                     raise ValueError(
                         f"the model has a {name + suffix}, which is also the name of a part of the "
                         f"FP8 weight {name} in a checkpoint: give it another name"
                     )
-            if parts is None:
-                split.append(name)
-                parts = {"": distribute_like(value, own_part(value).dequantize())}
-            found.update((name + suffix, part) for suffix, part in parts.items())
-        if split:
+                plain[name + suffix] = part
+
+        if split_weights:
             warnings.warn(
                 "FP8 weights whose blocks tensor parallelism splits are saved in high precision: "
-                f"{', '.join(split)}. To save codes and scales, choose sizes per rank that are "
-                "multiples of the block's",
+                f"{', '.join(split_weights)}. To save codes and scales, choose sizes per rank that "
+                "are multiples of the block's",
                 stacklevel=2,
             )
         for name, layer in _layers_with_histories(self.model):
             keep_local(layer._buffers)
             for buffer in BUFFERS:
-                found[f"{name}.{buffer}"] = layer.get_buffer(buffer).clone()
-        return found
+                plain[f"{name}.{buffer}"] = layer.get_buffer(buffer).clone()
+        return plain
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -94,20 +99,25 @@ class Model:
         it has no histories, these are reset.
         """
         plain = dict(state_dict)
-        own: Any = get_model_state_dict(self.model)
-        weights = {n: v for n, v in own.items() if is_fp8(v) and n + SCALE in plain}
-        codes = {n: {s: plain.pop(n + s) for s in parts_of(v) or ()} for n, v in weights.items()}
-        histories = {
-            name: [plain.pop(f"{name}.{b}", None) for b in BUFFERS]
-            for name, _ in _layers_with_histories(self.model)
-        }
+        current: Any = get_model_state_dict(self.model)
+
+        # Codes, scales and histories are loaded here, and all other entries by torch.
+        parts_by_weight: dict[str, dict[str, Tensor]] = {}
+        for name, value in current.items():
+            if is_fp8(value) and name + SCALE in plain:
+                suffixes = parts_of(value) or ()
+                parts_by_weight[name] = {suffix: plain.pop(name + suffix) for suffix in suffixes}
+        histories: dict[str, dict[str, Any]] = {}
+        for name, _ in _layers_with_histories(self.model):
+            histories[name] = {buffer: plain.pop(f"{name}.{buffer}", None) for buffer in BUFFERS}
+
         set_model_state_dict(self.model, plain, options=StateDictOptions(strict=False))
-        for name, value in weights.items():
-            load_parts(value, codes[name])
-        _sync_scales(own)
+        for name, parts in parts_by_weight.items():
+            load_parts(current[name], parts)
+        _sync_scales(current)
         for name, layer in _layers_with_histories(self.model):
-            if histories[name][0] is not None:
-                load_histories(layer, dict(zip(BUFFERS, histories[name], strict=True)))
+            if histories[name]["fp8_scale"] is not None:
+                load_histories(layer, histories[name])
 
 
 class Optimizer:
@@ -132,7 +142,8 @@ class Optimizer:
                 raise TypeError(
                     f"optimizers must be torch.optim.Optimizer, not {type(optimizer).__name__}"
                 )
-        self.model, self.optimizers = model, optimizers
+        self.model = model
+        self.optimizers = optimizers
         #: Whether an optimizer had a state before torch created an empty one to load into.
         self._had_state = True
         self._check_parameters()
@@ -142,16 +153,16 @@ class Optimizer:
         # A forward without a backward leaves unsharded parameters on the root.
         parameters = {*map(id, self.model.parameters()), *map(id, sharded_parameters(self.model))}
         for optimizer in self.optimizers:
-            others = []
+            foreign = []
             for index, group in enumerate(optimizer.param_groups):
                 for position, param in enumerate(group["params"]):
                     if id(param) not in parameters:
-                        others.append(_describe(group, index, position))
+                        foreign.append(_describe(group, index, position))
 
-            if others:
+            if foreign:
                 raise ValueError(
-                    f"{type(optimizer).__name__} steps {len(others)} tensors that are not "
-                    f"parameters of model, the first of them {others[0]}. Create the optimizer "
+                    f"{type(optimizer).__name__} steps {len(foreign)} tensors that are not "
+                    f"parameters of model, the first of them {foreign[0]}. Create the optimizer "
                     "after fully_shard, which replaces parameters"
                 )
 
@@ -168,21 +179,28 @@ class Optimizer:
         """Return torch's state dict of the optimizers, which has names in place of parameters."""
         reshard(self.model)  # a forward without a backward leaves the root's parameters unsharded
         self._check_parameters()  # the model may have been sharded since
-        fresh = [optimizer for optimizer in self.optimizers if not optimizer.state]
-        params = [p for o in fresh for group in o.param_groups for p in group["params"]]
-        gradients = [p.grad for p in params]
+        without_state = [optimizer for optimizer in self.optimizers if not optimizer.state]
+        params: list[Tensor] = []
+        for optimizer in without_state:
+            for group in optimizer.param_groups:
+                params += group["params"]
+
+        # torch would leave the state of an optimizer with gradients empty.
+        gradients = [param.grad for param in params]
         try:
-            for p in params:
-                p.grad = None  # torch would leave the state of an optimizer with gradients empty
-            found = get_optimizer_state_dict(self.model, self.optimizers)
+            for param in params:
+                param.grad = None
+            state_dict = get_optimizer_state_dict(self.model, self.optimizers)
         finally:
-            for p, gradient in zip(params, gradients, strict=True):
-                p.grad = gradient
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad = gradient
+
         # torch creates a missing state by a step of length 0, which must not count.
-        for own in chain.from_iterable(optimizer.state.values() for optimizer in fresh):
-            for name in COUNTERS.keys() & own.keys():
-                own[name] = own[name] * 0 + COUNTERS[name]
-        return found
+        for optimizer in without_state:
+            for state in optimizer.state.values():
+                for name in COUNTERS.keys() & state.keys():
+                    state[name] = state[name] * 0 + COUNTERS[name]
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict. State that it does not contain is unchanged.
@@ -191,49 +209,62 @@ class Optimizer:
         stages save their groups under the same names, so that only one stage's group may be saved.
         A group without a match therefore gets the options of the saved group at its position.
         """
-        own, states = self._by_name(), state_dict.get("state", {})
-        groups = self._groups(own, state_dict)
+        current = self._by_name()
+        saved_states = state_dict.get("state", {})
+        groups = self._groups(current, state_dict)
         for optimizer in self.optimizers:
-            packed: dict[str, Any] = {"state": {}, "param_groups": []}
-            ids = count()
-            for group, found in islice(groups, len(optimizer.param_groups)):
+            # Optimizers number their parameters.
+            numbered: dict[str, Any] = {"state": {}, "param_groups": []}
+            numbers = count()
+
+            for group, saved_group in islice(groups, len(optimizer.param_groups)):
                 names = group["params"]
-                keys = [next(ids) for _ in names]
-                packed["param_groups"].append({**group, **found, "params": keys})
+                keys = [next(numbers) for _ in names]
+                numbered["param_groups"].append({**group, **saved_group, "params": keys})
                 for key, name in zip(keys, names, strict=True):
-                    state = states.get(name) or {}
+                    state = saved_states.get(name) or {}
                     if state or self._had_state:
-                        kept = own["state"].get(name, {}).items()
-                        state = {k: v for k, v in kept if k != MASTER} | state
+                        current_state = dict(current["state"].get(name, {}))
+                        current_state.pop(MASTER, None)
+                        state = current_state | state
                     if state:
-                        packed["state"][key] = state
+                        numbered["state"][key] = state
+
             if not self._had_state:
                 optimizer.state.clear()  # parameters without a saved state have none
-            optimizer.load_state_dict(packed)
+            optimizer.load_state_dict(numbered)
 
-    def check(self, own: dict[str, Any], saved: dict[str, Any]) -> None:
+    def check(self, current: dict[str, Any], saved: dict[str, Any]) -> None:
         """Raise ValueError if an optimizer cannot continue with the options of a saved group.
 
         Args:
-            own: the state dict before the load.
+            current: the state dict before the load.
             saved: the state dict to load, with all options that its groups were saved with.
         """
-        groups = self._groups(own, saved)
+        groups = self._groups(current, saved)
         for optimizer in self.optimizers:
-            for _, found in islice(groups, len(optimizer.param_groups)):
+            for _, saved_group in islice(groups, len(optimizer.param_groups)):
                 if hasattr(optimizer, "check_group"):  # of `fp8rs.optim`
-                    optimizer.check_group(found)
+                    optimizer.check_group(saved_group)
 
     @staticmethod
     def _groups(
-        own: dict[str, Any], saved: dict[str, Any]
+        current: dict[str, Any], saved: dict[str, Any]
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield each param group of a state dict with the saved group that it is loaded from."""
-        groups = saved.get("param_groups", [])
-        of = {name: group for group in groups for name in group.get("params", ())}
-        for position, group in enumerate(own["param_groups"]):
-            same_position = groups[position] if position < len(groups) else {}
-            yield group, next((of[n] for n in group["params"] if n in of), same_position)
+        saved_groups = saved.get("param_groups", [])
+        group_by_name: dict[str, dict[str, Any]] = {}
+        for saved_group in saved_groups:
+            for name in saved_group.get("params", ()):
+                group_by_name[name] = saved_group
+
+        for position, group in enumerate(current["param_groups"]):
+            saved_group = saved_groups[position] if position < len(saved_groups) else {}
+            for name in group["params"]:
+                if name in group_by_name:
+                    saved_group = group_by_name[name]
+                    break
+            yield group, saved_group
 
 
 def _describe(group: dict[str, Any], index: int, position: int) -> str:
@@ -273,12 +304,14 @@ def _layers_with_histories(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def load_parts(value: Tensor, parts: dict[str, Tensor]) -> None:
     """Write loaded codes and scales to an FP8 weight. All ranks call it."""
     weight: QuantizedTensor = own_part(value)
-    for suffix, into in (parts_of(value) or {}).items():
-        own, given = own_part(into), own_part(parts[suffix])
-        if own.data_ptr() != given.data_ptr():
-            own.copy_(given)
-        note_write(own)
+    for suffix, part in (parts_of(value) or {}).items():
+        dst = own_part(part)
+        src = own_part(parts[suffix])
+        if dst.data_ptr() != src.data_ptr():
+            dst.copy_(src)
+        note_write(dst)
     handle: Any = weight._storage.observer
     reset_scales(handle.module)
-    # A rank may have quantized loaded values, so scales are synchronized. Common ones stay.
+    # Ranks that loaded high-precision values now have scales of their own. Notify the handle, so
+    # that scales are synchronized. Scales that already agree do not change.
     handle.observe_write(weight, Write(WriteKind.CODES))

@@ -26,8 +26,8 @@ from fp8rs._torch import (
 )
 from fp8rs.checkpoint.parts import SCALE, parts_of
 from fp8rs.checkpoint.states import load_parts
-from fp8rs.nn.fp8_params import reset_scales
-from fp8rs.quantize.formats import MX_1X32, MX_32X32
+from fp8rs.nn.fp8_params import Float8Params, reset_scales
+from fp8rs.quantize.formats import MX_1X32, MX_32X32, BlockFormat
 from fp8rs.quantize.recipes import check_module
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -85,7 +85,7 @@ class Target:
     """
 
     tensor: Tensor
-    layer: Any
+    layer: Float8Params | None
     name: str
     sources: list[Source] = field(default_factory=list)
     scale: Tensor | None = None
@@ -94,10 +94,9 @@ class Target:
     def part(self) -> list[Span]:
         """The start and the size of this rank's part along each dimension."""
         tensor: Any = self.tensor
-        shape = tuple(tensor.shape)
         if not is_distributed(tensor):
-            return [(0, size) for size in shape]
-        sizes, starts = local_shape_and_offset(shape, tensor.device_mesh, tensor.placements)
+            return [(0, size) for size in self.shape]
+        sizes, starts = local_shape_and_offset(self.shape, tensor.device_mesh, tensor.placements)
         return list(zip(starts, sizes, strict=True))
 
     @property
@@ -105,6 +104,11 @@ class Target:
         """This rank's part of an FP8 weight, or None for other tensors."""
         local = own_part(self.tensor)
         return local if isinstance(local, QuantizedTensor) else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor, of all ranks."""
+        return tuple(self.tensor.shape)
 
 
 @dataclass
@@ -162,12 +166,13 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     error: Exception | None = None
     try:
         stored = StoredTensors(directory)
-        found = targets(unwrapped(model), stored)
-        findings = compare(stored, found)
+        targets = targets_of(unwrapped(model), stored)
+        findings = compare(stored, targets)
     except Exception as e:
         error = e
     raise_on_all(error)
     loaded = summary(on_all_ranks(findings))
+
     if strict and (loaded.missing_keys or loaded.unexpected_keys):
         raise ValueError(
             f"{directory} does not match the model, and nothing was loaded. Pass strict=False to "
@@ -176,7 +181,7 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
             + list_names("unexpected in the files", loaded.unexpected_keys)
         )
     exact = set(loaded.exact)
-    for target in found:
+    for target in targets:
         if target.sources:
             write(stored, target, target.name in exact)
     return loaded
@@ -185,7 +190,7 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
 # --- comparison ----------------------------------------------------------------------------------
 
 
-def targets(model: nn.Module, stored: StoredTensors) -> list[Target]:
+def targets_of(model: nn.Module, stored: StoredTensors) -> list[Target]:
     """Return the parameters and persistent buffers of a model, each once.
 
     Raises:
@@ -193,7 +198,7 @@ def targets(model: nn.Module, stored: StoredTensors) -> list[Target]:
     """
     check_expert_parallel(model)
     reshard(model)
-    found: dict[int, Target] = {}
+    targets: dict[int, Target] = {}
     layout = layout_of(model)
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in (*module._parameters.items(), *persistent_buffers(module)):
@@ -205,35 +210,42 @@ def targets(model: nn.Module, stored: StoredTensors) -> list[Target]:
                     f"{name} is on the meta device, without memory to load into: call "
                     "model.to_empty(device=...) first"
                 )
+
             layer = module if is_fp8(module, key) else None
-            target = found.setdefault(id(tensor), Target(tensor, layer, name))
-            source = Source(name, layout.files_of(name), layout.fused.get(name))
+            # A tied parameter has several names, and one target.
+            target = targets.setdefault(id(tensor), Target(tensor, layer, name))
             if name in stored:
                 source = Source(name, [Part(name)])
+            else:
+                source = Source(name, layout.files_of(name), layout.fused.get(name))
             if all(part.name in stored for part in source.parts):
                 target.sources.append(source)
-    return list(found.values())
+    return list(targets.values())
 
 
-def compare(stored: StoredTensors, found: Iterable[Target]) -> RankFindings:
+def compare(stored: StoredTensors, targets: Iterable[Target]) -> RankFindings:
     """Compare the files with this rank's tensors.
 
     Raises:
         ValueError: some tensors do not match. The message lists them.
     """
-    findings, problems = RankFindings(), list[str]()
-    for target in found:
-        known = len(problems)
-        for source, part in ((s, part) for s in target.sources for part in s.parts):
-            findings.used.append(part.name)
-            try:
-                check(stored, target, source, part)
-                if stored.is_fp8(part.name):
-                    findings.used.append(stored.scales(part.name).name)
-            except ValueError as error:
-                problems.append(f"{part.name}: {error}")
-        if len(problems) > known:
+    findings = RankFindings()
+    problems: list[str] = []
+    for target in targets:
+        has_problem = False
+        for source in target.sources:
+            for part in source.parts:
+                findings.used.append(part.name)
+                try:
+                    check(stored, target, source, part)
+                    if stored.is_fp8(part.name):
+                        findings.used.append(stored.scales(part.name).name)
+                except ValueError as error:
+                    problems.append(f"{part.name}: {error}")
+                    has_problem = True
+        if has_problem:
             continue
+
         if not target.sources:
             findings.missing.append(target.name)
         elif differ(stored, target):
@@ -251,16 +263,18 @@ def compare(stored: StoredTensors, found: Iterable[Target]) -> RankFindings:
             + list_names("these tensors differ", problems)
         )
     used = set(findings.used)
-    findings.unused += (n for n in stored.files if n not in used)
+    findings.unused = [name for name in stored.files if name not in used]
     return findings
 
 
 def check(stored: StoredTensors, target: Target, source: Source, part: Part) -> None:
     """Raise ValueError if a tensor of the files cannot be loaded into the model's."""
-    tensor, dtype = target.tensor, stored.dtype(part.name)
-    shape = part.shape(tuple(tensor.shape))
+    tensor = target.tensor
+    dtype = stored.dtype(part.name)
     if source.fused is not None:
         shape = source.fused.files[part.name]
+    else:
+        shape = part.shape(target.shape)
     if stored.shape(part.name) != shape:
         raise ValueError(f"shape {stored.shape(part.name)} in the files, {shape} in the model")
     if tensor.is_floating_point() != (dtype in HIGH_PRECISION or dtype in CODES):
@@ -274,30 +288,43 @@ def differ(stored: StoredTensors, target: Target) -> bool:
     """Return whether the files have different values for the names of a tied parameter."""
     if len(target.sources) == 1:
         return False
-    first, *others = (read_values(stored, target, source) for source in target.sources)
-    return not all(torch.equal(first, values) for values in others)
+    first = read_values(stored, target, target.sources[0])
+    for source in target.sources[1:]:
+        if not torch.equal(first, read_values(stored, target, source)):
+            return True
+    return False
 
 
 def summary(all_findings: list[RankFindings]) -> Loaded:
     """Combine the findings of all ranks. Ranks may have different parts of a model."""
-    known = {name for r in all_findings for name in r.used}
-    unexpected = {name for r in all_findings for name in r.unused} - known
-    fp8 = dict.fromkeys(name for r in all_findings for name in r.fp8)
-    exact = [name for name in fp8 if all(r.fp8.get(name, True) for r in all_findings)]
+    used: set[str] = set()
+    unused: set[str] = set()
+    missing: dict[str, None] = {}  # a set in the order of the model
+    is_exact: dict[str, bool] = {}
+    for findings in all_findings:
+        used.update(findings.used)
+        unused.update(findings.unused)
+        missing.update(dict.fromkeys(findings.missing))
+        for name, is_exact_on_rank in findings.fp8.items():
+            is_exact[name] = is_exact.get(name, True) and is_exact_on_rank
+
+    unexpected = [name for name in unused - used if not name.endswith(ACTIVATION_SCALES)]
     return Loaded(
-        missing_keys=list(dict.fromkeys(name for r in all_findings for name in r.missing)),
-        unexpected_keys=sorted(n for n in unexpected if not n.endswith(ACTIVATION_SCALES)),
-        exact=exact,
-        quantized=[name for name in fp8 if name not in set(exact)],
+        missing_keys=list(missing),
+        unexpected_keys=sorted(unexpected),
+        exact=[name for name, exact in is_exact.items() if exact],
+        quantized=[name for name, exact in is_exact.items() if not exact],
     )
 
 
-def list_names(what: str, names: list[str]) -> str:
+def list_names(heading: str, names: list[str]) -> str:
     """Return a list of names for an error, or "" if there are none."""
     if not names:
         return ""
-    more = [f"and {len(names) - LISTED} more"] if len(names) > LISTED else []
-    return "".join(f"\n  {line}" for line in (f"{what}:", *names[:LISTED], *more))
+    lines = [f"{heading}:", *names[:LISTED]]
+    if len(names) > LISTED:
+        lines.append(f"and {len(names) - LISTED} more")
+    return "".join(f"\n  {line}" for line in lines)
 
 
 # --- reads ---------------------------------------------------------------------------------------
@@ -309,12 +336,12 @@ def read_values(
     """Read this rank's part of a tensor in high precision."""
     if source.fused is None:
         read = partial(stored.read_values, device=torch.device(device))
-        values = read_parts(source.parts, target.part, tuple(target.tensor.shape), read)
+        values = read_parts(source.parts, target.part, target.shape, read)
     else:
         files = {}
         for name, shape in source.fused.files.items():
-            everything = [(0, size) for size in shape]
-            files[name] = stored.read_values(name, everything, torch.device("cpu"))
+            spans = [(0, size) for size in shape]
+            files[name] = stored.read_values(name, spans, torch.device("cpu"))
         values = source.fused.from_files(files)[source.name]
         values = values[tuple(slice(start, start + size) for start, size in target.part)]
     return values.to(device).view(own_part(target.tensor).shape)
@@ -326,45 +353,78 @@ def read_weight_scales(stored: StoredTensors, target: Target) -> Tensor | None:
     Returns:
         None if the files do not have codes and scales in the format of the weight.
     """
-    weight, parts = target.fp8_weight, target.sources[0].parts
-    # Files with other rows also have other scales. Those of ranges of rows may end within a block.
-    if target.sources[0].fused is not None or any(
-        part.matrix is None and not part.is_whole for part in parts
-    ):
-        return None
+    weight = target.fp8_weight
+    source = target.sources[0]
     if weight is None or weight._storage.observer is None or parts_of(target.tensor) is None:
         return None
-    if any(CODES.get(stored.dtype(part.name)) != weight.fp8_dtype for part in parts):
+    if source.fused is not None:
+        return None  # files with other rows also have other scales
+    if not _have_format(stored, source.parts, weight):
         return None
-    format, scales = weight.format, [stored.scales(part.name) for part in parts]
+    spans = _scale_spans(target, weight.format, source.parts)
+    if spans is None:
+        return None
+
+    # A block of the weight has several rows, whose scales in the files must be equal.
+    scales = read_parts(source.parts, spans, target.shape, stored.read_scales)
+    rows = scales.shape[-2]
+    rows_per_scale = 1
+    if weight.format is MX_32X32:
+        rows_per_scale = 32
+    elif weight.format.per_tensor:
+        rows_per_scale = max(rows, 1)
+    weight_scales = scales[..., ::rows_per_scale, :]
+    if rows_per_scale > 1:
+        expected = weight_scales.view(torch.uint8).repeat_interleave(rows_per_scale, -2)
+        if not torch.equal(expected[..., :rows, :], scales.view(torch.uint8)):
+            return None
+    if weight.spec.power_2_scale and (torch.frexp(weight_scales.float())[0] != 0.5).any():
+        return None
+    return weight_scales
+
+
+def _have_format(stored: StoredTensors, parts: list[Part], weight: QuantizedTensor) -> bool:
+    """Return whether the codes and scales of files have the format of a weight.
+
+    MXFP8 files have blocks of 1x32, also for weights with blocks of 32x32.
+    """
+    format = weight.format
     block = MX_1X32.block if format.microscaled else format.block
-    if any(s.block != block or (format.microscaled and not s.e8m0) for s in scales):
-        return None
-    shape, spans = tuple(target.tensor.shape), target.part
+    for part in parts:
+        if part.matrix is None and not part.is_whole:
+            return False  # the scales of ranges of rows may end within a block
+        if CODES.get(stored.dtype(part.name)) != weight.fp8_dtype:
+            return False
+        scales = stored.scales(part.name)
+        if scales.block != block or (format.microscaled and not scales.e8m0):
+            return False
+    return True
+
+
+def _scale_spans(target: Target, format: BlockFormat, parts: list[Part]) -> list[Span] | None:
+    """Return the part of a weight whose scales this rank compares.
+
+    Returns:
+        None if a tensor of the files begins within a block of the weight, or the rows of the blocks
+        have several dimensions.
+    """
+    spans = target.part
     if format.per_tensor:
         # The tensors of a matrix need equal scales, also those without rows of this rank.
-        spans[1:] = [(0, size) for size in shape[1:]]
-    elif any(part.rows.start % format.block[0] for part in parts if part.matrix is not None):
-        return None
+        spans[1:] = [(0, size) for size in target.shape[1:]]
+        return spans
+    for part in parts:
+        if part.matrix is not None and part.rows.start % format.block[0]:
+            return None
     if format is MX_32X32:
-        if len(shape) > 3:
+        if len(target.shape) > 3:
             return None
         start, size = spans[-2]
         if size:  # the rows of a block need equal scales, also rows of other ranks
             first_row = start - start % 32
-            stop = min(-(-(start + size) // 32) * 32, shape[-2])
-            spans[-2] = first_row, stop - first_row
-    own = read_parts(parts, spans, shape, stored.read_scales)
-    rows = own.shape[-2]
-    shared = 32 if format is MX_32X32 else rows if format.per_tensor else 1
-    first = own[..., :: max(shared, 1), :]
-    if shared > 1:
-        each = first.view(torch.uint8).repeat_interleave(shared, -2)[..., :rows, :]
-        if not torch.equal(each, own.view(torch.uint8)):
-            return None
-    if weight.spec.power_2_scale and (torch.frexp(first.float())[0] != 0.5).any():
-        return None
-    return first
+            stop = min(-(-(start + size) // 32) * 32, target.shape[-2])
+            spans[-2] = (first_row, stop - first_row)
+    return spans
 
 
 # --- writes --------------------------------------------------------------------------------------
@@ -373,9 +433,10 @@ def read_weight_scales(stored: StoredTensors, target: Target) -> Tensor | None:
 @torch.no_grad()
 def write(stored: StoredTensors, target: Target, exact: bool) -> None:
     """Load one tensor, on all ranks."""
-    tensor, local = target.tensor, own_part(target.tensor)
-    if (layer := target.layer) is not None:
-        reset_scales(layer)
+    tensor = target.tensor
+    local = own_part(tensor)
+    if target.layer is not None:
+        reset_scales(target.layer)
     # With 1x32 blocks, the files lack the columnwise plane. It is quantized from the values.
     if not exact or cast(QuantizedTensor, local).format is MX_1X32:
         values = read_values(stored, target, target.sources[0], local.device)
@@ -384,9 +445,10 @@ def write(stored: StoredTensors, target: Target, exact: bool) -> None:
         return
     parts = parts_of(tensor)
     assert parts is not None and target.scale is not None
-    if (own := own_part(parts[SCALE])).numel():
-        parts[SCALE] = target.scale.view(own.shape)
+    local_scale = own_part(parts[SCALE])
+    if local_scale.numel():
+        parts[SCALE] = target.scale.view(local_scale.shape)
     if local.numel():
-        codes = read_parts(target.sources[0].parts, target.part, tuple(tensor.shape), stored.read)
+        codes = read_parts(target.sources[0].parts, target.part, target.shape, stored.read)
         parts[""] = codes.view(local.shape)
     load_parts(tensor, parts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,17 @@ HIGH_PRECISION = frozenset(("F64", "F32", "F16", "BF16"))
 #: Types of power-of-two scales. compressed-tensors stores E8M0 exponents as bytes.
 E8M0 = frozenset(("F8_E8M0", "U8"))
 
-_QUANTIZED = [f for f in FORMATS.values() if f.spec is not None]
 #: Block shapes that are recognized without a config.
-KNOWN_BLOCKS: list[Block] = sorted(f.spec.format.block for f in _QUANTIZED if f.spec is not None)
-
+KNOWN_BLOCKS: list[Block] = []
 #: Suffixes that DeepSeek and compressed-tensors add to a weight's name for its scales.
-SCALE_SUFFIXES = list(dict.fromkeys(f.scale_name.removeprefix("weight") for f in _QUANTIZED))
+SCALE_SUFFIXES: list[str] = []
+for _format in FORMATS.values():
+    if _format.spec is not None:
+        KNOWN_BLOCKS.append(_format.spec.format.block)
+        _suffix = _format.scale_name.removeprefix("weight")
+        if _suffix not in SCALE_SUFFIXES:
+            SCALE_SUFFIXES.append(_suffix)
+KNOWN_BLOCKS.sort()
 
 #: Suffixes of scales of activations and KV caches, which training does not use.
 ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
@@ -93,45 +98,54 @@ class StoredTensors:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         safetensors = import_safetensors()
-        self._open, self._error = safetensors.safe_open, safetensors.SafetensorError
+        self._safe_open = safetensors.safe_open
+        self._error = safetensors.SafetensorError
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise FileNotFoundError(
                 f"directory is {os.fspath(directory)!r}, which is not a directory on this machine: "
                 "download the model first, for example with huggingface_hub.snapshot_download"
             )
-        self._opened: dict[str, Any] = {}
+        self._open_files: dict[str, Any] = {}
+        #: The blocks that config.json declares.
+        self.blocks: list[Block] = []
         config = self.directory / CONFIG
-        quantization = _json(config).get("quantization_config") if config.exists() else None
-        self.blocks = () if quantization is None else tuple(_declared(quantization, self.directory))
-        #: The file of each tensor.
-        self.files = self._files()
+        if config.exists():
+            quantization = _read_json(config).get("quantization_config")
+            if quantization is not None:
+                self.blocks = _declared_blocks(quantization, self.directory)
+        #: The name of the file of each tensor.
+        self.files = self._file_names()
 
-    def _files(self) -> dict[str, str]:
-        index = self.directory / INDEX
+    def _file_names(self) -> dict[str, str]:
         if (self.directory / SINGLE).exists():
             return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        index = self.directory / INDEX
         if not index.exists():
             raise FileNotFoundError(
                 f"{self.directory} has neither {SINGLE} nor {INDEX}. Other file formats, such as "
                 "pytorch_model.bin, are not supported: save the model as safetensors"
             )
-        files: dict[str, str] = _json(index)["weight_map"]
-        absent = sorted({f for f in files.values() if not (self.directory / f).exists()})
-        if absent:
+        file_names: dict[str, str] = _read_json(index)["weight_map"]
+        missing = [
+            file_name
+            for file_name in sorted(set(file_names.values()))
+            if not (self.directory / file_name).exists()
+        ]
+        if missing:
             raise FileNotFoundError(
-                f"{index} names missing files: {', '.join(absent)}. Complete the download"
+                f"{index} names missing files: {', '.join(missing)}. Complete the download"
             )
-        return files
+        return file_names
 
     def _file(self, name: str) -> Any:
-        if name not in self._opened:
+        if name not in self._open_files:
             path = self.directory / name
             try:
-                self._opened[name] = self._open(path, "pt")
+                self._open_files[name] = self._safe_open(path, "pt")
             except self._error as error:
                 raise OSError(f"{path} is damaged or incomplete: {error}") from error
-        return self._opened[name]
+        return self._open_files[name]
 
     def _slice(self, name: str) -> Any:
         try:
@@ -154,8 +168,8 @@ class StoredTensors:
     def read(self, name: str, part: Sequence[Span]) -> Tensor:
         """Read a part of a tensor to the CPU. The result may be a view of the mapped file."""
         slices = tuple(slice(start, start + size) for start, size in part)
-        read: Tensor = self._slice(name)[slices or ...]
-        return read
+        tensor: Tensor = self._slice(name)[slices or ...]
+        return tensor
 
     # --- FP8 weights -----------------------------------------------------------------------------
 
@@ -169,26 +183,33 @@ class StoredTensors:
         Raises:
             ValueError: there are none, or their type or shape is not supported.
         """
-        *batch, rows, cols = shape = self.shape(weight)
-        name = next((weight + s for s in SCALE_SUFFIXES if weight + s in self), None)
+        names = [weight + suffix for suffix in SCALE_SUFFIXES]
+        name = next((name for name in names if name in self), None)
         if name is None:
-            expected = " or ".join(weight + suffix for suffix in SCALE_SUFFIXES)
-            raise ValueError(f"FP8 codes without scales: expected {expected} in the files")
-        scale_shape, dtype = self.shape(name), self.dtype(name)
+            raise ValueError(
+                f"FP8 codes without scales: expected {' or '.join(names)} in the files"
+            )
+        dtype = self.dtype(name)
         if dtype not in HIGH_PRECISION | E8M0:
             raise ValueError(f"scales of type {dtype}: they must be floating point or E8M0")
+
+        scales_shape = self.shape(name)
+        shape = self.shape(weight)
+        *batch, rows, cols = shape
+        # The scales of one matrix, or of each matrix of a batch.
+        matrix_scales = scales_shape
         if batch:
-            experts, rows = batch[0], rows * math.prod(batch[1:])
-            own = scale_shape[1:] if scale_shape[:1] == (experts,) else ()
-        else:
-            own = scale_shape
-        first = ((1, 32),) if dtype in E8M0 else ()
-        for block in (*self.blocks, *first, *KNOWN_BLOCKS):
-            if (own or not batch) and _fits(block, (rows, cols), own):
-                return Scales(name, dtype, scale_shape, block)
-        blocks = ", ".join(map(str, dict.fromkeys((*self.blocks, *KNOWN_BLOCKS))))
+            rows *= math.prod(batch[1:])
+            matrix_scales = scales_shape[1:]
+        if not batch or (matrix_scales and scales_shape[0] == batch[0]):
+            # Prefer what config.json declares. E8M0 scales are probably MXFP8.
+            blocks = [*self.blocks, (1, 32)] if dtype in E8M0 else self.blocks
+            for block in (*blocks, *KNOWN_BLOCKS):
+                if _fits(block, (rows, cols), matrix_scales):
+                    return Scales(name, dtype, scales_shape, block)
+        expected = ", ".join(map(str, dict.fromkeys((*self.blocks, *KNOWN_BLOCKS))))
         raise ValueError(
-            f"scales of shape {scale_shape} for a weight of shape {shape}: no block of {blocks} "
+            f"scales of shape {scales_shape} for a weight of shape {shape}: no block of {expected} "
             "(-1: the whole extent) has that many"
         )
 
@@ -201,14 +222,14 @@ class StoredTensors:
         """
         scales = self.scales(weight)
         *batch, rows, cols = _matrices(part, self.shape(weight))
-        blocks = [_blocks(b, *span) for b, span in zip(scales.block, (rows, cols), strict=True)]
-        spans = [*batch, *blocks]
+        block_rows, block_cols = scales.block
+        spans = [*batch, _blocks(block_rows, *rows), _blocks(block_cols, *cols)]
         # Scales of rows may be stored as a vector.
-        read = self.read(scales.name, spans[: len(scales.shape)])
-        read = read.reshape([count for _, count in spans])
+        values = self.read(scales.name, spans[: len(scales.shape)])
+        values = values.reshape([count for _, count in spans])
         if scales.dtype == "U8":
-            return read.contiguous().view(torch.float8_e8m0fnu)
-        return read if scales.e8m0 else read.to(torch.float32)
+            return values.contiguous().view(torch.float8_e8m0fnu)
+        return values if scales.e8m0 else values.to(torch.float32)
 
     def read_values(self, name: str, part: Sequence[Span], device: torch.device) -> Tensor:
         """Read a part of a tensor in high precision. FP8 codes are dequantized to float32."""
@@ -219,8 +240,9 @@ class StoredTensors:
         for dim, block in zip((-2, -1), self.scales(name).block, strict=True):
             start, size = spans[dim]
             if block > 1:
-                skip = start % block if size else 0
-                factors = factors.repeat_interleave(block, dim).narrow(dim, skip, size)
+                # The part may begin within a block.
+                offset = start % block if size else 0
+                factors = factors.repeat_interleave(block, dim).narrow(dim, offset, size)
         codes = self.read(name, part).to(device)
         values = codes.reshape([size for _, size in spans]).to(torch.float32) * factors
         return values.view(codes.shape)
@@ -246,25 +268,40 @@ def read_parts(
     if parts[0].is_whole:
         return read(parts[0].name, part)
     if parts[0].matrix is None:
-        start, size = part[0]
-        ranges = []
-        for each in parts:
-            first, stop = max(each.rows.start, start), min(each.rows.stop, start + size)
-            if first < stop or each is parts[-1]:
-                count = max(stop - first, 0)
-                ranges.append(read(each.name, [(first - each.rows.start, count), *part[1:]]))
-        return torch.cat(ranges)
+        return _read_ranges(parts, part, read)
+
     matrices, rows, cols = _matrices(part, shape)
-    found = []
-    for each in parts:
-        assert each.matrix is not None
-        # The sum of a start and a size is the end.
-        start, stop = max(each.rows.start, rows[0]), min(each.rows.stop, sum(rows))
-        if matrices[0] <= each.matrix < sum(matrices) and start < stop:
-            found.append(read(each.name, [(start - each.rows.start, stop - start), cols]))
-    if not found:
-        return torch.empty(matrices[1], 0, cols[1])
-    return torch.cat(found).view(matrices[1], -1, found[0].shape[-1])
+    first_matrix, matrix_count = matrices
+    first_row, row_count = rows
+    values = []
+    for file_part in parts:
+        assert file_part.matrix is not None
+        if not first_matrix <= file_part.matrix < first_matrix + matrix_count:
+            continue
+        start = max(file_part.rows.start, first_row)
+        stop = min(file_part.rows.stop, first_row + row_count)
+        if start < stop:
+            span = (start - file_part.rows.start, stop - start)
+            values.append(read(file_part.name, [span, cols]))
+    if not values:
+        return torch.empty(matrix_count, 0, cols[1])
+    return torch.cat(values).view(matrix_count, -1, values[0].shape[-1])
+
+
+def _read_ranges(
+    parts: Sequence[Part], part: Sequence[Span], read: Callable[[str, Sequence[Span]], Tensor]
+) -> Tensor:
+    """Read a part of a parameter from tensors with ranges of its first dimension."""
+    first_row, row_count = part[0]
+    values = []
+    for file_part in parts:
+        start = max(file_part.rows.start, first_row)
+        stop = min(file_part.rows.stop, first_row + row_count)
+        # If the part is empty, read no rows of the last tensor, for the dtype and the shape.
+        if start < stop or file_part is parts[-1]:
+            span = (start - file_part.rows.start, max(stop - start, 0))
+            values.append(read(file_part.name, [span, *part[1:]]))
+    return torch.cat(values)
 
 
 def _matrices(part: Sequence[Span], shape: tuple[int, ...]) -> Sequence[Span]:
@@ -274,10 +311,12 @@ def _matrices(part: Sequence[Span], shape: tuple[int, ...]) -> Sequence[Span]:
     """
     if len(shape) < 4:
         return part
-    begin, size = 0, 1
-    for n, (start, count) in zip(shape[1:-1], part[1:-1], strict=True):
-        begin, size = begin * n + start, size * count
-    return [part[0], (begin, size), part[-1]]
+    first_row = 0
+    row_count = 1
+    for size, (start, count) in zip(shape[1:-1], part[1:-1], strict=True):
+        first_row = first_row * size + start
+        row_count *= count
+    return [part[0], (first_row, row_count), part[-1]]
 
 
 def _blocks(block: int, begin: int, size: int) -> tuple[int, int]:
@@ -290,54 +329,62 @@ def _blocks(block: int, begin: int, size: int) -> tuple[int, int]:
     return first, -(-(begin + size) // block) - first
 
 
-def _fits(block: Block, shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> bool:
+def _fits(block: Block, shape: tuple[int, int], scales_shape: tuple[int, ...]) -> bool:
+    """Return whether a matrix has scales of this shape if it has such blocks."""
     if block == (-1, -1):
-        return math.prod(scale_shape) == 1
-    counts = tuple(_blocks(b, 0, n)[1] for b, n in zip(block, shape, strict=True))
-    return scale_shape == counts or (block == (1, -1) and scale_shape == counts[:1])
+        return math.prod(scales_shape) == 1
+    _, rows_of_blocks = _blocks(block[0], 0, shape[0])
+    _, columns_of_blocks = _blocks(block[1], 0, shape[1])
+    if block == (1, -1) and scales_shape == (rows_of_blocks,):
+        return True
+    return scales_shape == (rows_of_blocks, columns_of_blocks)
 
 
-def _declared(quantization: dict[str, Any], directory: Path) -> Iterator[Block]:
-    """Yield the block shapes that a ``quantization_config`` declares.
+def _declared_blocks(quantization: dict[str, Any], directory: Path) -> list[Block]:
+    """Return the block shapes that a ``quantization_config`` declares.
 
     Raises:
         ValueError: the declared format is not supported.
     """
     method = quantization.get("quant_method")
     if method == "fp8":
-        if quantization.get("weight_block_size"):
-            down, across = quantization["weight_block_size"]
-            yield down, across
-        return
+        if not quantization.get("weight_block_size"):
+            return []
+        rows, cols = quantization["weight_block_size"]
+        return [(rows, cols)]
     if method != "compressed-tensors":
         raise ValueError(f"{directory} is quantized with quant_method {method!r}. {READABLE}")
     sparsity = (quantization.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense" or quantization.get("transform_config"):
-        what = f"sparsity format {sparsity!r}" if sparsity != "dense" else "a transform_config"
-        raise ValueError(f"{directory} uses {what} of compressed-tensors. {READABLE}")
+        feature = f"sparsity format {sparsity!r}" if sparsity != "dense" else "a transform_config"
+        raise ValueError(f"{directory} uses {feature} of compressed-tensors. {READABLE}")
+
+    blocks: list[Block] = []
     for group in (quantization.get("config_groups") or {}).values():
         weights = group.get("weights")
         if weights is None:
             continue
         format = group.get("format") or quantization.get("format")
         kind = f"{weights.get('num_bits')}-bit {weights.get('type')} weights"
-        kind += "" if weights.get("symmetric", True) else " with zero points"
-        known = format in ("float-quantized", "naive-quantized", "mxfp8-quantized")
-        if not known or kind != "8-bit float weights":
+        if not weights.get("symmetric", True):
+            kind += " with zero points"
+        is_supported = format in ("float-quantized", "naive-quantized", "mxfp8-quantized")
+        if not is_supported or kind != "8-bit float weights":
             raise ValueError(
                 f"{directory} is in compressed-tensors format {format!r} ({kind}). {READABLE}"
             )
         strategy = weights.get("strategy")
         if strategy == "block":
-            down, across = weights["block_structure"]
-            yield down, across
+            rows, cols = weights["block_structure"]
+            blocks.append((rows, cols))
         elif strategy == "group":
-            yield 1, weights["group_size"]
+            blocks.append((1, weights["group_size"]))
+    return blocks
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        contents: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
-    return found
+    return contents

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -56,6 +57,20 @@ class MasterSource(Protocol):
         """Record that a parameter's master includes all writes to the parameter."""
 
 
+@dataclass(frozen=True)
+class MasterRef:
+    """Where the master of an FP8 weight is.
+
+    Attributes:
+        source: the optimizer that keeps it.
+        parameter: the parameter of the optimizer. It is not a weak reference, because torch does
+            not swap the tensor of a parameter that has one.
+    """
+
+    source: weakref.ref[MasterSource]
+    parameter: Tensor
+
+
 class Float8ParamHandle(ParamHandle):
     """The handle of an FP8 weight, sharded or not (`fp8rs.tensor.plane_storage.WriteObserver`).
 
@@ -69,11 +84,11 @@ class Float8ParamHandle(ParamHandle):
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module, name)
-        self.unsynced = self.keep_init = False
+        self.unsynced = False
+        self.keep_init = False
         self.pending: Tensor | None = None
         self._init_value: Tensor | None = None
-        #: The optimizer that keeps the weight's master, and its parameter.
-        self._optimizer: tuple[weakref.ref[Any], Tensor] | None = None
+        self._master: MasterRef | None = None
 
     def _copy_for(self, module: nn.Module) -> Float8ParamHandle:
         new = Float8ParamHandle(module, self.name)
@@ -106,8 +121,9 @@ class Float8ParamHandle(ParamHandle):
         if self.local is not None:
             return self.shard_spec.element_offsets
         # A layer that was made with a recipe is sharded without all-gather hooks.
-        sharded = self.in_place and is_distributed(self.parameter)
-        return ShardSpec.from_dtensor(self.parameter).element_offsets if sharded else (0,)
+        if self.in_place and is_distributed(self.parameter):
+            return ShardSpec.from_dtensor(self.parameter).element_offsets
+        return (0,)
 
     # --- writes ----------------------------------------------------------------------------------
 
@@ -115,15 +131,21 @@ class Float8ParamHandle(ParamHandle):
         """Return whether planes belong to the weight, and not to a copy of it."""
         if not self.in_place:
             return False
-        known = getattr(self.parameter_part, "_storage", None)
-        if known is not None and known.observer is self:
-            return known is storage
+        parameter_storage = getattr(self.parameter_part, "_storage", None)
+        if parameter_storage is not None and parameter_storage.observer is self:
+            return parameter_storage is storage
+
         # FSDP2 has the weight gathered. It may also have wrapped a module above the root.
         state = self.state_if_any
-        parts = map(own_part, sharded_parameters(None if state is None else state.root))
-        shards = (part._storage for part in parts if isinstance(part, QuantizedTensor))
-        own = [shard for shard in shards if shard.observer is self]
-        return not own or storage in own
+        root = None if state is None else state.root
+        is_sharded = False
+        for parameter in sharded_parameters(root):
+            local = own_part(parameter)
+            if isinstance(local, QuantizedTensor) and local._storage.observer is self:
+                if local._storage is storage:
+                    return True
+                is_sharded = True
+        return not is_sharded
 
     @property
     def detects_lost_writes(self) -> bool:
@@ -169,7 +191,8 @@ class Float8ParamHandle(ParamHandle):
     def mark_written(self) -> None:
         """Note a write that left the same scales on all ranks. Other writes set ``unsynced``."""
         super().mark_written()
-        self.unsynced, self.pending = False, None
+        self.unsynced = False
+        self.pending = None
 
     def mark_synced(self) -> None:
         """Note that all ranks have the same scales now, and free pending values.
@@ -181,7 +204,8 @@ class Float8ParamHandle(ParamHandle):
         if pending is not None and pending.is_cuda and not is_traced(pending):
             # An all-gather stream may read what another stream allocated.
             pending.record_stream(torch.cuda.current_stream(pending.device))
-        self.unsynced, self.pending = False, None
+        self.unsynced = False
+        self.pending = None
         if self.unit is not None:
             self.unit.note_stream()
 
@@ -192,11 +216,11 @@ class Float8ParamHandle(ParamHandle):
         storage = tensor._storage
         if is_traced(storage.any_plane.data) or tensor.is_meta:
             return None
-        source, parameter = self._master_source()
-        if source is None:
+        source = self._master_source()
+        if self._master is None or source is None:
             exact = self.init_value
-        elif source.is_current(parameter):
-            exact = source.local_master(parameter)
+        elif source.is_current(self._master.parameter):
+            exact = source.local_master(self._master.parameter)
         else:
             # Other code has written the weight, and may write its codes back.
             exact = None
@@ -206,28 +230,23 @@ class Float8ParamHandle(ParamHandle):
 
     def _store_exact_values(self, tensor: QuantizedTensor, values: Tensor) -> None:
         """Write the results of exact arithmetic to where `exact_values` read its operands."""
-        source, parameter = self._master_source()
-        if source is None:
-            elements_of(cast(Tensor, self.init_value), tensor).copy_(values)
+        source = self._master_source()
+        if self._master is None or source is None:
+            exact = cast(Tensor, self.init_value)
+            elements_of(exact, tensor).copy_(values)
         else:
-            elements_of(cast(Tensor, source.local_master(parameter)), tensor).copy_(values)
-            source.mark_current(parameter)
+            exact = cast(Tensor, source.local_master(self._master.parameter))
+            elements_of(exact, tensor).copy_(values)
+            source.mark_current(self._master.parameter)
 
-    def _master_source(self) -> tuple[MasterSource | None, Any]:
-        """Return the optimizer that keeps the master, if there is one, and its parameter."""
-        if self._optimizer is None:
-            return None, None
-        reference, parameter = self._optimizer
-        optimizer = reference()
-        if optimizer is None:
-            return None, None
-        return cast(MasterSource, optimizer), parameter
+    def _master_source(self) -> MasterSource | None:
+        """Return the optimizer that keeps the master, or None if there is none any more."""
+        return None if self._master is None else self._master.source()
 
     def use_master(self, optimizer: MasterSource, parameter: Tensor) -> None:
         """Take exact values from an optimizer's master, and free those from before conversion."""
         self.forget_init()
-        # Torch does not swap the tensor of a parameter that has weak references.
-        self._optimizer = weakref.ref(optimizer), parameter
+        self._master = MasterRef(weakref.ref(optimizer), parameter)
 
     @property
     def init_value(self) -> Tensor | None:
@@ -249,7 +268,9 @@ class Float8ParamHandle(ParamHandle):
 
         A copy of the weight's own rounded values, such as DDP's first broadcast, changes none.
         """
-        init, values, storage = self.init_value, write.values, tensor._storage
+        storage = tensor._storage
+        values = write.values
+        init = self.init_value
         if is_traced(storage.any_plane.data):
             self.init_value = None  # compiled code writes without a notification
             return
@@ -286,7 +307,8 @@ class Float8ParamHandle(ParamHandle):
 
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""
-        self.init_value, self.keep_init = None, False
+        self.init_value = None
+        self.keep_init = False
 
 
 def values_amax(values: Tensor) -> Tensor:
@@ -332,11 +354,16 @@ def handle_for(module: nn.Module, name: str, parameter: Any = None) -> ParamHand
         parameter: the tensor that is about to become the parameter. By default, the one that is.
     """
     local = own_part(module._parameters.get(name) if parameter is None else parameter)
-    known: Any = module.__dict__.get("_fp8_params", {}).get(name)
     if not isinstance(local, QuantizedTensor):
-        own = type(known) is ParamHandle and known._module() is module
-        return known if own else ParamHandle(module, name)
-    handle = local._storage.observer
-    if not isinstance(handle, Float8ParamHandle) or handle._module() is not module:
-        handle = local._storage.observer = Float8ParamHandle(module, name)
+        current: Any = module.__dict__.get("_fp8_params", {}).get(name)
+        # A copy of a module has the handles of the module that was copied.
+        if type(current) is ParamHandle and current._module() is module:
+            return current
+        return ParamHandle(module, name)
+
+    observer = local._storage.observer
+    if isinstance(observer, Float8ParamHandle) and observer._module() is module:
+        return observer
+    handle = Float8ParamHandle(module, name)
+    local._storage.observer = handle
     return handle

@@ -133,24 +133,27 @@ class MasterWeight(Tensor):
             note_writes(func, args, kwargs)
         out = on_plain(func, args, kwargs)
         first = args[0] if args else None
-        same = func.is_view or func in NEW_TENSORS
-        if not same or not isinstance(first, MasterWeight) or first.traced:
+        keeps_class = func.is_view or func in NEW_TENSORS
+        if not keeps_class or not isinstance(first, MasterWeight) or first.traced:
             return out
         handle = first._handle
 
-        def same_parameter(x: Any) -> Any:
-            own = isinstance(x, Tensor) and x.is_floating_point()
-            return MasterWeight(x, handle) if own else x
+        def wrap(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return MasterWeight(value, handle)
+            return value
 
-        return mapped(same_parameter, out)
+        return mapped(wrap, out)
 
 
 def note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note an operator's writes to the memory of parameters on their handles."""
     for value in written_arguments(func, args, kwargs):
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, MasterWeight) and not is_copy(item):
-                item._handle.mark_written()
+        # Foreach and fused operators write lists of tensors.
+        tensors = value if isinstance(value, (list, tuple)) else (value,)
+        for tensor in tensors:
+            if isinstance(tensor, MasterWeight) and not is_copy(tensor):
+                tensor._handle.mark_written()
 
 
 def is_copy(tensor: MasterWeight) -> bool:
@@ -176,9 +179,10 @@ def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         masters[id(value.high_precision)] = value
         return value.high_precision
 
-    plain = {name: mapped(unwrap, value) for name, value in kwargs.items()}
-    out = func(*mapped(unwrap, args), **plain)
-    return mapped(lambda x: masters.get(id(x), x), out)
+    plain_kwargs = {name: mapped(unwrap, value) for name, value in kwargs.items()}
+    plain_args = mapped(unwrap, args)
+    out = func(*plain_args, **plain_kwargs)
+    return mapped(lambda value: masters.get(id(value), value), out)
 
 
 def mapped(fn: Callable[[Any], Any], values: Any) -> Any:

@@ -26,11 +26,11 @@ def make_plain(
     """
     state: Any = module._fp8_state
     names: Any = module._fp8_params
-    values = {name: state_dict.get(prefix + name) for name in names}
-    if any(isinstance(own_part(value), Float8Shard) for value in values.values()):
+    entries = [state_dict.get(prefix + name) for name in names]
+    if any(isinstance(own_part(entry), Float8Shard) for entry in entries):
         state.sharded_model.sync_module(module)
 
-    for name, value in values.items():
+    for name, value in zip(names, entries, strict=True):
         local = own_part(value)
         is_parameter = isinstance(value, (MasterWeight, nn.Parameter))
         if isinstance(local, MasterWeight) and not is_parameter:

@@ -47,10 +47,11 @@ def gpu_path(recipe: str, capability: Capability) -> tuple[str, str]:
     for least, path, why in _GPU_PATHS[recipe]:
         if capability >= least:
             return path, why
-    needed, has = ("{}.{}".format(*c) for c in (OLDEST_FOR_KERNELS, capability))
+    oldest_major, oldest_minor = OLDEST_FOR_KERNELS
+    major, minor = capability
     return "no", (
-        f"FP8 conversion on CUDA needs compute capability {needed}, this is {has}; the recipe runs "
-        "on the CPU"
+        f"FP8 conversion on CUDA needs compute capability {oldest_major}.{oldest_minor}, this is "
+        f"{major}.{minor}; the recipe runs on the CPU"
     )
 
 
@@ -67,5 +68,5 @@ def check_cuda(index: int, recipe: str) -> None:
         raise UnsupportedError("FP8 kernels run on NVIDIA GPUs; on the CPU every recipe runs")
     path, why = gpu_path(recipe, capability(index))
     if path == "no":
-        where = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
-        raise UnsupportedError(f"recipe {recipe!r} does not run on {where}: {why}")
+        device = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
+        raise UnsupportedError(f"recipe {recipe!r} does not run on {device}: {why}")

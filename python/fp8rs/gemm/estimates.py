@@ -176,12 +176,15 @@ def choose(rows: int, weight: GroupedWeight) -> GroupedChoice:
         rows: rows of the input, of all experts.
         weight: the weight.
     """
-    plain = grouped_us(HIGH_PRECISION, rows, weight)
-    best, least = HIGH_PRECISION, _max_us(plain, MIN_SAVING)
+    best = HIGH_PRECISION
+    best_us = _max_us(grouped_us(HIGH_PRECISION, rows, weight), MIN_SAVING)
     for choice in (HIGH_PRECISION_WGRAD, FP8):
+        if choice.wgrad and rows > MAX_WGRAD_ROWS * weight.experts:
+            continue
         us = grouped_us(choice, rows, weight)
-        if us < least and not (choice.wgrad and rows > MAX_WGRAD_ROWS * weight.experts):
-            best, least = choice, us
+        if us < best_us:
+            best = choice
+            best_us = us
     return best
 
 
@@ -197,12 +200,15 @@ def gated_mlp_is_faster(rows: int, down: GroupedWeight) -> bool:
         rows: rows of the input, of all experts.
         down: the second weight, (experts, hidden, width).
     """
-    fused = gated_mlp_us(rows, down)
-    weights = _gate_up(down), down
-    plain = sum(grouped_us(HIGH_PRECISION, rows, weight) for weight in weights)
-    separate = sum(grouped_us(choose(rows, weight), rows, weight) for weight in weights)
-    faster = fused < separate and fused < _max_us(plain, 2 * MIN_FUSED_SAVING)
-    return faster and rows <= MAX_WGRAD_ROWS * down.experts
+    fused_us = gated_mlp_us(rows, down)
+    weights = (_gate_up(down), down)
+    high_precision_us = sum(grouped_us(HIGH_PRECISION, rows, weight) for weight in weights)
+    separate_us = sum(grouped_us(choose(rows, weight), rows, weight) for weight in weights)
+    return (
+        fused_us < separate_us
+        and fused_us < _max_us(high_precision_us, 2 * MIN_FUSED_SAVING)
+        and rows <= MAX_WGRAD_ROWS * down.experts
+    )
 
 
 def gated_mlp_us(rows: int, down: GroupedWeight) -> float:
@@ -225,9 +231,9 @@ def _gate_up(down: GroupedWeight) -> GroupedWeight:
     return down._replace(n=2 * down.k, k=down.n)
 
 
-def _max_us(plain: float, saving: float) -> float:
+def _max_us(high_precision_us: float, saving: float) -> float:
     """Return the most microseconds that FP8 may take to be chosen."""
-    return min(plain / MIN_SPEEDUP, plain - saving)
+    return min(high_precision_us / MIN_SPEEDUP, high_precision_us - saving)
 
 
 def grouped_us(choice: GroupedChoice, rows: int, weight: GroupedWeight) -> float:
@@ -249,10 +255,12 @@ def grouped_us(choice: GroupedChoice, rows: int, weight: GroupedWeight) -> float
 def _gemms_us(choice: GroupedChoice, rows: int, weight: GroupedWeight) -> float:
     """Return the microseconds of three GEMMs and of the preparation of the weight."""
     elements = weight.experts * weight.n * weight.k
-    gemm = weight.experts, 2 * rows * weight.n * weight.k, elements
-    us = 2 * GROUPED_GEMMS[choice.rows].rows.us(*gemm)
-    us += GROUPED_GEMMS[choice.wgrad].wgrad.us(*gemm)
+    flops = 2 * rows * weight.n * weight.k
+    us = 2 * GROUPED_GEMMS[choice.rows].rows.us(weight.experts, flops, elements)
+    us += GROUPED_GEMMS[choice.wgrad].wgrad.us(weight.experts, flops, elements)
     if choice.rows:
-        prepared = TRANSPOSE if weight.gathered else QUANTIZE_WEIGHT
-        return us + prepared.us(weight.experts, 0, elements)
-    return us + (2 * DEQUANTIZE.us(1, 0, elements) if weight.gathered else 0)
+        preparation = TRANSPOSE if weight.gathered else QUANTIZE_WEIGHT
+        us += preparation.us(weight.experts, 0, elements)
+    elif weight.gathered:
+        us += 2 * DEQUANTIZE.us(1, 0, elements)
+    return us

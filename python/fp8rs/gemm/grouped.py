@@ -118,16 +118,26 @@ def _scaled_wgrad(
     padded_ends: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    groups, n, k = padded_ends.shape[0], a.shape[0], b.shape[0]
+    groups = padded_ends.shape[0]
+    n = a.shape[0]
+    k = b.shape[0]
     if not (a.numel() and b.numel() and groups):
         return a.new_zeros((groups, n, k), dtype=out_dtype)
+
     rows = a.shape[1] - (ALIGNMENT - 1) * groups  # without the columns between groups
     parts = min(-(-rows // (MAX_WGRAD_ROWS * groups)), (MAX_GROUPS - 1) // groups)
-    if parts > 1:
-        a_scale, b_scale = (s.repeat_interleave(parts, 0) for s in (a_scale, b_scale))
-        out = _products(a, b, a_scale, b_scale, part_ends(padded_ends, parts))
-        return out.view(groups, parts, n, k).sum(1, dtype=torch.float32).to(out_dtype)
-    return _products(a, b, a_scale, b_scale, padded_ends).to(out_dtype)
+    if parts <= 1:
+        return _products(a, b, a_scale, b_scale, padded_ends).to(out_dtype)
+
+    # Sum the products of the parts of a group in fp32.
+    out = _products(
+        a,
+        b,
+        a_scale.repeat_interleave(parts, 0),
+        b_scale.repeat_interleave(parts, 0),
+        part_ends(padded_ends, parts),
+    )
+    return out.view(groups, parts, n, k).sum(1, dtype=torch.float32).to(out_dtype)
 
 
 def part_ends(ends: Tensor, parts: int) -> Tensor:
@@ -165,9 +175,9 @@ def _products(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tens
     out = a.new_zeros((ends.shape[0], a.shape[0], b.shape[0]), dtype=torch.float32)
     with torch.autocast("cpu", enabled=False):
         for group, columns in _spans(ends):
-            left = a[:, columns].float() * a_scale[group].unsqueeze(1)
-            right = b[:, columns].float() * b_scale[group].unsqueeze(1)
-            out[group] = left @ right.t()
+            a_values = a[:, columns].float() * a_scale[group].unsqueeze(1)
+            b_values = b[:, columns].float() * b_scale[group].unsqueeze(1)
+            out[group] = a_values @ b_values.t()
     return out
 
 
@@ -201,10 +211,8 @@ def grouped_wgrad(
 
 
 def _plain(a: Tensor, b: Tensor, ends: Tensor, zero_tail: bool) -> Tensor:
-    groups = ends.shape[0]
-    if not (a.numel() and b.numel() and groups):
-        shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (groups, a.shape[0], b.shape[1])
-        return a.new_zeros(shape)
+    if not (a.numel() and b.numel() and ends.shape[0]):
+        return _empty_like_product(a, b, ends).zero_()
     out = torch._grouped_mm(a, b, offs=ends)
     if zero_tail and b.dim() == 3:
         native_zero_tail(out, ends)
@@ -224,6 +232,10 @@ def grouped_mm_plain(a: Tensor, b: Tensor, ends: Tensor, zero_tail: bool) -> Ten
     Returns:
         (rows, n), or (groups, n, k) if ``b`` has two dimensions, with the dtype of ``a``.
     """
+    return _empty_like_product(a, b, ends)
+
+
+def _empty_like_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if b.dim() == 3:
         return a.new_empty((a.shape[0], b.shape[2]))
     return a.new_empty((ends.shape[0], a.shape[0], b.shape[1]))

@@ -34,8 +34,8 @@ def rowwise(
         b_scale = padded(b.scale, 16, 1, 1.0).t()
         return _run(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
     # The rowwise mode supports only bfloat16. In fp32, the scales are applied to the product.
-    one = a.scale.new_ones(())
-    out = _run(a, b, one, one, None, torch.float32, use_fast_accum)
+    unit_scale = a.scale.new_ones(())
+    out = _run(a, b, unit_scale, unit_scale, None, torch.float32, use_fast_accum)
     # Out of place, because selective checkpointing may have saved the product.
     out = out * a_scale * b.scale.view(1, -1)
     if bias is not None:
@@ -47,20 +47,27 @@ def blockwise(
     a: Plane, b: Plane, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
     """Multiply blocks of 1x128 with blocks of 1x128 or 128x128. The mode accumulates exactly."""
-    square = b.format == formats.BLOCK_128X128
-    # cuBLAS reads 128x128 scales along the contracted dim in groups of four. Torch would interpret
-    # a single 1x128 block as one scale per row.
-    blocks = 4 if square else 2 if b.data.shape[1] <= 128 else 1
-    a_scale = _outer_contiguous(padded(a.scale, 16, blocks, 1.0))
-    if square:
+    # The number of blocks along the contracted dim is a multiple of this.
+    blocks = 1
+    if b.format == formats.BLOCK_128X128:
+        # cuBLAS reads 128x128 scales along the contracted dim in groups of four.
+        blocks = 4
         b_scale = padded(b.scale, 1, blocks, 1.0).contiguous()
     else:
+        if b.data.shape[1] <= 128:
+            # Torch would interpret a single 1x128 block as one scale per row.
+            blocks = 2
         b_scale = _outer_contiguous(padded(b.scale, 16, blocks, 1.0))
-    multiples = 16, 128 * blocks
+    a_scale = _outer_contiguous(padded(a.scale, 16, blocks, 1.0))
+
+    multiples = (16, 128 * blocks)
     out = _run(a, b, a_scale, b_scale.t(), bias, out_dtype, False, multiples, plain=True)
-    m = a.data.shape[0]
+    rows = a.data.shape[0]
+    if out.shape[0] == rows:
+        return out
     # Drop padded rows. Autograd must not see a view, because it would forbid in-place writes.
-    return out if out.shape[0] == m else _unsafe_view(out[:m], [m, out.shape[1]])
+    unpadded: Tensor = _unsafe_view(out[:rows], [rows, out.shape[1]])
+    return unpadded
 
 
 def microscaled(
@@ -101,30 +108,33 @@ def _run(
         plain: the mode has no bias, and its output is fp32 or bfloat16.
     """
     rows, cols = multiples
-    a_codes, b_codes = padded(a.data, rows, cols), padded(b.data, 16, cols)
+    a_codes = padded(a.data, rows, cols)
+    b_codes = padded(b.data, 16, cols)
     n = b.data.shape[0]
-    extra = b_codes.shape[0] - n
+    extra_n = b_codes.shape[0] - n
     gemm_dtype = out_dtype
     if plain and not (out_dtype == torch.bfloat16 and bias is None):
         gemm_dtype = torch.float32
+
     # cuBLASLt requires a bias in the output's dtype, and supports none with fp32 outputs.
-    fused = None
+    fused_bias = None
     if bias is not None and gemm_dtype != torch.float32:
-        fused = bias.to(gemm_dtype)
-        if extra:
-            fused = pad(fused, (0, extra))
+        fused_bias = bias.to(gemm_dtype)
+        if extra_n:
+            fused_bias = pad(fused_bias, (0, extra_n))
     out = torch._scaled_mm(
         a_codes,
         b_codes.t(),
         scale_a=scale_a,
         scale_b=scale_b,
-        bias=fused,
+        bias=fused_bias,
         out_dtype=gemm_dtype,
         use_fast_accum=use_fast_accum,
     )
-    if extra:
+
+    if extra_n:
         out = out[:, :n].contiguous()
-    if bias is not None and fused is None:
+    if bias is not None and fused_bias is None:
         out = out + bias
     return out if gemm_dtype == out_dtype else out.to(out_dtype)
 
@@ -135,12 +145,12 @@ def _run(
 def padded(matrix: Tensor, rows: int, cols: int, fill: float = 0.0) -> Tensor:
     """Pad codes or scales to multiples of ``rows`` and ``cols``. Codes become contiguous."""
     m, k = matrix.shape
-    codes = matrix.element_size() == 1
+    is_codes = matrix.element_size() == 1
     if m % rows or k % cols:
-        raw = matrix.view(torch.uint8) if codes else matrix
-        behind = 0, _missing(k, cols), 0, _missing(m, rows)
-        return pad(raw, behind, value=fill).view(matrix.dtype)
-    return matrix.contiguous() if codes else matrix
+        raw = matrix.view(torch.uint8) if is_codes else matrix
+        padding = (0, _missing(k, cols), 0, _missing(m, rows))
+        return pad(raw, padding, value=fill).view(matrix.dtype)
+    return matrix.contiguous() if is_codes else matrix
 
 
 def _missing(n: int, multiple: int) -> int:
@@ -149,8 +159,8 @@ def _missing(n: int, multiple: int) -> int:
     If n is a multiple, the result is a plain 0 also for symbolic sizes. A symbolic expression would
     make the expressions of sizes grow from layer to layer.
     """
-    rest = n % multiple
-    return multiple - rest if rest else 0
+    remainder = n % multiple
+    return multiple - remainder if remainder else 0
 
 
 def _aligned(scale: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -36,15 +36,23 @@ class Gemm(NamedTuple):
 
 
 _MX = Gemm(kernels.microscaled, "mxfp8")
+_BLOCK = Gemm(kernels.blockwise, "block")
 
 #: (device, format of a, format of b) -> the GEMM.
 GEMMS: dict[tuple[str, formats.BlockFormat, formats.BlockFormat], Gemm] = {
     ("cuda", TENSOR, TENSOR): Gemm(kernels.tensorwise, "current"),
     ("cuda", ROW, ROW): Gemm(kernels.rowwise, "rowwise"),
-    ("cuda", BLOCK_1X128, BLOCK_128X128): Gemm(kernels.blockwise, "block"),
-    ("cuda", BLOCK_1X128, BLOCK_1X128): Gemm(kernels.blockwise, "block"),
-    **{("cuda", a, b): _MX for a in (MX_1X32, MX_32X32) for b in (ROW, MX_1X32, MX_32X32)},
-    **{("cuda", ROW, b): _MX for b in (MX_1X32, MX_32X32)},
+    ("cuda", BLOCK_1X128, BLOCK_128X128): _BLOCK,
+    ("cuda", BLOCK_1X128, BLOCK_1X128): _BLOCK,
+    ("cuda", MX_1X32, MX_1X32): _MX,
+    ("cuda", MX_1X32, MX_32X32): _MX,
+    ("cuda", MX_32X32, MX_1X32): _MX,
+    ("cuda", MX_32X32, MX_32X32): _MX,
+    # On GPUs without MXFP8 GEMMs, operands may already have one scale per row.
+    ("cuda", MX_1X32, ROW): _MX,
+    ("cuda", MX_32X32, ROW): _MX,
+    ("cuda", ROW, MX_1X32): _MX,
+    ("cuda", ROW, MX_32X32): _MX,
 }
 
 
@@ -74,17 +82,32 @@ def scaled_mm(
         ValueError: the inner sizes differ.
         UnsupportedError: the device has no GEMM for these operands. The message has the reason.
     """
-    codes = a.data
-    (m, k), (n, k_b) = codes.shape, b.data.shape
+    a_codes = a.data
+    b_codes = b.data
+    m, k = a_codes.shape
+    n, k_b = b_codes.shape
     if k != k_b:
         raise ValueError(f"a is {(m, k)} and b is {(n, k_b)}: their last dims must be equal")
+
+    # A size that a compiler does not know must not decide a branch in a trace.
     if not (type(m) is type(n) is type(k) is int) and depends_on_data(m, n, k):
-        given = (codes, a.scale, a.format.name, b.data, b.scale, b.format.name)
-        return cast(Tensor, _scaled_mm(*given, bias, out_dtype, use_fast_accum, emulate))
+        product = _scaled_mm(
+            a_codes,
+            a.scale,
+            a.format.name,
+            b_codes,
+            b.scale,
+            b.format.name,
+            bias,
+            out_dtype,
+            use_fast_accum,
+            emulate,
+        )
+        return cast(Tensor, product)
     if m == 0 or n == 0 or k == 0:
-        out = torch.zeros((m, n), dtype=out_dtype, device=codes.device)
+        out = torch.zeros((m, n), dtype=out_dtype, device=a_codes.device)
         return out if bias is None else out + bias.to(out_dtype)
-    multiply = _kernel(codes.device, a.format, b.format, emulate)
+    multiply = _kernel(a_codes.device, a.format, b.format, emulate)
     return multiply(a, b, bias, out_dtype, use_fast_accum)
 
 
@@ -134,8 +157,18 @@ def _scaled_mm(
 
 
 @_scaled_mm.register_fake
-def _(a: Tensor, a_scale: Tensor, a_format: str, b: Tensor, *others: Any) -> Tensor:
-    *_, out_dtype, _, _ = others
+def _(
+    a: Tensor,
+    a_scale: Tensor,
+    a_format: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_format: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    emulate: bool,
+) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
@@ -152,8 +185,8 @@ def _dequantized(
         with torch.autocast(device.type, enabled=False):
             return _dequantized(a, b, bias, out_dtype, use_fast_accum)
     if a.format.per_tensor and b.format.per_tensor:
-        one = torch.ones((), dtype=torch.float32, device=device)
-        out = torch.mm(_values(a, one), _values(b, one).t())
+        unit_scale = torch.ones((), dtype=torch.float32, device=device)
+        out = torch.mm(_values(a, unit_scale), _values(b, unit_scale).t())
         # Multiply by one scale after the other, because the product of two small scales can
         # underflow. Do so out of place, because selective checkpointing may have saved the product.
         out = out * a.scale * b.scale

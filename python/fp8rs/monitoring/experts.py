@@ -11,13 +11,16 @@ from fp8rs._torch import is_distributed, own_part
 from fp8rs.gemm.grouped import has_grouped_gemm, reads_format
 from fp8rs.model.linear_spec import spec_for
 from fp8rs.nn.expert_modules import other_implementation
+from fp8rs.nn.fp8_params import Float8Params
 from fp8rs.quantize.cast import quantize_planes
 from fp8rs.quantize.planes import Plane
 from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.quantized import QuantizedTensor
 
 
-def plane_of(module: Any, key: str, device: torch.device) -> tuple[Tensor | None, Plane | None]:
+def plane_of(
+    module: Float8Params, key: str, device: torch.device
+) -> tuple[Tensor | None, Plane | None]:
     """Return this rank's part of a batched weight, and its codes and scales.
 
     Args:
@@ -31,7 +34,8 @@ def plane_of(module: Any, key: str, device: torch.device) -> tuple[Tensor | None
     parameter = module._parameters[key]
     local = own_part(parameter)
     if isinstance(local, QuantizedTensor):
-        return None, local.plane("rowwise", "fp8rs.monitor").map(lambda t: t.to(device))
+        plane = local.plane("rowwise", "fp8rs.monitor")
+        return None, plane.map(lambda x: x.to(device))
     spec = spec_for(module._fp8_state.key, device).weight
     gathered = hasattr(local, "_handle")
     if not gathered and not _has_fp8_gemms(module, spec, device):
@@ -42,22 +46,23 @@ def plane_of(module: Any, key: str, device: torch.device) -> tuple[Tensor | None
     return values, quantize_planes(spec, values, True, False)[0]
 
 
-def _has_fp8_gemms(module: Any, spec: QuantSpec, device: torch.device) -> bool:
-    asked = getattr(module, "_gemms", "gather") != "gather"
+def _has_fp8_gemms(module: Float8Params, spec: QuantSpec, device: torch.device) -> bool:
     return (
-        asked
+        getattr(module, "_gemms", "gather") != "gather"
         and not other_implementation(module)
         and reads_format(spec.format)
         and has_grouped_gemm(device)
     )
 
 
-def _shard_plane(module: Any, key: str, values: Tensor, spec: QuantSpec) -> Plane | None:
+def _shard_plane(module: Float8Params, key: str, values: Tensor, spec: QuantSpec) -> Plane | None:
     """Quantize a shard, with the scales of the whole weight."""
     from fp8rs.fsdp.local_shard import LocalShard
     from fp8rs.fsdp.shard_quantizer import shard_quantizer
     from fp8rs.model.shard_spec import ShardSpec
 
-    where = ShardSpec.from_dtensor(module._parameters[key])
-    shard = LocalShard(module._fp8_params[key], values, where, values.device)
-    return shard_quantizer(spec).quantize([shard])[0][0]
+    parameter: Any = module._parameters[key]
+    shard_spec = ShardSpec.from_dtensor(parameter)
+    shard = LocalShard(module._fp8_params[key], values, shard_spec, values.device)
+    row, _ = shard_quantizer(spec).quantize([shard])[0]
+    return row

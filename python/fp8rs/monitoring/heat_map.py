@@ -55,7 +55,10 @@ def plot(file: str | Path, output: str | Path, statistic: str = "sqnr_db") -> No
 
     records = read(Path(file))
     values_by_step = [of_statistic(record.statistics, statistic) for record in records]
-    layers = list(dict.fromkeys(layer for values in values_by_step for layer, _ in values))
+    layer_names: dict[str, None] = {}  # a set in the order of the model
+    for values in values_by_step:
+        layer_names.update(dict.fromkeys(layer for layer, _ in values))
+    layers = list(layer_names)
     if not layers:
         raise ValueError(f"no line of {file} has the statistic {statistic!r}")
 
@@ -80,9 +83,11 @@ def plot(file: str | Path, output: str | Path, statistic: str = "sqnr_db") -> No
     steps = [str(record.step) for record in records]
     steps_per_label = -(-len(steps) // 8)
     for panel, (operand, title) in zip(panels, OPERANDS.items(), strict=True):
-        colored = [[_shown(value, low, high) for value in row] for row in matrices[operand]]
+        matrix = []
+        for row in matrices[operand]:
+            matrix.append([_in_color_range(value, low, high) for value in row])
         image = panel.imshow(
-            colored, aspect="auto", interpolation="nearest", cmap=colors, vmin=low, vmax=high
+            matrix, aspect="auto", interpolation="nearest", cmap=colors, vmin=low, vmax=high
         )
         panel.set(title=title, xlabel="step")
         panel.set_xticks(range(0, len(steps), steps_per_label), steps[::steps_per_label])
@@ -111,7 +116,7 @@ def _value(value: float | None, statistic: str) -> float:
     return value
 
 
-def _shown(value: float, low: float, high: float) -> float:
+def _in_color_range(value: float, low: float, high: float) -> float:
     """Clamp a value to the color range. NaN (-inf) maps to a value below the range."""
     if value == -math.inf:
         return low - 1.0

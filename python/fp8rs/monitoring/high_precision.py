@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -45,30 +45,42 @@ def high_precision(
         ValueError: ``gemms`` has another name, ``model`` has no FP8 layer, or a pattern matches no
             layer.
     """
-    chosen = (gemms,) if isinstance(gemms, str) else tuple(gemms)
-    if unknown := [gemm for gemm in chosen if gemm not in GEMMS]:
-        raise ValueError(f"gemms must be among {', '.join(GEMMS)}, not {unknown[0]!r}")
+    gemms = (gemms,) if isinstance(gemms, str) else tuple(gemms)
+    for gemm in gemms:
+        if gemm not in GEMMS:
+            raise ValueError(f"gemms must be among {', '.join(GEMMS)}, not {gemm!r}")
+    if isinstance(patterns, str):
+        patterns = (patterns,)
+
     layers, experts = fp8_operands(model)
-    found: dict[str, None] = {}
-    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        names = [name for name in layers if fnmatchcase(name, pattern)]
-        if not names:
-            if matched := [name for name in experts if fnmatchcase(name, pattern)]:
-                raise ValueError(
-                    f"patterns: {pattern!r} matches only weights of experts, such as "
-                    f"{matched[0]!r}, whose GEMMs cannot be switched. Pass names of linear layers, "
-                    "or convert with experts='gather' or 'off'"
-                )
-            if not layers:
-                raise ValueError(
-                    f"patterns: {pattern!r} matches no linear layer: {len(experts)} weights of "
-                    "experts are all that is converted, and their GEMMs cannot be switched"
-                )
-            raise ValueError(
-                f"patterns: {pattern!r} matches no FP8 layer. The first of {len(layers)} is "
-                f"{next(iter(layers))!r}"
+    names: dict[str, None] = {}  # a set in the order of the patterns
+    for pattern in patterns:
+        matches = [name for name in layers if fnmatchcase(name, pattern)]
+        if not matches:
+            raise ValueError(f"patterns: {pattern!r} {_why_no_match(pattern, layers, experts)}")
+        names.update(dict.fromkeys(matches))
+    for name in names:
+        set_debug(layers[name], high_precision=tuple(gemm in gemms for gemm in GEMMS))
+    return list(names)
+
+
+def _why_no_match(pattern: str, layers: Collection[str], experts: Collection[str]) -> str:
+    """Return the end of the message for a pattern that matches no layer.
+
+    Args:
+        pattern: the pattern.
+        layers: the names of the FP8 layers.
+        experts: the names of the weights of experts.
+    """
+    for name in experts:
+        if fnmatchcase(name, pattern):
+            return (
+                f"matches only weights of experts, such as {name!r}, whose GEMMs cannot be "
+                "switched. Pass names of linear layers, or convert with experts='gather' or 'off'"
             )
-        found.update(dict.fromkeys(names))
-    for name in found:
-        set_debug(layers[name], high_precision=tuple(gemm in chosen for gemm in GEMMS))
-    return list(found)
+    if not layers:
+        return (
+            f"matches no linear layer: {len(experts)} weights of experts are all that is "
+            "converted, and their GEMMs cannot be switched"
+        )
+    return f"matches no FP8 layer. The first of {len(layers)} is {next(iter(layers))!r}"

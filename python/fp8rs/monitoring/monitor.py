@@ -38,7 +38,7 @@ class Monitor:
         *,
         file: str | Path | None,
         first_step: int,
-        group: Any,
+        group: dist.ProcessGroup | None,
     ) -> None:
         check_int("every", every, 1)
         check_int("first_step", first_step, 0)
@@ -48,16 +48,18 @@ class Monitor:
         self._layers, self._weights = fp8_operands(model)
         self._group = group
         self._file = None if file is None else Path(file)
+
         operands = len(self._layers) * len(ROLES)
-        self._kept = torch.empty(
+        #: The statistics of each operand of each layer, and of each weight of experts.
+        self._all_slots = torch.empty(
             operands + len(self._weights),
             observe.STATISTICS,
             dtype=torch.float64,
             device=_device(model),
         )
-        #: The statistics of each operand of each layer, and of each weight of experts.
-        self._slots = self._kept[:operands].view(-1, len(ROLES), observe.STATISTICS)
-        self._weight_slots = self._kept[operands:]
+        # (layers, roles, statistics) and (weights, statistics)
+        self._slots = self._all_slots[:operands].view(-1, len(ROLES), observe.STATISTICS)
+        self._weight_slots = self._all_slots[operands:]
         self._operand_stats = [OperandStats(keep_address(slots)) for slots in self._slots]
         self._watching = False
         self._set(self._is_due)
@@ -72,15 +74,17 @@ class Monitor:
         Returns:
             The statistics of a logged step by name, equal on all ranks. {} for other steps.
         """
-        found: dict[str, float] = {}
+        statistics: dict[str, float] = {}
         if self._watching:
-            found = self.latest = self._collect()
-            if self._file is not None and (self._ranks == 1 or dist.get_rank(self._group) == 0):
-                append(self._file, Record(self._step, found))
+            statistics = self._collect()
+            self.latest = statistics
+            is_first_rank = self._ranks == 1 or dist.get_rank(self._group) == 0
+            if self._file is not None and is_first_rank:
+                append(self._file, Record(self._step, statistics))
         self._step += 1
         if self._watching or self._is_due:
             self._set(self._is_due)
-        return found
+        return statistics
 
     def worst(self, n: int = 10) -> list[Lossy]:
         """Return the ``n`` layers with the smallest SQNR in the last logged step, smallest first.
@@ -104,16 +108,19 @@ class Monitor:
     def _set(self, watching: bool) -> None:
         """Start or stop collecting statistics, from the next step."""
         self._watching = watching
-        if watching:
-            observe.clear_(self._kept)
-            self._note_histories()
-            self._observe_experts()
-            self._operand_stats = [
-                _with_shard(stats, layer)
-                for stats, layer in zip(self._operand_stats, self._layers.values(), strict=True)
-            ]
-        for stats, layer in zip(self._operand_stats, self._layers.values(), strict=True):
-            set_debug(layer, stats=stats if watching else None)
+        layers = list(self._layers.values())
+        if not watching:
+            for layer in layers:
+                set_debug(layer, stats=None)
+            return
+
+        observe.clear_(self._all_slots)
+        self._note_histories()
+        self._observe_experts()
+        for index, layer in enumerate(layers):
+            stats = _with_shard(self._operand_stats[index], layer)
+            self._operand_stats[index] = stats
+            set_debug(layer, stats=stats)
 
     def _note_histories(self) -> None:
         """With delayed scaling, store the amax that each scale was computed from, or 0."""
@@ -121,8 +128,10 @@ class Monitor:
             recipe = layer.recipe
             if isinstance(recipe, DelayedScaling):
                 history = own_part(layer._buffers["fp8_amax_history"])
-                whole = recipe.amax_compute_algo == "max"
-                slots[:, observe.HISTORY] = history.amax(0) if whole else history[0]
+                if recipe.amax_compute_algo == "max":
+                    slots[:, observe.HISTORY] = history.amax(0)
+                else:
+                    slots[:, observe.HISTORY] = history[0]
 
     @torch.no_grad()
     def _observe_experts(self) -> None:
@@ -131,10 +140,10 @@ class Monitor:
         Each rank quantizes its own shard. Only if it has rows of every expert (Shard(1)), this
         needs a collective.
         """
-        for kept, (module, key) in zip(self._weight_slots, self._weights.values(), strict=True):
-            values, plane = plane_of(module, key, kept.device)
+        for slot, (module, key) in zip(self._weight_slots, self._weights.values(), strict=True):
+            values, plane = plane_of(module, key, slot.device)
             if plane is not None:
-                observe.add_batch(kept, values, plane)
+                observe.add_batch(slot, values, plane)
 
     @property
     def _ranks(self) -> int:
@@ -144,27 +153,26 @@ class Monitor:
 
     def _collect(self) -> dict[str, float]:
         """Return the statistics of all ranks, with one collective and one copy to the host."""
-        found = self._kept.unsqueeze(0)
+        # (ranks, operands, statistics)
+        slots = self._all_slots.unsqueeze(0)
         if self._ranks > 1:
             # An all-gather, because sums and maxima would need two all-reduces.
-            found = self._kept.new_empty(self._ranks, *self._kept.shape)
-            dist.all_gather_into_tensor(found.flatten(0, 1), self._kept, group=self._group)
-        sums, maxima = found[..., : observe.SUMMED].sum(0), found[..., observe.SUMMED :].amax(0)
-        rows = torch.cat([sums, maxima], -1).cpu().tolist()
-        operands = [
-            (name, role, layer.recipe, False)
-            for name, layer in self._layers.items()
-            for role in ROLES
-        ]
-        operands += [
-            (name, "weight", module._fp8_state.recipe, True)
-            for name, (module, _) in self._weights.items()
-        ]
-        return {
-            name_of(name, role, statistic): value
-            for (name, role, recipe, batched), kept in zip(operands, rows, strict=True)
-            for statistic, value in _statistics(kept, recipe, batched).items()
-        }
+            slots = self._all_slots.new_empty(self._ranks, *self._all_slots.shape)
+            dist.all_gather_into_tensor(slots.flatten(0, 1), self._all_slots, group=self._group)
+        sums = slots[..., : observe.SUMMED].sum(0)
+        maxima = slots[..., observe.SUMMED :].amax(0)
+        rows = iter(torch.cat([sums, maxima], -1).cpu().tolist())
+
+        # The rows are in the order of the slots.
+        statistics: dict[str, float] = {}
+        for name, layer in self._layers.items():
+            for role in ROLES:
+                for key, value in _statistics(next(rows), layer.recipe, False).items():
+                    statistics[name_of(name, role, key)] = value
+        for name, (module, _) in self._weights.items():
+            for key, value in _statistics(next(rows), module._fp8_state.recipe, True).items():
+                statistics[name_of(name, "weight", key)] = value
+        return statistics
 
 
 def monitor(
@@ -173,7 +181,7 @@ def monitor(
     *,
     file: str | Path | None = None,
     first_step: int = 0,
-    group: Any = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Monitor:
     """Log statistics of the quantized operands of a converted model, every ``every`` steps.
 
@@ -230,22 +238,24 @@ def monitor(
 # --- one operand ---------------------------------------------------------------------------------
 
 
-def _statistics(kept: list[float], recipe: Recipe, batched: bool) -> dict[str, float]:
+def _statistics(slot: list[float], recipe: Recipe, batched: bool) -> dict[str, float]:
     """Return the statistics of one operand by name. A batched weight has several scales."""
-    if not kept[observe.SEEN]:
+    if not slot[observe.SEEN]:
         return {}
-    amax, scale = kept[observe.AMAX], kept[observe.SCALE]
-    found = {"amax": amax, "scale": scale}
+    amax = slot[observe.AMAX]
+    scale = slot[observe.SCALE]
+    statistics = {"amax": amax, "scale": scale}
     if batched or not recipe.block_format("input").per_tensor:
-        found["scale_min"] = min(scale, -kept[observe.MINUS_SMALLEST_SCALE])
-    if elements := kept[observe.ELEMENTS]:
-        found["saturated"] = kept[observe.SATURATED] / elements
-        found["underflow"] = kept[observe.UNDERFLOWN] / elements
-        found["sqnr_db"] = _decibels(kept[observe.SIGNAL], kept[observe.NOISE])
+        statistics["scale_min"] = min(scale, -slot[observe.MINUS_SMALLEST_SCALE])
+    elements = slot[observe.ELEMENTS]
+    if elements:
+        statistics["saturated"] = slot[observe.SATURATED] / elements
+        statistics["underflow"] = slot[observe.UNDERFLOWN] / elements
+        statistics["sqnr_db"] = _decibels(slot[observe.SIGNAL], slot[observe.NOISE])
     if recipe.delayed and not batched:
-        history = kept[observe.HISTORY]
-        found["amax_to_history"] = amax / history if history else 1.0
-    return found
+        history = slot[observe.HISTORY]
+        statistics["amax_to_history"] = amax / history if history else 1.0
+    return statistics
 
 
 def _decibels(signal: float, noise: float) -> float:
@@ -259,9 +269,12 @@ def _device(model: nn.Module) -> torch.device:
     """Return the device of the model's computation. FSDP2 may offload parameters to the CPU."""
     weight: Any = next(model.parameters())
     device: torch.device = weight.device
-    if is_distributed(weight) and device.type != (kind := weight.device_mesh.device_type):
-        return torch.device(kind, torch.get_device_module(kind).current_device())
-    return device
+    if not is_distributed(weight):
+        return device
+    device_type = weight.device_mesh.device_type
+    if device.type == device_type:
+        return device
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 def _with_shard(stats: OperandStats, layer: Float8Linear) -> OperandStats:

@@ -45,27 +45,27 @@ def name_of(layer: str, operand: str, statistic: str) -> str:
 
 def of_statistic(statistics: Mapping[str, float], statistic: str) -> dict[tuple[str, str], float]:
     """Return one statistic by layer and operand, in model order."""
-    found = {}
+    values = {}
     for name, value in statistics.items():
-        layer_operand, _, known = name.removeprefix(f"{PREFIX}/").rpartition("/")
-        if known == statistic:
-            layer, _, operand = layer_operand.rpartition("/")
-            found[layer, operand] = value
-    return found
+        layer_and_operand, _, name_of_value = name.removeprefix(f"{PREFIX}/").rpartition("/")
+        if name_of_value == statistic:
+            layer, _, operand = layer_and_operand.rpartition("/")
+            values[layer, operand] = value
+    return values
 
 
 def worst(statistics: Mapping[str, float], n: int) -> list[Lossy]:
     """Return the ``n`` layers with the smallest SQNR, see `Monitor.worst`."""
-    found: dict[str, Lossy] = {}
-    for (layer, operand), sqnr in of_statistic(statistics, "sqnr_db").items():
-        one = Lossy(layer, operand, sqnr)
-        if layer not in found or _rank(one) < _rank(found[layer]):
-            found[layer] = one
-    return sorted(found.values(), key=_rank)[:n]
+    worst_by_layer: dict[str, Lossy] = {}
+    for (layer, operand), sqnr_db in of_statistic(statistics, "sqnr_db").items():
+        lossy = Lossy(layer, operand, sqnr_db)
+        if layer not in worst_by_layer or _rank(lossy) < _rank(worst_by_layer[layer]):
+            worst_by_layer[layer] = lossy
+    return sorted(worst_by_layer.values(), key=_rank)[:n]
 
 
-def _rank(one: Lossy) -> float:
-    return -math.inf if math.isnan(one.sqnr_db) else one.sqnr_db
+def _rank(lossy: Lossy) -> float:
+    return -math.inf if math.isnan(lossy.sqnr_db) else lossy.sqnr_db
 
 
 def append(path: Path, record: Record) -> None:
@@ -81,16 +81,16 @@ def read(path: Path) -> list[Record]:
         OSError: the file cannot be read.
         ValueError: the file is empty, or a monitor did not write one of its lines.
     """
-    found: dict[int, Record] = {}
+    records: dict[int, Record] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             statistics = json.loads(line)
             step = statistics.pop("step")
-            found[step] = Record(step, statistics)
+            records[step] = Record(step, statistics)
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(
                 f"{path}, line {number}, was not written by fp8rs.monitor(model, file=...)"
             ) from None
-    if not found:
+    if not records:
         raise ValueError(f"{path} is empty: no step has been logged yet")
-    return [found[step] for step in sorted(found)]
+    return [records[step] for step in sorted(records)]

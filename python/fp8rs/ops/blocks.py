@@ -106,16 +106,23 @@ def quantize_blocks(
         result that is not requested has the shape (0,).
     """
     row, col = allocate_codes(x, fp8_dtype, rowwise, columnwise, batched)
-    row_scale, col_scale = (x.new_empty(0, dtype=scale_dtype) for _ in range(2))
+    row_scale = x.new_empty(0, dtype=scale_dtype)
+    col_scale = x.new_empty(0, dtype=scale_dtype)
     batch, (rows, cols) = split_batch(x.shape, batched)
-    down, across = block
+    block_rows, block_cols = block
     # Rows of x are divided into blocks as if row_offset rows preceded them, columns from column 0.
     if rowwise:
-        grid = (rows if packed else block_count(rows, down, row_offset), block_count(cols, across))
-        row_scale = _scales(x, scale_dtype, batch, grid, (down, across), packed)
+        grid = (
+            rows if packed else block_count(rows, block_rows, row_offset),
+            block_count(cols, block_cols),
+        )
+        row_scale = _scales(x, scale_dtype, batch, grid, (block_rows, block_cols), packed)
     if columnwise:
-        grid = (cols if packed else block_count(cols, down), block_count(rows, across, row_offset))
-        col_scale = _scales(x, scale_dtype, batch, grid, (down, across), packed)
+        grid = (
+            cols if packed else block_count(cols, block_rows),
+            block_count(rows, block_cols, row_offset),
+        )
+        col_scale = _scales(x, scale_dtype, batch, grid, (block_rows, block_cols), packed)
     return row, row_scale, col, col_scale
 
 
@@ -144,5 +151,7 @@ def rebase(
     largest scale of a row keep their bits. Codes that become subnormal lose bits.
     """
     batch, (rows, cols) = split_batch(codes.shape, batched)
-    out = codes.new_empty(codes.shape if axis == 0 else (*batch, cols, rows))
-    return out, codes.new_empty((*batch, rows if axis == 0 else cols, 1), dtype=_F32)
+    if axis == 0:
+        return codes.new_empty(codes.shape), codes.new_empty((*batch, rows, 1), dtype=_F32)
+    new_scale = codes.new_empty((*batch, cols, 1), dtype=_F32)
+    return codes.new_empty((*batch, cols, rows)), new_scale

@@ -62,13 +62,14 @@ def python_op(
 
     def register(function: _Function) -> _Function:
         names = _define(function, mutates_args, function.__name__)
-        written = [names.index(name) for name in mutates_args]
+        mutated_positions = [names.index(name) for name in mutates_args]
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            outputs = compute(*args, **kwargs)
-            for i in written:
-                _increment_version((args[i],) if isinstance(args[i], Tensor) else args[i])
-            return outputs
+            result = compute(*args, **kwargs)
+            for position in mutated_positions:
+                arg = args[position]
+                _increment_version((arg,) if isinstance(arg, Tensor) else arg)
+            return result
 
         for device in ("CPU", "CUDA"):
             _library.impl(function.__name__, kernel, device)
@@ -83,29 +84,33 @@ def _define(function: Callable[..., Any], mutates_args: Sequence[str], name: str
     # Integer arguments are plain numbers in traces too. Only sizes of tensors are symbolic.
     schema = schema.replace("SymInt", "int")
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    names = [a.name for a in torch._C.parse_schema(f"fp8rs::{schema}").arguments]
+    names = [argument.name for argument in torch._C.parse_schema(f"fp8rs::{schema}").arguments]
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        _check_devices((*args, *kwargs.values()), (*names[: len(args)], *kwargs))
+        _check_devices({**dict(zip(names, args, strict=False)), **kwargs})
         return function(*args, **kwargs)
 
     torch.library.register_fake(f"fp8rs::{name}", fake, lib=_library)
     return names
 
 
-def _check_devices(args: Sequence[Any], names: Sequence[str]) -> None:
+def _check_devices(arguments: dict[str, Any]) -> None:
     """Raise ValueError if a tensor is on another device than the first one.
 
     If one tensor is on meta, torch calls only the fake kernel, and no kernel would check.
     """
-    first = None
-    for argument, name in zip(args, names, strict=False):
-        for x in argument if isinstance(argument, (list, tuple)) else (argument,):
-            if not isinstance(x, Tensor):
+    device: torch.device | None = None
+    device_of = ""  # the argument that is on `device`
+    for name, argument in arguments.items():
+        tensors = argument if isinstance(argument, (list, tuple)) else (argument,)
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
                 continue
-            if first is None:
-                first, its_name = x.device, name
-            elif x.device != first:
+            if device is None:
+                device = tensor.device
+                device_of = name
+            elif tensor.device != device:
                 raise ValueError(
-                    f"{name} is on {x.device} and {its_name} is on {first}: both must be on one"
+                    f"{name} is on {tensor.device} and {device_of} is on {device}: both must be "
+                    "on one"
                 )

@@ -40,15 +40,18 @@ def quantize_current(
     Use a sequence of operators instead if the arithmetic does not cover the arguments or is not
     faster. The operators also raise the errors for bad arguments.
     """
-    fused = fuses(x) and not batched
-    if fused:
+    is_fused = fuses(x) and not batched
+    if is_fused:
         inductor_reads_memory(_quantize)  # so that the amax is of the values that are cast
-    amax = fused_amax(x) if fused else _amax(x, batched)
-    if fused and not power_2_scale and 0 <= amax_epsilon <= torch.finfo(_F32).max:
+        amax = fused_amax(x)
+    else:
+        amax = _amax(x, batched)
+    if is_fused and not power_2_scale and 0 <= amax_epsilon <= torch.finfo(_F32).max:
         scale = fused_scale(amax, torch.finfo(fp8_dtype).max, amax_epsilon)
     else:
         scale = _scale_from_amax(amax, fp8_dtype, power_2_scale, amax_epsilon)
-    return (*_quantize(x, scale, fp8_dtype, rowwise, columnwise, None, batched), scale)
+    row, col = _quantize(x, scale, fp8_dtype, rowwise, columnwise, None, batched)
+    return row, col, scale
 
 
 def fuses(x: Tensor) -> bool:

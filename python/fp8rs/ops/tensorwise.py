@@ -150,14 +150,19 @@ def quantize_current(
 
 def _collapsed(xs: list[Tensor]) -> list[Tensor]:
     """Copy tensors whose leading dimensions may not collapse into one stride."""
-    return [x.contiguous() if x.dim() > 2 else x for x in xs]
+    matrices = []
+    for x in xs:
+        matrices.append(x.contiguous() if x.dim() > 2 else x)
+    return matrices
 
 
-def _cast_each(xs: list[Tensor], scales: Tensor, outs: list[Tensor], batched: bool = False) -> None:
+def _multi_quantize(
+    xs: list[Tensor], scales: Tensor, outs: list[Tensor], batched: bool = False
+) -> None:
     native_multi_quantize(_collapsed(xs), scales, outs, batched)
 
 
-@python_op(_cast_each, mutates_args=["outs"])
+@python_op(_multi_quantize, mutates_args=["outs"])
 def multi_quantize(
     xs: list[Tensor], scales: Tensor, outs: list[Tensor], batched: bool = False
 ) -> None:
@@ -167,15 +172,15 @@ def multi_quantize(
     """
 
 
-def _cast_each_delayed(
+def _multi_quantize_delayed(
     xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor], batched: bool = False
 ) -> Tensor:
-    used = multi_quantize_delayed(xs, scales, amaxes, outs, batched)
-    native_multi_quantize_delayed(_collapsed(xs), scales, amaxes, used, outs, batched)
-    return used
+    used_scales = multi_quantize_delayed(xs, scales, amaxes, outs, batched)  # allocates only
+    native_multi_quantize_delayed(_collapsed(xs), scales, amaxes, used_scales, outs, batched)
+    return used_scales
 
 
-@python_op(_cast_each_delayed, mutates_args=["amaxes", "outs"])
+@python_op(_multi_quantize_delayed, mutates_args=["amaxes", "outs"])
 def multi_quantize_delayed(
     xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor], batched: bool = False
 ) -> Tensor:

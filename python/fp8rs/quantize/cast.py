@@ -86,14 +86,17 @@ def quantize_planes(
             Plane(row, row_scale, format, rowwise_offset) if rowwise else None,
             Plane(col, col_scale, format, columnwise_offset) if columnwise else None,
         )
+
     if column_scale is not None:
         raise ValueError("column_scale is given; it must be None with one scale per tensor")
-    dtype, batched = spec.fp8_dtype, spec.batched
+    dtype = spec.fp8_dtype
+    batched = spec.batched
     if scale is None and spec.group is not None:
         scale = spec.scale_from_amax(reduce_amax(_amax(x, batched), spec.group))
     if scale is None:
-        current = spec.power_2_scale, spec.amax_epsilon, batched
-        row, col, scale = _quantize_current(x, dtype, rowwise, columnwise, *current)
+        row, col, scale = _quantize_current(
+            x, dtype, rowwise, columnwise, spec.power_2_scale, spec.amax_epsilon, batched
+        )
     elif amax is None:
         row, col = _quantize(x, scale, dtype, rowwise, columnwise, after, batched)
     else:
@@ -111,7 +114,7 @@ def requantize_plane(
     plane: Plane,
     values: Tensor,
     changed: Tensor,
-    noted: Tensor | None = None,
+    delayed_amax: Tensor | None = None,
 ) -> Plane:
     """Quantize ``values`` into a new plane, close to the bytes of ``plane``.
 
@@ -123,36 +126,44 @@ def requantize_plane(
         plane: the plane before the write.
         values: the values after the write, in the shape of ``plane.matrix``.
         changed: bool of the same shape, whether the write changes an element.
-        noted: with delayed scaling, the amax to raise. A non-finite amax does not change it.
+        delayed_amax: with delayed scaling, the amax to raise. A non-finite amax does not change it.
     """
-    format, batched = plane.format, plane.batched
+    format = plane.format
+    batched = plane.batched
     block_row_offset, block_col_offset = plane.block_offset
 
-    def maxima(x: Tensor) -> Any:
+    def maxima(x: Tensor) -> Tensor:
+        """Return the maximum of each block."""
         if format.per_tensor:
-            return _amax(x, batched)
-        if block_col_offset:
-            # The operator takes an offset of rows only, so reduce the transposed matrix.
-            return _block_amax(x.mT, format.block[::-1], block_col_offset, batched).mT
-        return _block_amax(x, format.block, block_row_offset, batched)
+            maximum: Tensor = _amax(x, batched)
+        elif block_col_offset:
+            # The operator supports an offset of rows only, so reduce the transposed matrix.
+            maximum = _block_amax(x.mT, format.block[::-1], block_col_offset, batched).mT
+        else:
+            maximum = _block_amax(x, format.block, block_row_offset, batched)
+        return maximum
 
-    amax, any_changed = maxima(values), maxima(changed.to(torch.bfloat16))
+    def expand(blocks: Tensor) -> Tensor:
+        """Return the value of each element's block."""
+        return Plane(plane.data, blocks, format, plane.block_offset).expand_scale()
+
+    amax = maxima(values)
+    block_changed = maxima(changed.to(torch.bfloat16))
     if format.per_tensor and spec.group is not None:
         # The ranks of the group share the scale, so one rank's change is a change for all.
-        amax, any_changed = reduce_amax(torch.stack([amax, any_changed]), spec.group).unbind()
-    if noted is not None:
-        noted.copy_(torch.where(amax.isfinite(), noted.maximum(amax), noted))
+        amax, block_changed = reduce_amax(torch.stack([amax, block_changed]), spec.group).unbind()
+    if delayed_amax is not None:
+        raised = delayed_amax.maximum(amax)
+        delayed_amax.copy_(torch.where(amax.isfinite(), raised, delayed_amax))
+
     scale = spec.keep_scale(plane.scale.to(torch.float32).view(amax.shape), amax)
     # Devices that flush subnormals would compute the inverse of the least E8M0 scale as infinite.
-    inverse, written = (
-        Plane(plane.data, x, format, plane.block_offset).expand_scale()
-        for x in ((1.0 / scale).clamp(max=2.0**127), any_changed)
-    )
-    scaled = values.to(torch.float32) * inverse
+    inverse = (1.0 / scale).clamp(max=2.0**127)
+    scaled = values.to(torch.float32) * expand(inverse)
     codes = _quantize(scaled, scale.new_ones(()), spec.fp8_dtype)[0]
     return Plane(
-        _select(written != 0, codes, plane.matrix),
-        _select(any_changed != 0, scale.to(format.scale_dtype), plane.scale),
+        _select(expand(block_changed) != 0, codes, plane.matrix),
+        _select(block_changed != 0, scale.to(format.scale_dtype), plane.scale),
         format,
         plane.block_offset,
     )

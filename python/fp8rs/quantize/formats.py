@@ -70,21 +70,23 @@ class BlockFormat:
     def __new__(cls, name: str, block: tuple[int, int], scale_dtype: torch.dtype) -> Self:
         """Return the registered format of this name, or make it if there is none."""
         # Look up the name only, because the numbers may be symbolic in a trace.
-        known: Any = FORMATS.get(name)
-        self: Self = super().__new__(cls) if known is None else known
-        if known is None:
-            self.__dict__.update(
-                name=name,
-                block=block,
-                scale_dtype=scale_dtype,
-                square=block[0] == block[1],
-                per_tensor=block == (-1, -1),
-                per_row=block == (1, -1),
-                microscaled=scale_dtype == torch.float8_e8m0fnu,
-            )
+        registered: Any = FORMATS.get(name)
+        if registered is not None:
+            format: Self = registered
+            return format
+        self = super().__new__(cls)
+        self.__dict__.update(
+            name=name,
+            block=block,
+            scale_dtype=scale_dtype,
+            square=block[0] == block[1],
+            per_tensor=block == (-1, -1),
+            per_row=block == (1, -1),
+            microscaled=scale_dtype == torch.float8_e8m0fnu,
+        )
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         return format_named, (self.name,)
 
     def scale_shape(self, rows: int, cols: int, batch: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -116,7 +118,8 @@ BLOCK_128X128 = BlockFormat("128x128", (128, 128), torch.float32)
 MX_1X32 = BlockFormat("1x32", (1, 32), torch.float8_e8m0fnu)
 MX_32X32 = BlockFormat("32x32", (32, 32), torch.float8_e8m0fnu)
 
-FORMATS.update((f.name, f) for f in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX_1X32, MX_32X32))
+for _format in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX_1X32, MX_32X32):
+    FORMATS[_format.name] = _format
 
 
 def format_named(name: str) -> BlockFormat:
@@ -124,19 +127,20 @@ def format_named(name: str) -> BlockFormat:
     try:
         return FORMATS[name]
     except KeyError:
-        known = ", ".join(repr(n) for n in FORMATS)
-        raise ValueError(f"format {name!r} is not known; the names are {known}") from None
+        names = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"format {name!r} is not known; the names are {names}") from None
 
 
-def format_of(block: Any, scale_dtype: torch.dtype) -> BlockFormat:
+def format_of(block: object, scale_dtype: torch.dtype) -> BlockFormat:
     """Return the format with these blocks, or raise a ValueError that lists the known blocks."""
-    known = [f for f in FORMATS.values() if f.scale_dtype == scale_dtype and not f.per_tensor]
-    if isinstance(block, (tuple, list)):
-        for f in known:
-            if tuple(block) == f.block:
-                return f
-    blocks = ", ".join(str(f.block) for f in known)
-    raise ValueError(f"block must be one of {blocks}, not {block!r}")
+    blocks = []
+    for format in FORMATS.values():
+        if format.scale_dtype != scale_dtype or format.per_tensor:
+            continue
+        if isinstance(block, (tuple, list)) and tuple(block) == format.block:
+            return format
+        blocks.append(str(format.block))
+    raise ValueError(f"block must be one of {', '.join(blocks)}, not {block!r}")
 
 
 def check_fp8_dtype(dtype: torch.dtype, name: str = "fp8_dtype") -> torch.dtype:

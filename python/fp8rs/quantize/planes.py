@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -76,20 +76,16 @@ class Plane:
         if all(span == slice(0, n) for span, n in zip(box, shape, strict=True)):
             return self
         # A reshape could copy, and a write to the part would be lost.
-        codes, matrices = self.data.view(shape)[box], box[:-2]
+        codes = self.data.view(shape)[box]
+        matrices = box[:-2]
         if self.format.per_tensor:
-            return Plane(codes, self.scale[matrices] if matrices else self.scale, self.format)
-        blocks, offsets = [], []
-        for span, block, offset in zip(box[-2:], self.format.block, self.block_offset, strict=True):
-            start, stop = span.start + offset, span.stop + offset
-            if block == -1:
-                start, stop, block = 0, 1, 1
-            elif start == stop:
-                start = stop = 0
-            blocks.append(slice(start // block, -(-stop // block)))
-            offsets.append(start % block)
-        at = (*matrices, *blocks)
-        return Plane(codes, self.scale[at], self.format, (offsets[0], offsets[1]))
+            scale = self.scale[matrices] if matrices else self.scale
+            return Plane(codes, scale, self.format)
+        block_rows, block_cols = self.format.block
+        rows, row_offset = _blocks_of(box[-2], block_rows, self.block_offset[0])
+        cols, col_offset = _blocks_of(box[-1], block_cols, self.block_offset[1])
+        blocks = (*matrices, rows, cols)
+        return Plane(codes, self.scale[blocks], self.format, (row_offset, col_offset))
 
     def map(
         self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
@@ -121,28 +117,32 @@ class Plane:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return ``data * scale`` in fp32, cast once to ``dtype``, in the shape of ``data``."""
-        data, batched = self.data, self.batched
+        data = self.data
+        batched = self.batched
         block = list(self.format.block)
         if self.block_offset == (0, 0):
             return cast(Tensor, _dequantize(data, self.scale, block, dtype, batched))
+
+        # Pad the codes to whole blocks.
         block_row_offset, block_col_offset = self.block_offset
         codes = functional.pad(
             self.matrix.view(torch.uint8), (block_col_offset, 0, block_row_offset, 0)
         )
-        whole = _dequantize(codes.view(data.dtype), self.scale, block, dtype, batched)
+        padded = _dequantize(codes.view(data.dtype), self.scale, block, dtype, batched)
         # A view would keep the padded matrix alive.
-        part = whole[..., block_row_offset:, block_col_offset:].clone(
+        values = padded[..., block_row_offset:, block_col_offset:].clone(
             memory_format=torch.contiguous_format
         )
-        return cast(Tensor, part.view(data.shape))
+        return cast(Tensor, values.view(data.shape))
 
     def with_columns(self, more: int) -> Plane:
         """Return the plane of one matrix, padded with ``more`` columns of zeros."""
-        codes, scale = functional.pad(self.data.view(torch.uint8), (0, more)), self.scale
+        codes = functional.pad(self.data.view(torch.uint8), (0, more))
+        scale = self.scale
         if not self.format.per_tensor:
             rows, cols = codes.shape
-            behind = self.format.scale_shape(rows, cols)[1] - scale.shape[1]
-            scale = functional.pad(as_bytes(scale), (0, behind), value=1).view(scale.dtype)
+            more_blocks = self.format.scale_shape(rows, cols)[1] - scale.shape[1]
+            scale = functional.pad(as_bytes(scale), (0, more_blocks), value=1).view(scale.dtype)
         return Plane(codes.view(self.data.dtype), scale, self.format)
 
     def first_rows(self, rows: int) -> Plane:
@@ -150,7 +150,8 @@ class Plane:
 
         Unlike `part`, this supports unbacked symbolic sizes.
         """
-        codes, scale = self.data.narrow(0, 0, rows), self.scale
+        codes = self.data.narrow(0, 0, rows)
+        scale = self.scale
         if not self.format.per_tensor:
             scale = scale.narrow(0, 0, self.format.scale_shape(*codes.shape)[0])
         return Plane(codes, scale, self.format)
@@ -172,13 +173,33 @@ class Plane:
         data = self.data
         return data.untyped_storage().nbytes() != 0 or data.numel() == 0
 
-    def check_has_memory(self, what: str) -> None:
-        """Raise RuntimeError if the codes' storage was freed. The message names ``what``."""
+    def check_has_memory(self, description: str) -> None:
+        """Raise RuntimeError if the codes' storage was freed. The message has the description."""
         if not self.has_memory:
             raise RuntimeError(
-                f"{what} has no storage: FSDP freed the gathered weight when it resharded. "
+                f"{description} has no storage: FSDP freed the gathered weight when it resharded. "
                 "Read it between the module's pre-forward and its reshard, or call unshard() first"
             )
+
+
+def _blocks_of(span: slice, block: int, offset: int) -> tuple[slice, int]:
+    """Return the blocks along a dimension that have elements of a part.
+
+    Args:
+        span: the elements of the part.
+        block: the size of a block. -1 is the whole extent.
+        offset: the number of elements by which the first block begins before the data.
+
+    Returns:
+        The blocks, and the number of elements by which the first one begins before the part.
+    """
+    if block == -1:
+        return slice(0, 1), 0
+    if span.start == span.stop:
+        return slice(0, 0), 0
+    start = span.start + offset
+    stop = span.stop + offset
+    return slice(start // block, -(-stop // block)), start % block
 
 
 #: The rowwise and the columnwise plane of one tensor.
@@ -190,12 +211,12 @@ def transpose_dims(dims: tuple[_T, ...]) -> tuple[_T, ...]:
     return *dims[:-2], dims[-1], dims[-2]
 
 
-def as_bytes(t: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """View codes and E8M0 scales as uint8, which all operators support. Return fp32 unchanged."""
-    return t.view(torch.uint8) if t.element_size() == 1 else t
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def zeros(like: Tensor, size: Sequence[int], device: Any = None) -> Tensor:
+def zeros(like: Tensor, size: Sequence[int], device: torch.device | str | None = None) -> Tensor:
     """Return zeros in the dtype of ``like``, from bytes: not all devices fill E8M0 tensors."""
     device = like.device if device is None else device
     raw = torch.zeros([*size, like.itemsize], dtype=torch.uint8, device=device)
@@ -210,24 +231,28 @@ def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.S
     for name, plane in (("rowwise", rowwise), ("columnwise", columnwise)):
         if plane is None:
             continue
-        data, scale, format = plane.data, plane.scale, plane.format
+        data = plane.data
+        scale = plane.scale
+        format = plane.format
         batch, matrix = split_batch(shape, (rowwise or plane).batched)
-        size: tuple[int, ...] = shape
+        data_shape: tuple[int, ...] = shape
         if name == "columnwise":
             matrix = matrix[::-1]
-            size = (*batch, *matrix)
-        if data.shape != size:
+            data_shape = (*batch, *matrix)
+        if data.shape != data_shape:
             raise ValueError(
                 f"{name} has data of shape {tuple(data.shape)}, but a tensor of shape "
-                f"{tuple(shape)} needs {tuple(size)}"
+                f"{tuple(shape)} needs {tuple(data_shape)}"
             )
         formats.check_fp8_dtype(data.dtype, f"{name}.data.dtype")
+
         if scale.dtype != format.scale_dtype:
             raise TypeError(
                 f"{name} is in format {format.name!r}, which has scales of "
                 f"{format.scale_dtype}, not {scale.dtype}"
             )
-        rows, cols = (n + m for n, m in zip(matrix, plane.block_offset, strict=True))
+        rows = matrix[0] + plane.block_offset[0]
+        cols = matrix[1] + plane.block_offset[1]
         expected = format.scale_shape(rows, cols, batch)
         if scale.shape != expected:
             raise ValueError(

@@ -78,10 +78,13 @@ class QuantSpec:
             amax: the maxima after the write, fp32 of that shape. If one is not finite, its scale is
                 NaN.
         """
-        largest, bound = FP8_MAX[self.fp8_dtype], FP8_BOUND[self.fp8_dtype]
+        largest = FP8_MAX[self.fp8_dtype]
+        bound = FP8_BOUND[self.fp8_dtype]
         if self.amax_epsilon:
             amax = amax.clamp(min=self.amax_epsilon)
         fits = (amax >= scale * (largest / 2)) & (amax <= scale * bound)
+
+        # The new scale is the significand of the old one, times a power of two.
         normal = scale.nan_to_num(1.0).clamp(min=2.0**-126)
         significand = ((normal.view(torch.int32) & 0x7FFFFF) | 0x3F800000).view(torch.float32)
         power = _scale_from_amax(amax / (significand * (bound / largest)), self.fp8_dtype, True)

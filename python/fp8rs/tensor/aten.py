@@ -20,7 +20,7 @@ from fp8rs.quantize.formats import FP8_MAX, INPUT_DTYPES, LOGICAL_DTYPES
 from fp8rs.quantize.planes import zeros
 from fp8rs.tensor import collectives
 from fp8rs.tensor.copies import copy_codes, new_shard
-from fp8rs.tensor.fallback import dequantized_call, each_member, quantized_in
+from fp8rs.tensor.fallback import dequantized_call, foreach_call, quantized_in
 from fp8rs.tensor.plane_storage import WriteKind
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -51,16 +51,16 @@ def implements(*funcs: Any) -> Callable[[Handler], Handler]:
 
 
 @implements(aten.clone.default)
-def _clone(func: Any, t: QuantizedTensor, *, memory_format: Any = None) -> Any:
-    if t.planes == (None, None):
-        return t.dequantize()
-    return t.map(lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x.clone())
+def _clone(func: Any, tensor: QuantizedTensor, *, memory_format: Any = None) -> Any:
+    if tensor.planes == (None, None):
+        return tensor.dequantize()
+    return tensor.map(lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x.clone())
 
 
 @implements(aten._to_copy.default)
 def _to_copy(
     func: Any,
-    t: QuantizedTensor,
+    tensor: QuantizedTensor,
     *,
     dtype: torch.dtype | None = None,
     layout: Any = None,
@@ -68,43 +68,45 @@ def _to_copy(
     memory_format: Any = None,
     **options: Any,
 ) -> Any:
-    dtype = t.dtype if dtype is None else dtype
+    dtype = tensor.dtype if dtype is None else dtype
     plain = dtype not in LOGICAL_DTYPES or layout not in (None, torch.strided)
-    if plain or t.planes == (None, None):
-        return func(t.dequantize(), dtype=dtype, layout=layout, pin_memory=pin_memory, **options)
+    if plain or tensor.planes == (None, None):
+        return func(
+            tensor.dequantize(), dtype=dtype, layout=layout, pin_memory=pin_memory, **options
+        )
 
     def move(x: Tensor) -> Tensor:
         x = func(x, **options)
         return x.pin_memory() if pin_memory else x
 
     # The dtype changes the logical dtype only. The codes stay.
-    return t.map(lambda x: move(x.contiguous()), move, dtype)
+    return tensor.map(lambda x: move(x.contiguous()), move, dtype)
 
 
 @implements(aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other)
 @implements(aten.pin_memory.default)
-def _decompose(func: Any, t: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _decompose(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     # In inference mode, torch does not decompose these operators itself.
-    return func.decompose(t, *args, **kwargs)
+    return func.decompose(tensor, *args, **kwargs)
 
 
 @implements(aten._pin_memory.default)
-def _pin(func: Any, t: QuantizedTensor, device: Any = None) -> Any:
-    if t.planes == (None, None):
-        return t.dequantize().pin_memory()
+def _pin(func: Any, tensor: QuantizedTensor, device: Any = None) -> Any:
+    if tensor.planes == (None, None):
+        return tensor.dequantize().pin_memory()
     # FSDP2 may pin shards in inference mode, and later forwards write the scales.
     with torch.inference_mode(False):
-        return t.map(lambda x: x.pin_memory())
+        return tensor.map(lambda x: x.pin_memory())
 
 
 @implements(aten.is_pinned.default)
-def _is_pinned(func: Any, t: QuantizedTensor, device: Any = None) -> bool:
-    return t._storage.any_plane.data.is_pinned()
+def _is_pinned(func: Any, tensor: QuantizedTensor, device: Any = None) -> bool:
+    return tensor._storage.any_plane.data.is_pinned()
 
 
 @implements(aten.record_stream.default)
-def _record_stream(func: Any, t: QuantizedTensor, stream: Any) -> None:
-    for x in t._storage.tensors():
+def _record_stream(func: Any, tensor: QuantizedTensor, stream: Any) -> None:
+    for x in tensor._storage.tensors():
         x.record_stream(stream)
 
 
@@ -122,6 +124,8 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
             "without their scales are not its values. Expected values in high precision, or "
             "another quantized tensor. Multiply the codes by their scales first"
         )
+
+    # Otherwise quantize the values, in a shape, on a device and in a dtype that can be written.
     if isinstance(src, QuantizedTensor):
         src = src.dequantize()
     if src.device != dst.device:
@@ -136,8 +140,8 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
 
 
 @implements(aten.detach_.default)
-def _detach_(func: Any, t: QuantizedTensor) -> QuantizedTensor:
-    return t  # autograd has detached it
+def _detach_(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
+    return tensor  # autograd has detached it
 
 
 # --- views ----------------------------------------------------------------------------------------
@@ -146,47 +150,58 @@ _META = torch.device("meta")
 
 
 @implements(aten.detach.default, aten.alias.default)
-def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
-    return t.view_of(t.geometry)
+def _detach(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
+    return tensor.view_of(tensor.geometry)
 
 
-def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return a view of ``t`` with the geometry that a view operator gives a meta tensor.
+def any_view(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a view of ``tensor`` with the geometry that a view operator gives a meta tensor.
 
     Raises:
         TypeError: the view would have another dtype.
     """
-    if not isinstance(t, QuantizedTensor):
-        return dequantized_call(func, t, *args, **kwargs)
+    if not isinstance(tensor, QuantizedTensor):
+        return dequantized_call(func, tensor, *args, **kwargs)
     with no_torch_dispatch():  # keep this call out of traces
         # Pass the size by keyword. Otherwise torch tries signatures with names of dimensions first,
         # which takes a microsecond.
-        size = (math.prod(t._storage.matrix),) if t._is_storage_view else t.shape
-        like = torch.empty(size=size, dtype=t.dtype, device=_META)
-        if (geometry := t.geometry) is not None:
-            like = like.as_strided(*geometry)
+        geometry = tensor.geometry
+        if geometry is None:
+            like = torch.empty(size=tensor.shape, dtype=tensor.dtype, device=_META)
+        else:
+            size = (math.prod(tensor._storage.matrix),)
+            like = torch.empty(size=size, dtype=tensor.dtype, device=_META).as_strided(*geometry)
         out = func(like, *args, **kwargs)
-    several = not isinstance(out, Tensor)
-    shown = out if several else (out,)
-    if shown and not is_alias(shown[0], like):  # a copy, for example of `reshape` or `to`
-        return func.decompose(t, *args, **kwargs)
-    for x in shown:
-        if x.dtype != t.dtype:
+
+    # Operators such as `split` return several views.
+    is_list = not isinstance(out, Tensor)
+    meta_views = out if is_list else (out,)
+    if meta_views and not is_alias(meta_views[0], like):
+        # A copy, for example of `reshape` or `to`.
+        return func.decompose(tensor, *args, **kwargs)
+    for meta_view in meta_views:
+        if meta_view.dtype != tensor.dtype:
             raise TypeError(
-                f"{func} would show the bytes of a quantized tensor as {x.dtype}. Its codes "
-                "are rowwise.data and columnwise.data; .to() gives another dtype"
+                f"{func} would show the bytes of a quantized tensor as {meta_view.dtype}. Its "
+                "codes are rowwise.data and columnwise.data; .to() gives another dtype"
             )
-    views = [_view_like(t, x) for x in shown]
-    return views if several else views[0]
+    views = [_view_like(tensor, meta_view) for meta_view in meta_views]
+    return views if is_list else views[0]
 
 
-def _view_like(t: QuantizedTensor, like: Tensor) -> QuantizedTensor:
+def _view_like(tensor: QuantizedTensor, like: Tensor) -> QuantizedTensor:
     """Return the view with the geometry of ``like``, or an alias if that is the whole storage."""
-    row, offset = t._storage.rowwise, int(like.storage_offset())
-    shape = row.data.shape if row is not None else None if t._is_storage_view else t.shape
-    if like.shape == shape and not offset and like.is_contiguous():
-        return t.view_of(None)
-    return t.view_of((tuple(like.shape), like.stride(), offset))
+    row = tensor._storage.rowwise
+    storage_shape = None
+    if row is not None:
+        storage_shape = row.data.shape
+    elif not tensor._is_storage_view:
+        storage_shape = tensor.shape
+
+    offset = int(like.storage_offset())
+    if like.shape == storage_shape and not offset and like.is_contiguous():
+        return tensor.view_of(None)
+    return tensor.view_of((tuple(like.shape), like.stride(), offset))
 
 
 # --- new tensors ---------------------------------------------------------------------------------
@@ -196,48 +211,49 @@ def _view_like(t: QuantizedTensor, like: Tensor) -> QuantizedTensor:
 
 @implements(aten.empty_like.default)
 def _empty_like(
-    func: Any, t: QuantizedTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any
+    func: Any, tensor: QuantizedTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any
 ) -> Any:
     # DTensor scatters parts, which are views, into tensors from empty_like of the first part.
-    part = t._storage.observer is not None or t._is_storage_view
-    if not part or dtype not in (None, t.dtype) or t.planes == (None, None):
-        return _plain(func, t, dtype=dtype, device=device, **kwargs)
+    may_be_part = tensor._storage.observer is not None or tensor._is_storage_view
+    if not may_be_part or dtype not in (None, tensor.dtype) or tensor.planes == (None, None):
+        return _plain(func, tensor, dtype=dtype, device=device, **kwargs)
 
     def empty_scale(scale: Tensor) -> Tensor:
-        # A part that is scattered into the tensor keeps the scale of the whole (`collectives`).
+        # A part that is scattered into the tensor keeps the scale of the weight (`collectives`).
         # A weight itself that `to_empty` replaces does not.
-        is_part = t._is_storage_view or t._storage.active_observer is None
+        is_part = tensor._is_storage_view or tensor._storage.active_observer is None
         if is_part and not scale.is_meta:
             return scale.to(device, copy=True)
         return zeros(scale, scale.shape, device)
 
     # A write of some rows reads the others, and an uninitialized code may be NaN.
-    return t.map(lambda codes: zeros(codes, codes.shape, device), empty_scale)
+    return tensor.map(lambda codes: zeros(codes, codes.shape, device), empty_scale)
 
 
 @implements(aten.new_zeros.default)
-def _new_zeros(func: Any, t: QuantizedTensor, size: Any, **options: Any) -> Any:
-    observer, dtype = t._storage.observer, options.get("dtype")
-    rows_of_its_own = len(size) == t.dim() >= 2 and tuple(size[1:]) == t.shape[1:]
-    if t._storage.active_observer is None and isinstance(t, torch.nn.Parameter) and rows_of_its_own:
-        # Only FSDP2 calls new_zeros with a parameter's trailing dimensions.
+def _new_zeros(func: Any, tensor: QuantizedTensor, size: Any, **options: Any) -> Any:
+    # Only FSDP2 calls new_zeros with a parameter's trailing dimensions.
+    has_same_rows = len(size) == tensor.dim() >= 2 and tuple(size[1:]) == tensor.shape[1:]
+    is_shard = isinstance(tensor, torch.nn.Parameter) and has_same_rows
+    if is_shard and tensor._storage.active_observer is None:
         raise TypeError(
-            f"fully_shard was given a quantized parameter of shape {tuple(t.shape)} that does "
+            f"fully_shard was given a quantized parameter of shape {tuple(tensor.shape)} that does "
             "not belong to a layer: it can shard only weights of layers that fp8rs has converted "
             "(convert_to_float8_training(..., fp8_weights=True), quantized_init), and not what a "
             "layer's weight is computed from (pruning, parametrizations). Dequantize it first, or "
             "keep it as a buffer"
         )
-    if observer is None or dtype not in (None, t.dtype) or len(size) != t.dim():
-        return _plain(func, t, size, **options)
-    storage = new_shard(t._storage, size, options.get("device") or t.device)
-    return t.over(storage, size, t.dtype)
+    is_plain = tensor._storage.observer is None or options.get("dtype") not in (None, tensor.dtype)
+    if is_plain or len(size) != tensor.dim():
+        return _plain(func, tensor, size, **options)
+    storage = new_shard(tensor._storage, size, options.get("device") or tensor.device)
+    return tensor.over(storage, size, tensor.dtype)
 
 
-def _plain(func: Any, t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+def _plain(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
     """Return a new plain tensor."""
-    like = torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
-    if "memory_format" in (a.name for a in func._schema.arguments):
+    like = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    if any(argument.name == "memory_format" for argument in func._schema.arguments):
         kwargs["memory_format"] = torch.contiguous_format
     return func(like, *args, **kwargs)
 
@@ -265,14 +281,14 @@ def classify(func: Any) -> Handler:
         return _refuse
     if schema.is_mutable:
         # Foreach and fused operators take lists of independent tensors.
-        return each_member if "foreach" in name or name.startswith("_fused") else dequantized_call
-    if any(r.alias_info is not None for r in schema.returns):
+        return foreach_call if "foreach" in name or name.startswith("_fused") else dequantized_call
+    if any(result.alias_info is not None for result in schema.returns):
         return any_view
-    return each_member if name.startswith("_foreach") else dequantized_call
+    return foreach_call if name.startswith("_foreach") else dequantized_call
 
 
 @implements(aten.erfinv_.default)
-def _erfinv_(func: Any, t: QuantizedTensor) -> Any:
+def _erfinv_(func: Any, tensor: QuantizedTensor) -> Any:
     raise NotImplementedError(
         "erfinv_ of a quantized tensor: it would turn numbers that were rounded to the ends of "
         "(-1, 1) to infinity. Older torch's nn.init.trunc_normal_ does that: draw into a plain "

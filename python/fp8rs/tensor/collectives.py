@@ -37,13 +37,14 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
     """
     name = func._schema.name.partition("::")[2]
     _refuse_to_receive(name)
-    quantized_outputs = name == "scatter_" and all(
-        isinstance(output, QuantizedTensor) and output.planes != (None, None) for output in args[0]
-    )
-    if quantized_outputs:
+    if name == "scatter_" and all(_has_planes(output) for output in args[0]):
         return _scatter(func, *args, **kwargs)
-    written = [] if name in READING else quantized_in(args[0])
-    return run_dequantized(func, args, kwargs, written, WriteKind.COPY)
+    outputs = [] if name in READING else quantized_in(args[0])
+    return run_dequantized(func, args, kwargs, outputs, WriteKind.COPY)
+
+
+def _has_planes(tensor: Tensor) -> bool:
+    return isinstance(tensor, QuantizedTensor) and tensor.planes != (None, None)
 
 
 def _scatter(

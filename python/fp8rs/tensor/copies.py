@@ -7,14 +7,15 @@ implemented here too.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
 from fp8rs.quantize.formats import split_batch
 from fp8rs.quantize.planes import Box, Plane, zeros
 from fp8rs.tensor.plane_storage import PlaneStorage, Write, WriteKind
-from fp8rs.tensor.quantized import PLANES, QuantizedTensor
+from fp8rs.tensor.quantized import QuantizedTensor
 
 
 def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -> bool:
@@ -29,47 +30,60 @@ def copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -
     Raises:
         ValueError: for a piece, the blocks of the source begin elsewhere.
     """
-    storage, source, piece = dst._storage, src._storage, dst.loads_pieces
-    same_codes = source.format is storage.format and src.fp8_dtype == dst.fp8_dtype
-    if src.shape != dst.shape or not same_codes:
+    storage = dst._storage
+    source = src._storage
+    has_same_codes = source.format is storage.format and src.fp8_dtype == dst.fp8_dtype
+    if src.shape != dst.shape or not has_same_codes:
         return False
     if storage is source and dst.geometry == src.geometry:
         return True  # torch loads a state dict whose tensors were filled in place
-    to, part, observer = dst.box, src.box, storage.active_observer
-    if to is None or part is None or storage.batched != source.batched:
+    dst_box = dst.box
+    src_box = src.box
+    if dst_box is None or src_box is None or storage.batched != source.batched:
         return False
+
+    is_piece = dst.loads_pieces
+    observer = storage.active_observer
     # FSDP2 fills a padded shard by one copy, but does not copy into an empty shard.
-    if storage.padded and (observer is None or dst.numel()) and not piece:
-        return fill_shard(storage, to, source, part)
-    size = storage.rows_and_row_size[1]
-    if not piece and storage.box(storage.rows_around(to[0].start * size, to[0].stop * size)) != to:
-        return False
-    for each in (storage, source):
-        each.any_plane.check_has_memory("this quantized tensor")
-    parts, given = storage.part(to), source.part(part)
-    planes: list[Plane | None] = []
-    for name, own, new, other in zip(PLANES, parts, given, given[::-1], strict=True):
-        if own is None:
-            planes.append(None)
-            continue
-        if new is None and other is not None and other.format.square:
-            new = other.transposed(name, "copy_")
-        if new is None or own.matrix.shape != new.matrix.shape:
+    if storage.padded and (observer is None or dst.numel()) and not is_piece:
+        return fill_shard(storage, dst_box, source, src_box)
+    if not is_piece:
+        row_size = storage.rows_and_row_size[1]
+        rows = storage.rows_around(dst_box[0].start * row_size, dst_box[0].stop * row_size)
+        if storage.box(rows) != dst_box:
             return False
-        if own.block_offset != new.block_offset:
-            if not piece:
+    storage.any_plane.check_has_memory("this quantized tensor")
+    source.any_plane.check_has_memory("this quantized tensor")
+
+    dst_planes = storage.part(dst_box)
+    src_row, src_col = source.part(src_box)
+    # A missing plane of the source is made from the other one, if that is exact.
+    if dst_planes[0] is not None and src_row is None and _is_square(src_col):
+        src_row = src_col.transposed("rowwise", "copy_")
+    elif dst_planes[1] is not None and src_col is None and _is_square(src_row):
+        src_col = src_row.transposed("columnwise", "copy_")
+
+    for dst_plane, src_plane in zip(dst_planes, (src_row, src_col), strict=True):
+        if dst_plane is None:
+            continue
+        if src_plane is None or dst_plane.matrix.shape != src_plane.matrix.shape:
+            return False
+        if dst_plane.block_offset != src_plane.block_offset:
+            if not is_piece:
                 return False
             raise ValueError(
-                f"cannot load FP8 codes of format {own.format.name!r} into this layout: they were "
-                "saved in blocks that begin at other rows or columns. Save and load with "
+                f"cannot load FP8 codes of format {dst_plane.format.name!r} into this layout: they "
+                "were saved in blocks that begin at other rows or columns. Save and load with "
                 "fp8rs.checkpoint.Model(model) in place of the model's state dict"
             )
-        planes.append(new)
-    row, col = planes
-    storage.copy_planes_(parts, (row, col), non_blocking)
+    storage.copy_planes_(dst_planes, (src_row, src_col), non_blocking)
     if observer is not None:
         observer.observe_write(dst, Write(WriteKind.CODES))
     return True
+
+
+def _is_square(plane: Plane | None) -> TypeGuard[Plane]:
+    return plane is not None and plane.format.square
 
 
 # --- padded shards --------------------------------------------------------------------------------
@@ -90,26 +104,29 @@ def new_shard(like: PlaneStorage, shape: Iterable[int], device: Any) -> PlaneSto
     size = torch.Size(shape)
     batch, matrix = split_batch(size, like.batched)
 
-    def plane(present: Plane | None, size: tuple[int, ...]) -> Plane | None:
-        if present is None:
+    def plane_like(plane: Plane | None, data_shape: tuple[int, ...]) -> Plane | None:
+        if plane is None:
             return None
-        if present.format.per_tensor and not batch:
-            scale = present.scale.to(device, copy=True)
+        if plane.format.per_tensor and not batch:
+            scale = plane.scale.to(device, copy=True)
         else:
-            rows, cols = (n + m for n, m in zip(size[-2:], present.block_offset, strict=True))
-            scale = zeros(present.scale, present.format.scale_shape(rows, cols, batch), device)
-        return Plane(zeros(present.data, size, device), scale, present.format, present.block_offset)
+            rows = data_shape[-2] + plane.block_offset[0]
+            cols = data_shape[-1] + plane.block_offset[1]
+            scale = zeros(plane.scale, plane.format.scale_shape(rows, cols, batch), device)
+        data = zeros(plane.data, data_shape, device)
+        return Plane(data, scale, plane.format, plane.block_offset)
 
-    columnwise = plane(like.columnwise, (*batch, *matrix[::-1]))
-    new = like.over(plane(like.rowwise, (*batch, *matrix)), columnwise)
-    if new.rowwise is not None:
-        new.rowwise.data = new.rowwise.data.view(size)
+    row = plane_like(like.rowwise, (*batch, *matrix))
+    if row is not None:
+        row.data = row.data.view(size)
+    col = plane_like(like.columnwise, (*batch, *matrix[::-1]))
+    new = like.over(row, col)
     new.padded = True
     return new
 
 
 @torch.inference_mode(False)
-def fill_shard(storage: PlaneStorage, to: Box, source: PlaneStorage, part: Box) -> bool:
+def fill_shard(storage: PlaneStorage, dst_box: Box, source: PlaneStorage, src_box: Box) -> bool:
     """Copy codes and scales of a part of another storage to the front of a padded shard.
 
     FSDP2 calls ``new_zeros`` with the padded size, and copies this rank's part of the weight to the
@@ -119,32 +136,39 @@ def fill_shard(storage: PlaneStorage, to: Box, source: PlaneStorage, part: Box) 
 
     Args:
         storage: the storage of the padded shard.
-        to: the part of ``storage`` to write.
+        dst_box: the part of ``storage`` to write.
         source: the storage to copy from.
-        part: the part of ``source`` to copy.
+        src_box: the part of ``source`` to copy.
 
     Returns:
-        Whether ``to`` starts at the front of the shard. Otherwise nothing was written.
+        Whether ``dst_box`` starts at the front of the shard. Otherwise nothing was written.
 
     Raises:
-        ValueError: ``part`` has parts of rows, but the format needs whole rows.
+        ValueError: ``src_box`` has parts of rows, but the format needs whole rows.
     """
-    if to[0].start:
+    if dst_box[0].start:
         return False
-    if any(span.start == span.stop for span in to):
+    if any(span.start == span.stop for span in dst_box):
         return True  # an empty shard
-    if not storage.format.per_tensor and part[-1] != slice(0, source.matrix[-1]):
+    if not storage.format.per_tensor and src_box[-1] != slice(0, source.matrix[-1]):
         raise ValueError(
             f"a weight in format {storage.format.name!r} is sharded by rows only: "
             "return Shard(0) from shard_placement_fn, or use a recipe with one scale per tensor"
         )
-    for name, new in zip(PLANES, source.part(part), strict=True):
-        plane = getattr(storage, name)
-        if plane is not None and new is not None:
-            dim = int(name == "columnwise" and not storage.batched)
-            data = plane.data.narrow(dim, 0, to[0].stop)
-            data.copy_(new.data.reshape(data.shape))
-            scale = new.scale.to(data.device, copy=True)
-            setattr(storage, name, Plane(data, scale, new.format, new.block_offset))
+    length = dst_box[0].stop  # rows, or matrices of a batch
+    row, col = source.part(src_box)
+    if storage.rowwise is not None and row is not None:
+        storage.rowwise = _filled(storage.rowwise.data.narrow(0, 0, length), row)
+    if storage.columnwise is not None and col is not None:
+        # Rows of the matrix are columns of the transposed one.
+        dim = 0 if storage.batched else 1
+        storage.columnwise = _filled(storage.columnwise.data.narrow(dim, 0, length), col)
     storage.padded = False
     return True
+
+
+def _filled(data: Tensor, source: Plane) -> Plane:
+    """Copy the codes of a plane to ``data``, and return a plane of these with its scales."""
+    data.copy_(source.data.reshape(data.shape))
+    scale = source.scale.to(data.device, copy=True)
+    return Plane(data, scale, source.format, source.block_offset)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8rs.tensor.plane_storage import WriteKind
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -16,9 +16,9 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 def dequantized_call(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on dequantized arguments, and quantize those that it wrote."""
-    written = written_by(func, args, kwargs)
+    outputs = written_by(func, args, kwargs)
     kind = WriteKind.VALUES if overwrites(func) else WriteKind.ARITHMETIC
-    return run_dequantized(func, args, kwargs, written, kind)
+    return run_dequantized(func, args, kwargs, outputs, kind)
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
@@ -28,29 +28,35 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that an operator writes."""
-    return [args[i] if i < len(args) else kwargs.get(name) for i, name in written_places(func)]
+    arguments = []
+    for position, name in written_parameters(func):
+        if position < len(args):
+            arguments.append(args[position])
+        else:
+            arguments.append(kwargs.get(name))
+    return arguments
 
 
 @cache
-def written_places(func: Any) -> list[tuple[int, str]]:
+def written_parameters(func: Any) -> list[tuple[int, str]]:
     """Return the positions and names of the arguments that an operator writes, by its schema."""
     return [
-        (i, argument.name)
-        for i, argument in enumerate(func._schema.arguments)
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
 
 def quantized_in(value: Any) -> list[QuantizedTensor]:
     """Return the quantized tensors in an argument."""
-    return [t for t in tree_leaves(value) if isinstance(t, QuantizedTensor)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, QuantizedTensor)]
 
 
 def run_dequantized(
     func: Any,
     args: Any,
     kwargs: Any,
-    written: Sequence[QuantizedTensor],
+    outputs: Sequence[QuantizedTensor],
     kind: WriteKind,
 ) -> Any:
     """Run an operator on dequantized arguments, and quantize those that it wrote.
@@ -62,7 +68,7 @@ def run_dequantized(
         func: the operator.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        written: the arguments that it writes.
+        outputs: the arguments that it writes.
         kind: what it writes.
 
     Returns:
@@ -71,51 +77,62 @@ def run_dequantized(
     Raises:
         NotImplementedError: an argument cannot be written. Nothing was written.
     """
-    for t in written:
-        t.check_writable()
+    for output in outputs:
+        output.check_writable()
     exact: dict[int, Tensor] = {}
     if kind is WriteKind.ARITHMETIC:
         operands = tree_leaves(written_arguments(func, args, kwargs))
-        if len(operands) == len(written):  # a fused optimizer also writes its moments
-            exact = exact_values_of(written)
+        if len(operands) == len(outputs):  # a fused optimizer also writes its moments
+            exact = exact_values_of(outputs)
+
+    #: The values that the operator reads and writes, by the id of the quantized tensor.
     plain = {key: values.clone() for key, values in exact.items()}
 
-    def dequantize(t: QuantizedTensor) -> Tensor:
-        if id(t) not in plain:
+    def dequantize(tensor: QuantizedTensor) -> Tensor:
+        if id(tensor) not in plain:
             # Keep a transposed matrix transposed, because kernels are chosen by strides.
-            transposed = t.dim() > 1 and t.stride(-2) == 1 and t.stride(-1) != 1
-            plain[id(t)] = t.mT.dequantize().mT if transposed else t.dequantize()
-        return plain[id(t)]
+            if tensor.dim() > 1 and tensor.stride(-2) == 1 and tensor.stride(-1) != 1:
+                plain[id(tensor)] = tensor.mT.dequantize().mT
+            else:
+                plain[id(tensor)] = tensor.dequantize()
+        return plain[id(tensor)]
 
-    given, named = tree_map_only(QuantizedTensor, dequantize, (args, kwargs))
+    plain_args, plain_kwargs = tree_map_only(QuantizedTensor, dequantize, (args, kwargs))
     if exact:
-        given, named = promoted(given, named)
-    out = func(*given, **named)
-    if not written:
-        return out
+        plain_args, plain_kwargs = promoted(plain_args, plain_kwargs)
+    result = func(*plain_args, **plain_kwargs)
+    if not outputs:
+        return result
+
     if func.namespace == "c10d":
-        wait(out)
+        wait(result)
     elif func.namespace == "_c10d_functional":
-        for result in tree_leaves(out):
-            torch.ops._c10d_functional.wait_tensor(result)
-    stand_ins = {}
-    for t in {id(t): t for t in written}.values():
-        value = plain[id(t)]
-        stand_ins[id(value)] = t
-        before = exact.get(id(t))
-        t_kind = kind if before is None else WriteKind.EXACT_ARITHMETIC
-        t.write(value, t.spec, t._storage.delayed, t_kind, before)
-    return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
+        for received in tree_leaves(result):
+            torch.ops._c10d_functional.wait_tensor(received)
+
+    # Quantize each tensor once, also if it was passed twice.
+    quantized_by_value: dict[int, QuantizedTensor] = {}
+    for output in {id(output): output for output in outputs}.values():
+        values = plain[id(output)]
+        quantized_by_value[id(values)] = output
+        exact_values = exact.get(id(output))
+        output_kind = kind if exact_values is None else WriteKind.EXACT_ARITHMETIC
+        output.write(values, output.spec, output._storage.delayed, output_kind, exact_values)
+
+    def restore(value: Tensor) -> Tensor:
+        return quantized_by_value.get(id(value), value)
+
+    return tree_map_only(Tensor, restore, result)
 
 
-def exact_values_of(written: Sequence[QuantizedTensor]) -> dict[int, Tensor]:
+def exact_values_of(tensors: Sequence[QuantizedTensor]) -> dict[int, Tensor]:
     """Return the values that codes were rounded from, of the tensors that have them, by id."""
     exact = {}
-    for t in written:
-        observer = t._storage.active_observer
-        values = None if observer is None else observer.exact_values(t)
+    for tensor in tensors:
+        observer = tensor._storage.active_observer
+        values = None if observer is None else observer.exact_values(tensor)
         if values is not None:
-            exact[id(t)] = values
+            exact[id(tensor)] = values
     return exact
 
 
@@ -158,30 +175,46 @@ def overwrites(func: Any) -> bool:
     )
 
 
-def each_member(func: Any, *args: Any, **kwargs: Any) -> Any:
+def foreach_call(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on lists (torch's foreach and fused optimizers) for one member at a time.
 
     The weights of a whole model may not fit in memory when they are dequantized.
     """
-    lists = [a for a in (*args, *kwargs.values()) if _is_list(a) and isinstance(a[0], Tensor)]
-    if not lists:
+    length = None
+    for value in (*args, *kwargs.values()):
+        if _is_list(value) and isinstance(value[0], Tensor):
+            length = len(value)
+            break
+    if length is None:
         return dequantized_call(func, *args, **kwargs)
-    for t in written_by(func, args, kwargs):
-        t.check_writable()
-    count, results = len(lists[0]), []
-    for i in range(count):
+    for output in written_by(func, args, kwargs):
+        output.check_writable()
 
-        def member(value: Any, i: int = i) -> Any:
-            return value[i : i + 1] if _is_list(value) and len(value) == count else value
+    results = []
+    for index in range(length):
+        member_args = [_member(value, index, length) for value in args]
+        member_kwargs = {name: _member(value, index, length) for name, value in kwargs.items()}
+        results.append(dequantized_call(func, *member_args, **member_kwargs))
 
-        own = {name: member(value) for name, value in kwargs.items()}
-        results.append(dequantized_call(func, *map(member, args), **own))
+    # A result is None, a list of one tensor, or several such lists.
     if results[0] is None:
         return None
-    if isinstance(results[0], tuple):  # several lists
-        return tuple([x for (x,) in each] for each in zip(*results, strict=True))
-    return [x for (x,) in results]
+    if isinstance(results[0], tuple):
+        return tuple(_joined(lists) for lists in zip(*results, strict=True))
+    return _joined(results)
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 0
+
+
+def _member(value: Any, index: int, length: int) -> Any:
+    """Return a list of one member if the value is a list of this length, else the value."""
+    if _is_list(value) and len(value) == length:
+        return value[index : index + 1]
+    return value
+
+
+def _joined(lists: Sequence[list[Tensor]]) -> list[Tensor]:
+    """Return a list of the members of lists of one tensor."""
+    return [tensor for (tensor,) in lists]

@@ -48,8 +48,12 @@ class Write:
     """A write to a tensor that shares the planes of a weight.
 
     Attributes:
-        kind: what was written.
-        values: the values that were written, in the shape of the tensor. None for codes.
+        kind: what is written. After arithmetic, elements that did not change keep their codes, and
+            blocks without a changed element keep their scales. After other writes, this holds only
+            if the values do not fill their blocks.
+        values: the values to write, in the shape of the tensor. None for codes.
+        exact_values: for exact arithmetic, the values before it, float32 in the shape of the
+            tensor. For other kinds None.
         unchanged: for copies, where a value equals the dequantized one from before, in the shape of
             the tensor. For other kinds None.
         changed: for copies and arithmetic, whether any value differs from the one before. A bool ()
@@ -60,6 +64,7 @@ class Write:
 
     kind: WriteKind
     values: Tensor | None = None
+    exact_values: Tensor | None = None
     unchanged: Tensor | None = None
     changed: Tensor | None = None
     lost: Tensor | None = None
@@ -136,16 +141,19 @@ class PlaneStorage:
     def active_observer(self) -> WriteObserver | None:
         """The observer, if these planes belong to its weight and not to a copy of it."""
         observer = self.observer
-        return observer if observer is not None and observer.observes(self) else None
+        if observer is None or not observer.observes(self):
+            return None
+        return observer
 
     @property
     def block_offset(self) -> int:
         """The number of rows by which the first blocks begin before the matrix."""
-        row, col = self.rowwise, self.columnwise
-        return max(
-            row.block_offset[0] if row is not None else 0,
-            col.block_offset[1] if col is not None else 0,
-        )
+        offset = 0
+        if self.rowwise is not None:
+            offset = self.rowwise.block_offset[0]
+        if self.columnwise is not None:
+            offset = max(offset, self.columnwise.block_offset[1])
+        return offset
 
     @property
     def any_plane(self) -> Plane:
@@ -181,13 +189,17 @@ class PlaneStorage:
     @property
     def shares_scale(self) -> bool:
         """Whether both planes have one and the same scale tensor."""
-        row, col = self.rowwise, self.columnwise
+        row = self.rowwise
+        col = self.columnwise
         return row is not None and col is not None and row.scale is col.scale
 
     def tensors(self) -> list[Tensor]:
         """Return the data and scales of all planes."""
-        planes = [p for p in (self.rowwise, self.columnwise) if p is not None]
-        return [t for p in planes for t in (p.data, p.scale)]
+        tensors: list[Tensor] = []
+        for plane in (self.rowwise, self.columnwise):
+            if plane is not None:
+                tensors += plane.data, plane.scale
+        return tensors
 
     @property
     def rows_and_row_size(self) -> tuple[int, int]:
@@ -197,20 +209,29 @@ class PlaneStorage:
 
     def rows_around(self, begin: int, end: int) -> slice:
         """Return the rows, or matrices of a batch, of all blocks with one of these elements."""
-        height, size = self.rows_and_row_size
-        if begin == 0 and end == height * size:
+        height, row_size = self.rows_and_row_size
+        if begin == 0 and end == height * row_size:
             return slice(0, height)
-        blocks = [
-            block for block, has in zip(self.format.block, self.has_planes, strict=True) if has
-        ]
-        if not size or (-1 in blocks and not self.batched):
+
+        # The rows of a block: a columnwise plane stores the transposed matrix.
+        block_rows = []
+        if self.rowwise is not None:
+            block_rows.append(self.format.block[0])
+        if self.columnwise is not None:
+            block_rows.append(self.format.block[1])
+        if not row_size or (-1 in block_rows and not self.batched):
             return slice(0, height)
-        start, stop = begin // size, -(-end // size)
+
+        start = begin // row_size
+        stop = -(-end // row_size)
         if self.batched:
             return slice(start, stop)
-        block, offset = max(blocks), self.block_offset
-        start = max((start + offset) // block * block - offset, 0)
-        return slice(start, min(-(-(stop + offset) // block) * block - offset, height))
+        # If the blocks of the two planes differ, the larger one consists of several smaller ones.
+        block = max(block_rows)
+        offset = self.block_offset
+        start = (start + offset) // block * block - offset
+        stop = -(-(stop + offset) // block) * block - offset
+        return slice(max(start, 0), min(stop, height))
 
     def box(self, rows: slice) -> Box:
         """Return the box of whole rows, or of whole matrices of a batch."""
@@ -218,27 +239,38 @@ class PlaneStorage:
 
     def box_of(self, view: Tensor) -> Box | None:
         """Return the part whose elements a view has, in order. None if they do not form a part."""
-        shape, stride, size = view.shape, view.stride(), self.rows_and_row_size[1]
-        if not size:
+        row_size = self.rows_and_row_size[1]
+        if not row_size:
             return None
-        first, rest = view.storage_offset() // size, view.storage_offset() % size
-        if not rest and not view.numel() % size and view.is_contiguous():
-            return self.box(slice(first, first + view.numel() // size))
+        offset = view.storage_offset()
+        first_row = offset // row_size
+        first_col = offset % row_size
+        if not first_col and not view.numel() % row_size and view.is_contiguous():
+            return self.box(slice(first_row, first_row + view.numel() // row_size))
+
+        shape = view.shape
+        stride = view.stride()
         *_, height, cols = self.matrix
         matrices: Box = ()
         if self.batched:
-            if len(shape) < 3 or stride[0] != size:
+            if len(shape) < 3 or stride[0] != row_size:
                 return None
-            matrices = (slice(first, first + shape[0]),)
-            shape, stride, first, rest = shape[1:], stride[1:], rest // cols, rest % cols
+            # A row of the batch is a matrix. Find out where the view begins in each matrix.
+            matrices = (slice(first_row, first_row + shape[0]),)
+            first_row = first_col // cols
+            first_col = first_col % cols
+            shape = shape[1:]
+            stride = stride[1:]
         elif len(shape) != 2:
             return None
+
         # The dimensions in front of the last one are rows.
-        steps = [cols * math.prod(shape[i + 1 : -1]) for i in range(len(shape) - 1)]
-        end = first + math.prod(shape[:-1])
-        if stride != (*steps, 1) or rest + shape[-1] > cols or end > height:
+        expected_stride = [cols * math.prod(shape[i + 1 : -1]) for i in range(len(shape) - 1)]
+        end_row = first_row + math.prod(shape[:-1])
+        end_col = first_col + shape[-1]
+        if stride != (*expected_stride, 1) or end_col > cols or end_row > height:
             return None
-        return *matrices, slice(first, end), slice(rest, rest + shape[-1])
+        return *matrices, slice(first_row, end_row), slice(first_col, end_col)
 
     def planes_of(self, view: Tensor) -> Planes:
         """Return the planes of a view: see `QuantizedTensor.planes`."""
@@ -246,23 +278,31 @@ class PlaneStorage:
         if box is None or (self.batched and box != self.box(box[0])):
             return None, None
         row, col = self.part(box)
-        starts = box[-2].start, box[-1].start
-        row, col = _of_whole_blocks(row, starts), _of_whole_blocks(col, starts[::-1])
-        part = [span.stop - span.start for span in box]
+        first_row = box[-2].start
+        first_col = box[-1].start
+        row = _of_whole_blocks(row, (first_row, first_col))
+        col = _of_whole_blocks(col, (first_col, first_row))
+
+        box_shape = [span.stop - span.start for span in box]
         batch, matrix = split_batch(view.shape, self.batched)
-        if self.batched and not batch and part[0] == 1:  # one matrix of a batch
-            row, col = row and row[0], col and col[0]
-            part = part[1:]
-        if part != [*batch, *matrix]:  # the rows have another length
+        if self.batched and not batch and box_shape[0] == 1:  # one matrix of a batch
+            row = row and row[0]
+            col = col and col[0]
+            box_shape = box_shape[1:]
+        if box_shape != [*batch, *matrix]:  # the rows have another length
             return None, None
+
         if row is not None:
             return Plane(row.data.view(view.shape), row.scale, row.format, row.block_offset), col
-        # Where the planes differ, the tensor has the values of the rowwise one.
-        return None, col if self.rowwise is None else None
+        if self.rowwise is not None:
+            # Where the planes differ, the tensor has the values of the rowwise one.
+            return None, None
+        return None, col
 
     def part(self, box: Box) -> Planes:
         """Return a part of the planes, over the same memory."""
-        row, col = self.rowwise, self.columnwise
+        row = self.rowwise
+        col = self.columnwise
         return row and row.part(box), col and col.part(transpose_dims(box))
 
     def rows(self, rows: slice) -> Planes:
@@ -280,33 +320,28 @@ class PlaneStorage:
 
     def write(
         self,
+        write: Write,
         offset: int,
-        values: Tensor,
         spec: QuantSpec,
         delayed: Delayed | None,
-        kind: WriteKind = WriteKind.VALUES,
-        exact_values: Tensor | None = None,
         observer: WriteObserver | None = None,
-    ) -> Write | None:
-        """Quantize values into consecutive elements.
+    ) -> bool:
+        """Quantize the values of a write into consecutive elements.
 
         A block has one scale. The other elements of a block that is written in part keep their
         values: the scale stays, or changes by a power of two.
 
         Args:
+            write: the values: float32, bfloat16 or float16, on the device of the planes. If there
+                is an observer, what changed is filled in.
             offset: the first element to write. For a batch, whole matrices are written.
-            values: float32, bfloat16 or float16, on the device of the planes.
             spec: how to quantize, in the format of the planes.
             delayed: for delayed scaling, the scale to read and the amax to raise.
-            kind: what is written. After arithmetic, elements that did not change keep their codes,
-                and blocks without a changed element keep their scales. After other writes, this
-                holds only if the values do not fill their blocks.
-            exact_values: for exact arithmetic, the values before it.
             observer: the observer of the weight that the planes belong to, or None. A copy of all
                 of the weight's own values then changes no byte.
 
         Returns:
-            What was written. None if nothing was.
+            Whether anything was written.
 
         Raises:
             RuntimeError: the storage was freed by a reshard.
@@ -314,112 +349,158 @@ class PlaneStorage:
         self.any_plane.check_has_memory("this quantized tensor")
         if self.batched and not spec.batched:
             spec = replace(spec, batched=True)
-        count, (height, size) = values.numel(), self.rows_and_row_size
-        rows = self.rows_around(offset, offset + count)
-        first, end = rows.start * size, rows.stop * size
-        whole = count == end - first
-        keep = kind in _KEEPING_CODES
+
+        values = write.values
+        assert values is not None
+        numel = values.numel()
+        height, row_size = self.rows_and_row_size
+        rows = self.rows_around(offset, offset + numel)
+        fills_rows = numel == (rows.stop - rows.start) * row_size
+        keeps_codes = write.kind in _KEEPING_CODES
         # The ranks of a group reduce amaxes together, including ranks that write nothing.
-        if not count and spec.group is None and (keep or height * size):
-            return None
+        if not numel and spec.group is None and (keeps_codes or height * row_size):
+            return False
+        if not numel or is_traced(values):
+            observer = None
 
-        write = Write(kind, values)
-        written = slice(offset - first, offset - first + count)
-        parts = self.rows(rows)
-        observed = observer is not None and bool(count) and not is_traced(values)
-        if observed and kind in (WriteKind.COPY, WriteKind.MERGED_COPY):
-            before = self.read(rows, values.dtype).view(-1)
-            write.unchanged = before[written].view(values.shape) == values
+        start = offset - rows.start * row_size
+        elements = slice(start, start + numel)
+        if observer is not None and write.kind in (WriteKind.COPY, WriteKind.MERGED_COPY):
+            old_values = self.read(rows, values.dtype).view(-1)[elements]
+            write.unchanged = old_values.view(values.shape) == values
             write.changed = ~write.unchanged.all()
-
-        if keep or not whole:
-            before = self.read(rows, values.dtype)
-            after = values.reshape(-1)
-            if not whole:
-                after = before.view(-1).clone()
-                after[written] = values.reshape(-1)
-            if exact_values is not None:
-                before.view(-1)[written] = exact_values.reshape(-1)
-            after = after.view(before.shape)
-            changed = _differs(before, after)
-            planes = self._requantized(rows, after, changed, spec, delayed)
-            is_arithmetic = kind in (WriteKind.ARITHMETIC, WriteKind.EXACT_ARITHMETIC)
-            if is_arithmetic and observed and observer is not None:
-                changed_any = changed.any()
-                write.changed = changed_any
-                if kind is WriteKind.ARITHMETIC and observer.detects_lost_writes:
-                    write.lost = changed_any & _have_same_values(parts, planes)
+        if keeps_codes or not fills_rows:
+            self._merge(write, rows, elements, spec, delayed, observer)
         else:
-            scale, amax = (None, None) if delayed is None else delayed
-            planes = quantize_planes(
-                spec,
-                values.reshape(rows.stop - rows.start, *self.matrix[1:]),
-                *self.has_planes,
-                scale=scale,
-                amax=amax,
-                declare_mutation=True,
-                block_offset=0 if rows.start else self.block_offset,
-            )
-            if write.changed is not None and spec.group is None:
-                # The values may have been rounded to a dtype that cannot represent the scale. A
-                # scale that is computed from them would move the codes.
-                planes = _select_planes(~write.changed, parts, planes)
+            self._overwrite(write, values, rows, spec, delayed)
+        return True
 
-        self.copy_planes_(parts, planes)
-        return write
+    def _merge(
+        self,
+        write: Write,
+        rows: slice,
+        elements: slice,
+        spec: QuantSpec,
+        delayed: Delayed | None,
+        observer: WriteObserver | None,
+    ) -> None:
+        """Write some elements of rows. Other elements keep their values, and maybe their codes.
+
+        Args:
+            write: the values.
+            rows: all rows, or matrices of a batch, of the blocks to write.
+            elements: the elements of ``rows`` to write.
+            spec: how to quantize.
+            delayed: for delayed scaling, the scale to read and the amax to raise.
+            observer: the observer to notify, or None.
+        """
+        values = write.values
+        assert values is not None
+        before = self.read(rows, values.dtype)
+        after = values.reshape(-1)
+        if after.numel() != before.numel():
+            after = before.view(-1).clone()
+            after[elements] = values.reshape(-1)
+        if write.exact_values is not None:
+            before.view(-1)[elements] = write.exact_values.reshape(-1)
+        after = after.view(before.shape)
+        changed = _differs(before, after)
+
+        old = self.rows(rows)
+        amax = None if delayed is None else delayed[1]
+        new = self._requantized(old, after, changed, spec, amax)
+        is_arithmetic = write.kind in (WriteKind.ARITHMETIC, WriteKind.EXACT_ARITHMETIC)
+        if observer is not None and is_arithmetic:
+            write.changed = changed.any()
+            if write.kind is WriteKind.ARITHMETIC and observer.detects_lost_writes:
+                write.lost = write.changed & _have_same_values(old, new)
+        self.copy_planes_(old, new)
+
+    def _overwrite(
+        self, write: Write, values: Tensor, rows: slice, spec: QuantSpec, delayed: Delayed | None
+    ) -> None:
+        """Write all elements of rows, or of matrices of a batch, with new scales."""
+        old = self.rows(rows)
+        scale = None
+        amax = None
+        if delayed is not None:
+            scale, amax = delayed
+        new = quantize_planes(
+            spec,
+            values.reshape(rows.stop - rows.start, *self.matrix[1:]),
+            *self.has_planes,
+            scale=scale,
+            amax=amax,
+            declare_mutation=True,
+            block_offset=0 if rows.start else self.block_offset,
+        )
+        if write.changed is not None and spec.group is None:
+            # The values may have been rounded to a dtype that cannot represent the scale. A scale
+            # that is computed from them would move the codes.
+            new = _select_planes(~write.changed, old, new)
+        self.copy_planes_(old, new)
 
     def _requantized(
         self,
-        rows: slice,
-        new: Tensor,
+        old: Planes,
+        new_values: Tensor,
         changed: Tensor,
         spec: QuantSpec,
-        delayed: Delayed | None,
+        delayed_amax: Tensor | None,
     ) -> Planes:
-        """Return the planes of rows after a write. Blocks that do not change keep their bytes."""
-        noted = None if delayed is None else delayed[1]
+        """Return the planes of rows after a write. Blocks that do not change keep their bytes.
 
-        def requantized(plane: Plane, new: Tensor, changed: Tensor) -> Plane:
-            own = plane.dequantize(torch.float32).view(new.shape)
+        Args:
+            old: the planes of the rows before the write.
+            new_values: the values after the write.
+            changed: bool of that shape, whether the write changes an element.
+            spec: how to quantize.
+            delayed_amax: with delayed scaling, the amax to raise.
+        """
+
+        def requantized(plane: Plane, new_values: Tensor, changed: Tensor) -> Plane:
+            old_values = plane.dequantize(torch.float32).view(new_values.shape)
             # If there are two planes, `changed` depends on the rowwise one. If only the columnwise
             # one has a NaN, the value replaces it when any element of its block changes.
-            values = torch.where(changed | own.isnan(), new.to(torch.float32), own)
-            return requantize_plane(spec, plane, values, changed, noted)
+            is_new = changed | old_values.isnan()
+            values = torch.where(is_new, new_values.to(torch.float32), old_values)
+            return requantize_plane(spec, plane, values, changed, delayed_amax)
 
-        row, col = self.rows(rows)
+        row, col = old
         if row is not None:
-            row = requantized(row, new, changed)
+            row = requantized(row, new_values, changed)
         if col is not None:
             if row is not None and row.format.square:
                 col = row.transposed("columnwise", "a write")
             else:
-                col = requantized(col, new.mT, changed.mT)
+                col = requantized(col, new_values.mT, changed.mT)
         return row, col
 
     def copy_planes_(self, parts: Planes, planes: Planes, non_blocking: bool = False) -> None:
         """Copy the codes and scales of planes into parts of this storage's planes."""
-        wholes = self.rowwise, self.columnwise
-        for whole, own, new in zip(wholes, parts, planes, strict=True):
-            if own is None:
+        storage_planes = self.rowwise, self.columnwise
+        for plane, part, new in zip(storage_planes, parts, planes, strict=True):
+            if part is None:
                 continue
-            assert whole is not None and new is not None
+            assert plane is not None and new is not None
             data = new.data
-            if data.shape != own.data.shape:
-                data = data.reshape(own.data.shape)
-            own.data.copy_(data, non_blocking=non_blocking)
+            if data.shape != part.data.shape:
+                data = data.reshape(part.data.shape)
+            part.data.copy_(data, non_blocking=non_blocking)
             # A compiled graph may have saved the codes. Below autograd, a part has its own version
-            # counter, so increment the counter of the whole plane.
-            note_write(whole.data)
-            if not (whole is self.columnwise and self.shares_scale):
-                own.scale.copy_(new.scale, non_blocking=non_blocking)
+            # counter, so increment the counter of the plane.
+            note_write(plane.data)
+            if not (plane is self.columnwise and self.shares_scale):
+                part.scale.copy_(new.scale, non_blocking=non_blocking)
 
 
 def _of_whole_blocks(plane: Plane | None, starts: tuple[int, int]) -> Plane | None:
     """Return a part of a plane, or None if it begins within a block of the plane."""
-    if plane is None or any(
-        offset and start for offset, start in zip(plane.block_offset, starts, strict=True)
-    ):
+    if plane is None:
         return None
+    for offset, start in zip(plane.block_offset, starts, strict=True):
+        if offset and start:
+            return None
     return plane
 
 
@@ -437,26 +518,28 @@ def _have_same_values(old: Planes, new: Planes) -> Tensor:
     Codes and scales may differ, because a scale may have changed by a power of two. If there are
     two planes, a tensor has the values of the rowwise one.
     """
-    row, col = old
-    own, other = (row, new[0]) if row is not None else (col, new[1])
-    assert own is not None and other is not None
-    old_values = own.dequantize(torch.float32)
-    new_values = other.dequantize(torch.float32)
+    index = 0 if old[0] is not None else 1
+    old_plane = old[index]
+    new_plane = new[index]
+    assert old_plane is not None and new_plane is not None
+    old_values = old_plane.dequantize(torch.float32)
+    new_values = new_plane.dequantize(torch.float32)
     return ~_differs(old_values, new_values.view(old_values.shape)).any()
 
 
 def _select_planes(keep_old: Tensor, old: Planes, new: Planes) -> Planes:
     """Return the old planes where ``keep_old``, a bool (), is true, and else the new ones."""
 
-    def select(own: Tensor, other: Tensor) -> Tensor:
-        selected = torch.where(keep_old, as_bytes(own), as_bytes(other).view(own.shape))
-        return selected.view(own.dtype)
+    def select(old_tensor: Tensor, new_tensor: Tensor) -> Tensor:
+        new_bytes = as_bytes(new_tensor).view(old_tensor.shape)
+        return torch.where(keep_old, as_bytes(old_tensor), new_bytes).view(old_tensor.dtype)
 
     planes: list[Plane | None] = []
-    for own, other in zip(old, new, strict=True):
-        if own is None or other is None:
+    for old_plane, new_plane in zip(old, new, strict=True):
+        if old_plane is None or new_plane is None:
             planes.append(None)
             continue
-        data, scale = select(own.data, other.data), select(own.scale, other.scale)
-        planes.append(Plane(data, scale, own.format, own.block_offset))
+        data = select(old_plane.data, new_plane.data)
+        scale = select(old_plane.scale, new_plane.scale)
+        planes.append(Plane(data, scale, old_plane.format, old_plane.block_offset))
     return planes[0], planes[1]

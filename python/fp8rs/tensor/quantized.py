@@ -125,9 +125,12 @@ class QuantizedTensor(Tensor):
         _check_dtype(dtype)
         check_planes(rowwise, columnwise, shape)
         if spec is not None:
-            own, asked = (plane.format.name, plane.data.dtype), (spec.format.name, spec.fp8_dtype)
-            if own != asked:
-                raise ValueError(f"spec is of format {asked}, but the planes are of format {own}")
+            plane_format = (plane.format.name, plane.data.dtype)
+            spec_format = (spec.format.name, spec.fp8_dtype)
+            if plane_format != spec_format:
+                raise ValueError(
+                    f"spec is of format {spec_format}, but the planes are of format {plane_format}"
+                )
         return cls.over(PlaneStorage(rowwise, columnwise, spec), shape, dtype, requires_grad)
 
     @classmethod
@@ -198,11 +201,9 @@ class QuantizedTensor(Tensor):
         A view of a batch must consist of whole matrices.
         """
         storage = self._storage
-        return (
-            storage.planes_of(self)
-            if self._is_storage_view
-            else (storage.rowwise, storage.columnwise)
-        )
+        if self._is_storage_view:
+            return storage.planes_of(self)
+        return storage.rowwise, storage.columnwise
 
     @property
     def fp8_dtype(self) -> torch.dtype:
@@ -228,9 +229,10 @@ class QuantizedTensor(Tensor):
             ValueError: this is a view without planes, because it splits blocks.
         """
         row, col = self.planes
-        return (
-            row or col or self.plane("rowwise" if self._storage.rowwise else "columnwise", "this")
-        )
+        plane = row or col
+        if plane is None:
+            plane = self.plane("rowwise" if self._storage.rowwise else "columnwise", "this")
+        return plane
 
     def plane(self, name: str, operation: str) -> Plane:
         """Return the plane called ``name``.
@@ -271,15 +273,23 @@ class QuantizedTensor(Tensor):
                 "clone() of the view"
             )
         storage = self._storage
-        kept = list(self.planes)
-        for i, (name, wanted) in enumerate(zip(PLANES, (rowwise, columnwise), strict=True)):
-            if wanted and kept[i] is None:
-                kept[i] = self.make_plane(name, f"update_usage({name}=True)")
-            elif wanted is False:
-                kept[i] = None
-        if kept == [None, None]:
+        row, col = self.planes
+        # A plane that is missing is made from the other one, even if that is dropped.
+        new_row = row
+        if rowwise and row is None:
+            new_row = self.make_plane("rowwise", "update_usage(rowwise=True)")
+        elif rowwise is False:
+            new_row = None
+        new_col = col
+        if columnwise and col is None:
+            new_col = self.make_plane("columnwise", "update_usage(columnwise=True)")
+        elif columnwise is False:
+            new_col = None
+
+        if new_row is None and new_col is None:
             raise ValueError("update_usage(rowwise, columnwise) would leave no plane")
-        storage.rowwise, storage.columnwise = kept
+        storage.rowwise = new_row
+        storage.columnwise = new_col
         return self
 
     def make_plane(self, name: str, operation: str) -> Plane:
@@ -288,10 +298,10 @@ class QuantizedTensor(Tensor):
         Raises:
             ValueError: the blocks are not square. The message names ``operation``.
         """
-        made = self.any_plane().transposed(name, operation)
+        plane = self.any_plane().transposed(name, operation)
         if name == "rowwise":
-            made.data = made.data.view(self.shape)
-        return made
+            plane.data = plane.data.view(self.shape)
+        return plane
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """Return a weight's values before the first rounding, on the CPU. None if not kept.
@@ -312,34 +322,39 @@ class QuantizedTensor(Tensor):
     @property
     def geometry(self) -> Geometry | None:
         """The size, strides and offset of a view. None for a tensor that is not a view."""
-        return (self.shape, self.stride(), self.storage_offset()) if self._is_storage_view else None
+        if not self._is_storage_view:
+            return None
+        return self.shape, self.stride(), self.storage_offset()
 
     def view_of(self, geometry: Geometry | None) -> Self:
         """Return a view of this tensor's storage. None is all of it, in the storage's own shape."""
         storage = self._storage
-        shape = self.shape if storage.rowwise is None else storage.rowwise.data.shape
-        size, stride, offset = (shape, None, None) if geometry is None else geometry
+        if geometry is not None:
+            shape, stride, offset = geometry
+        else:
+            shape = self.shape if storage.rowwise is None else storage.rowwise.data.shape
+            stride = None
+            offset = None
         # A view of a normal tensor shares its version counter, which a tensor that is made in
         # inference mode cannot do.
-        made_normal = torch.is_inference_mode_enabled() and not self.is_inference()
-        with torch.inference_mode(False) if made_normal else nullcontext():
-            return self.over(storage, size, self.dtype, stride=stride, offset=offset)
+        leaves_inference_mode = torch.is_inference_mode_enabled() and not self.is_inference()
+        with torch.inference_mode(False) if leaves_inference_mode else nullcontext():
+            return self.over(storage, shape, self.dtype, stride=stride, offset=offset)
 
     @property
     def box(self) -> Box | None:
         """The part of the storage that this tensor has, in order. None if it has other elements."""
         storage = self._storage
-        return (
-            storage.box_of(self)
-            if self._is_storage_view
-            else storage.box(slice(0, storage.rows_and_row_size[0]))
-        )
+        if self._is_storage_view:
+            return storage.box_of(self)
+        return storage.box(slice(0, storage.rows_and_row_size[0]))
 
     @property
     def is_whole(self) -> bool:
         """Whether this has all elements of the storage, in order."""
-        size = math.prod(self._storage.matrix)
-        return not self._is_storage_view or (self.is_contiguous() and self.numel() == size)
+        if not self._is_storage_view:
+            return True
+        return self.is_contiguous() and self.numel() == math.prod(self._storage.matrix)
 
     # --- reads and writes -------------------------------------------------------------------------
 
@@ -366,11 +381,16 @@ class QuantizedTensor(Tensor):
             return col.dequantize(dtype).mT.contiguous().view(self.shape)
         if not self.numel():
             return torch.empty(self.shape, dtype=dtype, device=self.device)
-        size, stride, offset = self.shape, self.stride(), int(self.storage_offset())
-        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+
+        # A view without planes: dequantize the rows around it, and take the view of these.
+        stride = self.stride()
+        offset = int(self.storage_offset())
+        last = offset
+        for size, step in zip(self.shape, stride, strict=True):
+            last += (size - 1) * step
         rows = storage.rows_around(offset, last + 1)
         offset -= rows.start * storage.rows_and_row_size[1]
-        part = storage.read(rows, dtype).as_strided(size, stride, offset)
+        part = storage.read(rows, dtype).as_strided(self.shape, stride, offset)
         return part.clone(memory_format=torch.contiguous_format)  # frees the other elements
 
     def quantize_(self, src: Tensor) -> Self:
@@ -403,9 +423,8 @@ class QuantizedTensor(Tensor):
             src: values, or another quantized tensor.
             spec: how to quantize, in the format of this tensor.
             delayed: for delayed scaling, the scale to read and the amax to raise.
-            kind: what is written: see `PlaneStorage.write`.
-            exact_values: for exact arithmetic, the values before it, float32 in the shape of this
-                tensor.
+            kind: what is written: see `Write`.
+            exact_values: for exact arithmetic, the values before it: see `Write`.
         """
         self.check_writable()
         if not isinstance(src, Tensor):
@@ -420,15 +439,14 @@ class QuantizedTensor(Tensor):
             src = src.float()
         if src.dtype not in formats.INPUT_DTYPES:
             raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
-        src = src.detach()
 
-        storage, offset = self._storage, int(self.storage_offset())
+        write = Write(kind, src.detach(), exact_values)
+        storage = self._storage
         observer = storage.active_observer
-        write = storage.write(offset, src, spec, delayed, kind, exact_values, observer)
-        if write is not None:
+        if storage.write(write, int(self.storage_offset()), spec, delayed, observer):
             note_write(self)
         if observer is not None:
-            observer.observe_write(self, write or Write(kind, src))
+            observer.observe_write(self, write)
 
     def check_writable(self) -> None:
         """Check that writes to this tensor reach its storage.
@@ -485,7 +503,12 @@ class QuantizedTensor(Tensor):
 
     # --- other tensors like this one --------------------------------------------------------------
 
-    def map(self, fn: Any, scale: Any = None, dtype: torch.dtype | None = None) -> Self:
+    def map(
+        self,
+        fn: Callable[[Tensor], Tensor],
+        scale: Callable[[Tensor], Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
         """Return a tensor over other planes, with the spec and observer of this tensor.
 
         This tensor must not be a view without planes.
@@ -504,7 +527,7 @@ class QuantizedTensor(Tensor):
             col.scale = row.scale  # one scale stays one
         return self.over(self._storage.over(row, col), self.shape, dtype or self.dtype)
 
-    def _set_data(self, value: Any) -> None:
+    def _set_data(self, value: Tensor) -> None:
         if type(value) is not type(self):
             raise TypeError(
                 f".data of a {type(self).__name__} must be one too, not a {type(value).__name__}: "
@@ -512,7 +535,8 @@ class QuantizedTensor(Tensor):
                 "or quantize_()"
             )
         _plain_data.__set__(self, value)
-        self._storage, self._is_storage_view = value._storage, value._is_storage_view
+        self._storage = value._storage
+        self._is_storage_view = value._is_storage_view
 
     #: An alias outside autograd. If a quantized tensor is assigned, this tensor shares its planes.
     data = property(lambda self: _plain_data.__get__(self), _set_data)
@@ -544,14 +568,24 @@ class QuantizedTensor(Tensor):
         A view is pickled as a tensor that is not a view. A view without planes is pickled as a
         plain tensor.
         """
-        own: Any = self.detach().clone() if self._is_storage_view else self
-        if not isinstance(own, QuantizedTensor):
-            return own.__reduce_ex__(protocol)
-        names, (dtype, kinds, spec, _) = own.__tensor_flatten__()
-        # pickle alone does not support FP8 tensors.
-        inner = {name: (as_bytes(t := getattr(own, name)), t.dtype) for name in names}
-        context = dtype, kinds, None if spec is None else spec.without_group(), None
-        marks = {name: value for name, value in self.__dict__.items() if name not in OWN_ATTRIBUTES}
+        pickled: Tensor = self.detach().clone() if self._is_storage_view else self
+        if not isinstance(pickled, QuantizedTensor):
+            return pickled.__reduce_ex__(protocol)
+        names, (dtype, kinds, spec, _) = pickled.__tensor_flatten__()
+
+        # pickle alone does not support FP8 tensors, so store their bytes and their dtype.
+        inner = {}
+        for name in names:
+            tensor: Tensor = getattr(pickled, name)
+            inner[name] = as_bytes(tensor), tensor.dtype
+        if spec is not None:
+            spec = spec.without_group()
+        context = dtype, kinds, spec, None
+
+        marks = {}
+        for name, value in self.__dict__.items():
+            if name not in OWN_ATTRIBUTES:
+                marks[name] = value
         is_parameter = isinstance(self, torch.nn.Parameter)
         return rebuild, (inner, context, tuple(self.shape), self.requires_grad, is_parameter, marks)
 
@@ -592,8 +626,9 @@ class QuantizedTensor(Tensor):
         dtype, kinds, spec, offset = context
         planes = {}
         for name, format, block_offset in kinds:
-            own = f"_{name}_scale"
-            scale = inner[own if own in inner else "_rowwise_scale"]
+            scale = inner.get(f"_{name}_scale")
+            if scale is None:  # the planes share a scale
+                scale = inner["_rowwise_scale"]
             planes[name] = Plane(
                 inner[f"_{name}_data"], scale, formats.FORMATS[format], block_offset
             )
@@ -606,14 +641,13 @@ class QuantizedTensor(Tensor):
 
     # --- torch.distributed.checkpoint -------------------------------------------------------------
 
-    def __create_write_items__(self, fqn: str, whole: Tensor) -> list[Any]:
-        return dcp.write_items(fqn, whole)
+    def __create_write_items__(self, fqn: str, tensor: Tensor) -> list[Any]:
+        return dcp.write_items(fqn, tensor)
 
     def __get_tensor_shard__(self, index: Any = None) -> QuantizedTensor:
-        shard: Any = self.view_of(self.geometry)
+        shard: QuantizedTensor = self.view_of(self.geometry)
         shard.__class__ = LoadedShard
-        found: LoadedShard = shard
-        return found
+        return shard
 
 
 class LoadedShard(QuantizedTensor):
@@ -648,8 +682,7 @@ class LoadedShard(QuantizedTensor):
             super().check_writable()
             return super().write(src, spec, delayed, kind, exact_values)
         cols = self._storage.rows_and_row_size[1]
-        size, offset = (self.shape[0], cols), box[0].start * cols
-        rows = self.view_of((size, (cols, 1), offset))
+        rows = self.view_of(((self.shape[0], cols), (cols, 1), box[0].start * cols))
         values = rows.dequantize(src.dtype)
         values[:, box[1]] = src
         return rows.write(values, spec, delayed, WriteKind.MERGED_COPY)

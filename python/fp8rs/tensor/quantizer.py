@@ -226,18 +226,18 @@ class Quantizer:
         shape = torch.Size(shape)
         batch, (rows, cols) = split_batch(shape, self.spec.batched)
 
-        def plane(data_shape: tuple[int, ...], rows: int, cols: int) -> Plane:
+        def empty_plane(data_shape: tuple[int, ...], rows: int, cols: int) -> Plane:
             data = torch.empty(data_shape, dtype=self.fp8_dtype, device=device)
             scale = torch.ones(self.format.scale_shape(rows, cols, batch), device=device)
             return Plane(data, scale.to(self.format.scale_dtype), self.format)
 
         row = None
         if self.rowwise:
-            row = plane(shape, rows, cols)
+            row = empty_plane(shape, rows, cols)
         col = None
         if self.columnwise:
             # A columnwise plane stores the transposed matrices.
-            col = plane((*batch, cols, rows), cols, rows)
+            col = empty_plane((*batch, cols, rows), cols, rows)
         return wrap(PlaneStorage(row, col, self.spec, self.delayed), shape, dtype, requires_grad)
 
     def copy(self) -> Quantizer:
@@ -254,7 +254,11 @@ class Quantizer:
         self.__dict__.update(state, _key=_key_of(state["spec"]))
 
     def __repr__(self) -> str:
-        planes = [name for name in ("rowwise", "columnwise") if getattr(self, name)]
+        planes = []
+        if self.rowwise:
+            planes.append("rowwise")
+        if self.columnwise:
+            planes.append("columnwise")
         block = "" if self.format.per_tensor else f", block={self.format.block}"
         return f"Quantizer({self.fp8_dtype}, planes={planes}{block})"
 

@@ -35,14 +35,15 @@ def stochastic_round(plane: Plane, values: Tensor, numbers: Tensor | float) -> T
     mantissa, smallest = _SIZES[dtype]
     scaled = values * (1.0 / plane.expand_scale())
     magnitude = scaled.abs().clamp(max=FP8_MAX[dtype])
-    # Divide each magnitude by the format's spacing around it. Whole numbers are values of codes.
+
+    # Divide each magnitude by the format's spacing around it. Integers are values of codes.
     exponent = (magnitude.view(torch.int32) & _EXPONENT).clamp(min=(smallest + 127) << 23)
     step = (exponent - (mantissa << 23)).view(torch.float32)
-    counted = magnitude / step
-    whole = counted.floor()
-    way = ((counted - whole) * 2.0**24).floor()
-    up = (numbers * 2.0**24 < way).to(torch.float32)
-    rounded = ((whole + up) * step).copysign(scaled)
+    steps = magnitude / step
+    steps_below = steps.floor()
+    fraction = ((steps - steps_below) * 2.0**24).floor()
+    up = (numbers * 2.0**24 < fraction).to(torch.float32)
+    rounded = ((steps_below + up) * step).copysign(scaled)
     rounded = torch.where(scaled.isnan(), torch.nan, rounded)
     return rounded.to(dtype)
 
@@ -64,14 +65,16 @@ def matches_rounding(plane: Plane, values: Tensor, stochastic: bool, saturates: 
     largest = FP8_MAX[dtype]
     scaled = values * (1.0 / plane.expand_scale())
     if stochastic:
-        down, up = (
-            stochastic_round(plane, values, number).view(torch.uint8) for number in (1.0, 0.0)
-        )
-        same = (codes == down) | (codes == up)
+        down = stochastic_round(plane, values, 1.0).view(torch.uint8)
+        up = stochastic_round(plane, values, 0.0).view(torch.uint8)
+        matches = (codes == down) | (codes == up)
     else:
-        same = codes == scaled.clamp(-largest, largest).to(dtype).view(torch.uint8)
-    beyond = 2.0 ** math.ceil(math.log2(largest)) if saturates else FP8_BOUND[dtype]
-    return same & (scaled.abs() < beyond)
+        matches = codes == scaled.clamp(-largest, largest).to(dtype).view(torch.uint8)
+
+    bound = FP8_BOUND[dtype]
+    if saturates:
+        bound = 2.0 ** math.ceil(math.log2(largest))  # the next power of two
+    return matches & (scaled.abs() < bound)
 
 
 def rounds_to_codes(planes: Planes, values: Tensor, stochastic: bool = False) -> Tensor:
