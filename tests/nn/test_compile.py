@@ -318,6 +318,8 @@ def divided(model, x):
 def test_inputs_are_recomputed_and_quantized_once(device, recipe):
     """By default, a compiler recomputes inputs, such as a norm's output, and saves no codes."""
     kind = resolve_recipe(RECIPES[recipe])
+    if "wgrad" in kind.high_precision_gemms:
+        pytest.skip("it saves no codes, and its wgrad reads what torch's does")
     tokens, counts, results = 128, {}, {}
     for save_input in (False, None):
         torch.manual_seed(0)
@@ -348,7 +350,7 @@ def test_inputs_are_recomputed_and_quantized_once(device, recipe):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@a_few_recipes
+@each_recipe("delayed", "mxfp8", of=[name for name in RECIPES if name != "rowwise_with_gw_hp"])
 def test_codes_may_be_saved(device, recipe):
     kind = dataclasses.replace(resolve_recipe(RECIPES[recipe]), save_input=False)
     eager, model = small(kind, device), small(kind, device)

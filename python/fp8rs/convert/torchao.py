@@ -122,8 +122,8 @@ def _is_high_precision(cast: Any) -> bool:
 def _is_of_whole_tensor(cast: Any) -> bool:
     """Whether a cast uses one scale per tensor.
 
-    In torchao's "rowwise_with_gw_hp", this is the weight's cast for dgrad. Here dgrad uses the codes
-    and the row scales of the forward.
+    In torchao's "rowwise_with_gw_hp", this is the weight's cast for dgrad. Here dgrad uses the
+    codes and the row scales of the forward.
     """
     is_tensorwise = _value(getattr(cast, "scaling_granularity", None)) == "tensorwise"
     dtype = getattr(cast, "target_dtype", None) or formats.E4M3
