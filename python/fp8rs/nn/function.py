@@ -390,9 +390,9 @@ def _quantize_saved_input(
 def _recompute_in_backward(x: Tensor, ordering_token: Tensor) -> Tensor:
     """Return ``x`` in a form that a compiler recomputes in the backward.
 
-    Custom operators need materialized inputs, so the partitioner would save ``x`` instead of
-    recomputing it. A ``where`` that depends on a tensor of the backward is pointwise. The compiler
-    fuses it with the producer of ``x`` in the backward.
+    Custom operators and GEMMs need materialized inputs, so the partitioner would save ``x`` instead
+    of recomputing it. A ``where`` that depends on a tensor of the backward is pointwise. The
+    compiler fuses it with the producer of ``x`` in the backward.
     """
     if ordering_token.shape[-1] == 0:
         return x
@@ -555,6 +555,8 @@ class _Linear(torch.autograd.Function):
                 emulate=spec.emulate,
             )
         elif needs_w and not fp8_wgrad:
+            if is_traced(saved_x):
+                saved_x = _recompute_in_backward(saved_x, ordering_token)
             dw = high_precision_wgrad(dy, saved_x, call.out_dtype).to(ctx.weight_dtype)
 
         if needs_bias:
