@@ -114,6 +114,8 @@ def test_output_gradient_is_quantized_in_needed_directions(device, recipe):
         y = fp8(x := data(device).requires_grad_())
         with counted_gemms() as count:
             grad(fp8, x, y, names)
+        if recipe == "rowwise_with_gw_hp":  # wgrad reads no codes
+            directions = [(True, False) for rowwise, _ in directions if rowwise]
         assert count.directions == directions
 
 
