@@ -3,7 +3,9 @@
 The workload has 16 layers with Llama-3-8B's shapes, vocabulary 32000, sequence length 8192, batch
 size 1 per GPU, fp32 master weights, AdamW, head and embedding in bf16, reduce-scatter in fp32, and
 no activation checkpointing. The loss is measured after 12 steps on one fixed random batch. Variants
-that end in -fp8 convert with fp8_weights=True and train with fp8rs.optim.AdamW.
+that end in -fp8 convert with fp8_weights=True and train with fp8rs.optim.AdamW. Variants of torchao
+are "torchao" (one scale per tensor, with its FP8 all-gather), "torchao-rowwise" and
+"torchao-rowwise_with_gw_hp", which gather in bf16, because torchao gathers no scales of rows.
 
 Settings can follow a variant's name, each after a +. They override options of the same names:
 
@@ -21,6 +23,8 @@ Settings can follow a variant's name, each after a +. They override options of t
 
     python benches/end_to_end.py                       # every variant on every GPU
     python benches/end_to_end.py --ranks 2 --variants bf16,current
+    python benches/end_to_end.py --variants bf16-compiled,rowwise-compiled,\
+rowwise_with_gw_hp-compiled,torchao-rowwise_with_gw_hp-compiled
     python benches/end_to_end.py --variants bf16,current-fp8,current-fp8+no-masters+bf16-reduce
     python benches/end_to_end.py --ranks 2 --profile --variants bf16-compiled,bf16-compiled+comm
     python benches/end_to_end.py --device cpu --ranks 2 --dim 256 --layers 2 --sequence 64 \
@@ -86,6 +90,8 @@ def _variants() -> dict[str, Variant]:
             found[recipe] = Variant("fp8rs", recipe, False)
             found[f"{recipe}-fp8"] = Variant("fp8rs", recipe, False, fp8_weights=True)
     found["torchao"] = Variant("torchao", "tensorwise", False)
+    for recipe in ("rowwise", "rowwise_with_gw_hp"):
+        found[f"torchao-{recipe}"] = Variant("torchao", recipe, False)
     compiled = {f"{k}-compiled": dataclasses.replace(v, compiled=True) for k, v in found.items()}
     return {**found, **compiled}
 
@@ -311,14 +317,18 @@ def _prepare(
     elif variant.library == "torchao":
         from torchao import float8 as peer
 
-        peer.convert_to_float8_training(
-            model,
-            config=peer.Float8LinearConfig(
-                enable_fsdp_float8_all_gather=True, emulate=device == "cpu"
-            ),
-            module_filter_fn=lambda _, name: name != "head",
+        assert variant.recipe is not None
+        has_fp8_gather = variant.recipe == "tensorwise"
+        config = dataclasses.replace(
+            peer.Float8LinearConfig.from_recipe_name(variant.recipe),
+            enable_fsdp_float8_all_gather=has_fp8_gather,
+            emulate=device == "cpu",
         )
-        after_step = peer.precompute_float8_dynamic_scale_for_fsdp
+        peer.convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda _, name: name != "head"
+        )
+        if has_fp8_gather:
+            after_step = peer.precompute_float8_dynamic_scale_for_fsdp
     if variant.compiled:
         if arguments["recompute"]:
             torch._functorch.config.ban_recompute_materialized_backward = False

@@ -18,6 +18,7 @@ RECIPES = {
     "block": "block",
     "mxfp8": "mxfp8",
     "mxfp8 of 1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
+    "rowwise_with_gw_hp": "rowwise_with_gw_hp",
 }
 
 

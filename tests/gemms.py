@@ -31,12 +31,17 @@ class Count(TorchDispatchMode):
 
 @contextmanager
 def counted_gemms():
-    """Yield a `Count` that is active inside the context."""
-    scaled_mm = function.scaled_mm
+    """Yield a `Count` that is active inside the context.
 
-    def counting_scaled_mm(*args, **kwargs):
-        count.fp8 += 1
-        return scaled_mm(*args, **kwargs)
+    Backward GEMMs that an FP8 layer runs in high precision count as GEMMs of the layer.
+    """
+
+    def counting(gemm):
+        def counting_gemm(*args, **kwargs):
+            count.fp8 += 1
+            return gemm(*args, **kwargs)
+
+        return counting_gemm
 
     def counting_quantize(spec, role, x, rowwise, columnwise, *rest):
         if role == function.GRAD:
@@ -44,7 +49,8 @@ def counted_gemms():
         return quantize_operand(spec, role, x, rowwise, columnwise, *rest)
 
     with pytest.MonkeyPatch.context() as patch, Count() as count:
-        patch.setattr(function, "scaled_mm", counting_scaled_mm)
+        for name in ("scaled_mm", "high_precision_dgrad", "high_precision_wgrad"):
+            patch.setattr(function, name, counting(getattr(function, name)))
         replace_quantize_operand(patch, counting_quantize)
         yield count
 

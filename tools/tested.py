@@ -28,8 +28,8 @@ INTRODUCTION = """\
 - `make test-all` runs each pair of values of two parameters.
 - `pytest --full FILE` runs all combinations.
 
-The six recipes are `current`, `delayed`, `rowwise`, `block`, `mxfp8` and
-`MXFP8BlockScaling(weight_block=(1, 32))`.
+The seven recipes are `current`, `delayed`, `rowwise`, `block`, `mxfp8`,
+`MXFP8BlockScaling(weight_block=(1, 32))` and `rowwise_with_gw_hp`.
 """
 
 #: Titles, what holds for every combination, and the tests with their parameters.
@@ -166,7 +166,7 @@ def parameters_of(module: str, test: str) -> list[str]:
             names = ", ".join(names)
         texts = [value_text(value) for value in values]
         if texts == list(import_module("cases").RECIPES):
-            texts = ["all six"]
+            texts = ["all seven"]
         separator = "; " if "," in names else ", "
         lines.append(f"    - {names}: {separator.join(texts)}")
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import re
 import subprocess
@@ -32,18 +33,41 @@ def test_recipe_names_equal_torchaos():
     assert {name.value for name in float8.config.Float8LinearRecipeName} == set(NAMED)
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("name", NAMED)
 def test_configs_equal_the_copies(name):
     from torchao.float8 import Float8LinearConfig
 
     assert recipe_of(Float8LinearConfig.from_recipe_name(name)) == recipe_of(NAMED[name])
 
 
-def test_a_gemm_in_high_precision_is_refused():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_wgrad_of_rowwise_with_gw_hp_equals_torchaos(dtype):
+    """torchao is the reference: its wgrad multiplies the same operands."""
     from torchao.float8 import Float8LinearConfig
+    from torchao.float8 import convert_to_float8_training as convert_by_torchao
 
-    with pytest.raises(ValueError, match="one GEMM in high precision"):
-        recipe_of(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))
+    name = "rowwise_with_gw_hp"
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 48)).to(dtype)
+    ours = convert_to_float8_training(
+        copy.deepcopy(plain), config=Float8LinearConfig.from_recipe_name(name)
+    )
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(name), emulate=True)
+    theirs = convert_by_torchao(copy.deepcopy(plain), config=config)
+    x = torch.randn(32, 64).to(dtype)
+    dy = torch.randn(32, 48).to(dtype)
+    results = []
+    for model in (ours, theirs, plain):
+        x = x.detach().requires_grad_()
+        y = model(x)
+        y.backward(dy)
+        results.append((y.detach(), x.grad, model[0].weight.grad))
+    (y, dx, dw), (their_y, their_dx, their_dw), (_, exact_dx, exact_dw) = results
+    assert torch.equal(dw, exact_dw)
+    torch.testing.assert_close(dw, their_dw)
+    torch.testing.assert_close(y, their_y, rtol=2**-7, atol=2**-7)
+    # torchao's dgrad has one scale per tensor for the weight.
+    assert (dx - exact_dx).norm() < 1.1 * (their_dx - exact_dx).norm()
 
 
 @pytest.mark.parametrize("fp8_weights", [False, True])

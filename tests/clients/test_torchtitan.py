@@ -137,7 +137,55 @@ def test_experts_of_the_example_are_gathered_in_fp8(experts, ranks, options, tmp
         assert saved == (2 * STEPS + 1) * (weights - scales)
 
 
-@pytest.mark.parametrize("recipe", ["current", "rowwise", "delayed"])
+@pytest.mark.parametrize(
+    "name",
+    ["tensorwise", "rowwise", "rowwise_with_gw_hp", None],
+    ids=lambda name: name or "default",
+)
+def test_the_fields_that_torchtitan_removed_are_accepted(name):
+    from torchtitan.models.llama3 import model_registry
+
+    import fp8rs
+    from fp8rs.integrations.torchtitan import Float8Converter
+
+    converter = Float8Converter.Config(
+        recipe_name=name,
+        enable_fsdp_float8_all_gather=True,
+        precompute_float8_dynamic_scale_for_fsdp=True,
+        filter_fqns=["lm_head"],
+    )
+    spec = model_registry("debugmodel", converters=[converter])
+    with torch.device("meta"):
+        model = spec.model.build()
+    layers = [m for m in model.modules() if isinstance(m, fp8rs.nn.Linear)]
+    assert layers
+    expected = fp8rs.nn.Linear(16, 16, recipe=name or "current").recipe
+    assert {layer.recipe for layer in layers} == {expected}
+    assert all(layer._fp8_state.fp8_gather for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"recipe": "current", "recipe_name": "tensorwise"}, "recipe and recipe_name are both"),
+        ({"recipe_name": "rowise"}, "Did you mean 'rowwise'"),
+        (
+            {
+                "enable_fsdp_float8_all_gather": False,
+                "precompute_float8_dynamic_scale_for_fsdp": True,
+            },
+            "precompute_float8_dynamic_scale_for_fsdp=True contradicts",
+        ),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields, message):
+    from fp8rs.integrations.torchtitan import Float8Converter
+
+    with pytest.raises(ValueError, match=message):
+        Float8Converter(Float8Converter.Config(**fields))
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "delayed", "rowwise_with_gw_hp"])
 def test_experts_run_on_fp8_operands(recipe):
     """Use the class of the library, whose method for grouped GEMMs may move."""
     from torchtitan.models.common.moe import GroupedExperts

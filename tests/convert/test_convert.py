@@ -1,6 +1,7 @@
 """convert_to_float8_training: layers, arguments, and a model of transformers."""
 
 import copy
+import dataclasses
 import logging
 import warnings
 import weakref
@@ -749,8 +750,26 @@ def test_named_torchao_configs_map_to_recipes():
     assert model.head.recipe == Float8CurrentScaling(fp8_format="hybrid")
     model = convert_to_float8_training(Model(), config=NAMED["rowwise"])
     assert model.head.recipe == Float8RowwiseScaling(power_2_scale=True)
-    with pytest.raises(ValueError, match=r'one GEMM in high precision.* recipe="rowwise"'):
-        convert_to_float8_training(Model(), config=NAMED["rowwise_with_gw_hp"])
+    model = convert_to_float8_training(Model(), config=NAMED["rowwise_with_gw_hp"])
+    assert model.head.recipe == Float8RowwiseScaling(
+        power_2_scale=True, high_precision_gemms=("wgrad",)
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"cast_config_input_for_grad_weight": CastConfig()},
+        {"cast_config_grad_output_for_grad_weight": None},
+        {"cast_config_weight_for_grad_input": CastConfig(ScalingType.DISABLED)},
+        {"cast_config_weight_for_grad_input": CastConfig(target_dtype=torch.float8_e5m2)},
+    ],
+    ids=["input", "gradient", "disabled weight", "weight of e5m2"],
+)
+def test_other_gemms_of_torchao_configs_in_high_precision_are_refused(changed):
+    config = dataclasses.replace(NAMED["rowwise_with_gw_hp"], **changed)
+    with pytest.raises(ValueError, match=r"config\.cast_config_\w+_for_grad_\w+ "):
+        convert_to_float8_training(Model(), config=config)
 
 
 def test_torchao_recipe_names_map_to_recipes():
@@ -758,8 +777,8 @@ def test_torchao_recipe_names_map_to_recipes():
     assert model.head.recipe == Float8CurrentScaling()
     model = convert_to_float8_training(Model(), recipe="rowwise")
     assert model.head.recipe == Float8RowwiseScaling()
-    with pytest.raises(ValueError, match=r"weight gradients in high precision.* is 'rowwise'$"):
-        convert_to_float8_training(Model(), recipe="rowwise_with_gw_hp")
+    model = convert_to_float8_training(Model(), recipe="rowwise_with_gw_hp")
+    assert model.head.recipe == Float8RowwiseScaling(high_precision_gemms=("wgrad",))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from internals import local_of as local_tensor
 from language_models import mixture, tiny_mixture, train_on
 
 KINDS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
-FP8_RECIPES = ["current", "delayed", "rowwise"]
+FP8_RECIPES = ["current", "delayed", "rowwise", "rowwise_with_gw_hp"]
 
 
 class Titan(nn.Module):
@@ -316,16 +316,20 @@ def test_auto_converts_known_experts_only():
 def test_auto_chooses_gemms_by_size_and_rows():
     """The report names them. Recipes without FP8 GEMMs have no choice."""
     columns = (128, 1024, 8192)
-    for recipe in ("current", "rowwise", "block", "mxfp8"):
+    for recipe in ("current", "rowwise", "rowwise_with_gw_hp", "block", "mxfp8"):
         with torch.device("meta"):
             model = nn.ModuleDict({"large": Titan(2, 4096, 14336), "small": Titan(8, 512, 768)})
         planned = fp8rs.report(model, recipe=recipe)
-        fp8 = recipe in ("current", "rowwise")
+        fp8 = recipe in ("current", "rowwise", "rowwise_with_gw_hp")
         for name in ("w1_EFD", "w2_EDF", "w3_EFD"):
             large, small = (planned.gemms[f"{size}.{name}"] for size in ("large", "small"))
             assert tuple(large) == tuple(small) == columns
             assert small[8192] == "high precision"
-            if recipe != "rowwise" or name == "w2_EDF":
+            if recipe == "rowwise_with_gw_hp":
+                assert "FP8" not in large.values()
+                if name == "w2_EDF":
+                    assert large[8192] == "FP8, high-precision wgrad"
+            elif recipe != "rowwise" or name == "w2_EDF":
                 # Multiplying row scales into the wide gradients of the others takes long.
                 assert large[8192] == ("FP8" if fp8 else "high precision")
         reason = "" if fp8 else f"recipe '{recipe}' has no grouped FP8 GEMMs"
@@ -397,6 +401,14 @@ def test_a_name_that_matches_nothing_is_a_warning():
     [
         (Titan, {"experts": "some"}, r"experts must be one of 'auto', .*, not 'some'"),
         (Titan, {"experts": "fp8", "recipe": "mxfp8"}, "experts='fp8' requires a recipe .*'mxfp8'"),
+        (
+            Titan,
+            {
+                "experts": "fp8",
+                "recipe": fp8rs.Float8RowwiseScaling(high_precision_gemms=("dgrad",)),
+            },
+            r"experts='fp8' contradicts high_precision_gemms=\('dgrad',\)",
+        ),
         (
             lambda: Unknown(4, 40, 64),
             {"experts": "fp8"},
@@ -593,7 +605,7 @@ def test_sharded_mixtures_train_as_unsharded_ones(rig, kind, recipe):
             optimizer.zero_grad()
             losses[-1].append(loss.item())
     # In recipes with GEMMs in high precision, unsharded weights are not rounded.
-    exact = recipe in ("current", "rowwise")
+    exact = recipe in ("current", "rowwise", "rowwise_with_gw_hp")
     assert losses[1] == pytest.approx(losses[0], rel=1e-5 if exact else 0.02)
 
 

@@ -66,5 +66,6 @@ NAMED = {
         cast_config_input_for_grad_weight=CastConfig(ScalingType.DISABLED),
         cast_config_grad_output_for_grad_weight=CastConfig(ScalingType.DISABLED),
         cast_config_weight_for_grad_input=CastConfig(target_dtype=torch.float8_e4m3fn),
+        round_scales_to_power_of_2=True,
     ),
 }

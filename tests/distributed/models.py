@@ -55,6 +55,7 @@ BLOCKS = {
     "block": fp8rs.Float8BlockScaling(),
     "mxfp8": fp8rs.MXFP8BlockScaling(),
     "mxfp8 of 1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
+    "rowwise_with_gw_hp": resolve_recipe("rowwise_with_gw_hp"),
 }
 """Recipes with a scale for each row or block."""
 

@@ -578,7 +578,7 @@ def test_a_step_of_another_optimizer_synchronizes_all_weights_in_one_all_reduce(
         with Collectives() as seen:
             optimizer.step()
         # Delayed scaling also reduces the amaxes of the step.
-        assert len(reduces(seen)) == (recipe != "rowwise") + (recipe == "delayed")
+        assert len(reduces(seen)) == (not recipe.startswith("rowwise")) + (recipe == "delayed")
 
 
 @ranks(2)
@@ -692,7 +692,7 @@ def test_a_synchronization_frees_the_values(rig, recipe):
         for layer in linears(model).values():
             local_of(layer.weight).copy_(torch.ones(local_of(layer.weight).shape))
     # A shard has all elements of the scales of its rows, so nothing is synchronized.
-    assert any(handle.pending is not None for handle in handles) == (recipe != "rowwise")
+    assert any(handle.pending is not None for handle in handles) != recipe.startswith("rowwise")
     model(batch(rig))
     assert all(handle.pending is None for handle in handles)
 

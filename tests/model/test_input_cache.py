@@ -17,7 +17,7 @@ from fp8rs.quantize.recipes import resolve_recipe
 from internals import notify_freed
 from saving import reloaded
 
-RECIPES = ("current", "delayed", "rowwise", "block", "mxfp8")
+RECIPES = ("current", "delayed", "rowwise", "block", "mxfp8", "rowwise_with_gw_hp")
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 SAVED = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
 

@@ -24,6 +24,8 @@ CHOSEN = {
     "block": RECIPES["block"](),
     "block of squares": fp8rs.Float8BlockScaling(wgrad_input_block=(128, 128)),
     "mxfp8": RECIPES["mxfp8"](),
+    "rowwise_with_gw_hp": RECIPES["rowwise_with_gw_hp"](),
+    "block of exact dgrad": fp8rs.Float8BlockScaling(high_precision_gemms=("dgrad",)),
 }
 NAMES = list(CHOSEN)
 every_recipe = pytest.mark.parametrize("name", NAMES)

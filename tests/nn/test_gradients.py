@@ -206,6 +206,7 @@ OPERATORS = {
     "rowwise": {"quantize_blocks": 2 + 3 + 3 + 3},
     "block": {"quantize_blocks": 2 + 3 + 3 + 3},
     "mxfp8": {"quantize_blocks": 2 + 3 + 3 + 3},
+    "rowwise_with_gw_hp": {"quantize_blocks": 2 + 3 + 3 + 3},
 }
 
 

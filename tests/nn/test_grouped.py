@@ -103,7 +103,7 @@ def test_a_group_is_independent_of_the_others(device):
 
 
 #: Recipes with FP8 GEMMs for groups, and recipes with GEMMs in high precision.
-FP8_RECIPES = ["current", "delayed", "rowwise"]
+FP8_RECIPES = ["current", "delayed", "rowwise", "rowwise_with_gw_hp"]
 PLAIN_RECIPES = ["block", "mxfp8"]
 
 
@@ -169,13 +169,16 @@ def simulated(x, weight, offs, dy, recipe):
         w = weight[group]
         part, part_dy = x[start:end], dy[start:end]
         if recipe in FP8_RECIPES:
-            if recipe == "rowwise":  # scales of rows are multiplied into the gradient
+            if recipe.startswith("rowwise"):  # scales of rows are multiplied into the gradient
                 scale = w.abs().amax(1) / 448
                 w_codes, g = rounded(w, 1) / scale[:, None], rounded(part_dy * scale, 1)
             else:
                 w_codes, g = rounded(w, (0, 1)), rounded(part_dy, 1)
             dx.append(g @ w_codes)
-            dw.append(rounded(part_dy, 0).t() @ rounded(part, 0))
+            if recipe == "rowwise_with_gw_hp":
+                dw.append(part_dy.t() @ part)
+            else:
+                dw.append(rounded(part_dy, 0).t() @ rounded(part, 0))
         else:
             dx.append(part_dy @ quantized(weight.float(), recipe).dequantize()[group].double())
             dw.append(part_dy.t() @ part)
@@ -201,6 +204,33 @@ def test_errors_of_gradients_are_those_of_a_simulation(recipe):
     found = zip(errors, simulated(x, weight, offs, dy, recipe), (dx, dw), strict=True)
     for got, simulation, exact in found:
         assert got == pytest.approx(error(simulation, exact), rel=0.02, abs=1e-6)
+
+
+@pytest.mark.parametrize("case", list(LENGTHS))
+@pytest.mark.parametrize("gathered", [False, True])
+def test_only_wgrad_of_rowwise_with_gw_hp_is_in_high_precision(device, case, gathered):
+    x, weight, bias, offs, dy = operands(device, case)
+    stored = quantized(weight, "rowwise") if gathered else weight
+    results = {}
+    for recipe in ("rowwise", "rowwise_with_gw_hp", "block"):
+        # `block` has no grouped FP8 GEMMs, so its wgrad is that of torch.
+        results[recipe] = run(
+            x, weight if recipe == "block" else stored, bias, offs, dy, recipe=recipe
+        )
+    y, dx, dw, db = results["rowwise_with_gw_hp"]
+    assert torch.equal(y, results["rowwise"][0])
+    assert torch.equal(dx, results["rowwise"][1])
+    assert torch.equal(dw, results["block"][2])
+    assert torch.equal(db, results["block"][3])
+
+
+@pytest.mark.parametrize("gemm", ["forward", "dgrad"])
+def test_experts_run_forward_and_dgrad_with_one_precision(device, gemm):
+    x, weight, bias, offs, dy = operands(device, "uneven")
+    recipe = fp8rs.Float8RowwiseScaling(high_precision_gemms=(gemm,))
+    results = run(x, weight, bias, offs, dy, recipe=recipe)
+    exact = run(x, weight, bias, offs, dy, recipe="block")
+    assert all(torch.equal(a, b) for a, b in zip(results, exact, strict=True))
 
 
 def test_rows_of_four_dimensions_are_those_of_one_matrix(device):
@@ -255,7 +285,8 @@ def test_wgrad_alone_runs_in_high_precision(device, monkeypatch, recipe, transpo
         found[gemms] = [y.detach(), *(leaf.grad for leaf in leaves)]
     for i, other in enumerate(("fp8", "fp8", "gather", "fp8")):
         assert torch.equal(found["auto"][i], found[other][i])
-    assert torch.equal(found["fp8"][2], found["gather"][2]) == (case == "no rows in groups")
+    has_equal_wgrad = case == "no rows in groups" or recipe == "rowwise_with_gw_hp"
+    assert torch.equal(found["fp8"][2], found["gather"][2]) == has_equal_wgrad
 
 
 def test_parts_of_groups_are_equal_and_aligned():

@@ -23,7 +23,8 @@ Block = tuple[int, int]
 class Blocks:
     """The blocks of a recipe. ``rounding`` is set if the scales are E8M0.
 
-    ``wgrad_input`` is the block of the transposed input, if it differs from ``input``.
+    ``wgrad_input`` is the block of the transposed input, if it differs from ``input``. The GEMMs in
+    ``high_precision`` multiply operands that are not rounded.
     """
 
     input: Block
@@ -31,6 +32,7 @@ class Blocks:
     rounding: str | None = None
     power_2_scale: bool = False
     wgrad_input: Block | None = None
+    high_precision: tuple[str, ...] = ()
 
 
 #: Current scaling, and delayed scaling in its first forward.
@@ -46,6 +48,7 @@ def blocks_of(recipe: Any) -> Blocks:
         getattr(recipe, "scale_rounding", None),
         recipe.power_2_scale,
         None if wgrad_input == input else wgrad_input.block,
+        recipe.high_precision_gemms,
     )
 
 
@@ -69,7 +72,10 @@ class _Linear(torch.autograd.Function):
         x2 = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x2, weight)
         ctx.of = x.shape, blocks, grad_dtype, rebased, None if bias is None else bias.dtype
-        y = _operand(x2, E4M3, blocks, rebased) @ _weight(weight, blocks, rebased).t()
+        if "forward" in blocks.high_precision:
+            y = x2.float() @ weight.float().t()
+        else:
+            y = _operand(x2, E4M3, blocks, rebased) @ _weight(weight, blocks, rebased).t()
         if bias is not None:
             y = y + bias
         return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
@@ -79,16 +85,21 @@ class _Linear(torch.autograd.Function):
         x2, weight = ctx.saved_tensors
         shape, blocks, grad_dtype, rebased, b_dtype = ctx.of
         dy2 = dy.reshape(-1, dy.shape[-1])
-        if blocks.weight == (1, -1):
+        if "dgrad" in blocks.high_precision:
+            dx = dy2.float() @ weight.float()
+        elif blocks.weight == (1, -1):
             w, scale = rounded(weight, E4M3, (1, -1), power_2_scale=blocks.power_2_scale)
             scaled = dy2.float() * scale.view(1, -1)
             dx = _operand(scaled, grad_dtype, blocks, rebased) @ (w / scale)
         else:
             w = _weight(weight.t(), blocks, rebased).t()
             dx = _operand(dy2, grad_dtype, blocks, rebased) @ w
-        left = _operand(dy2.t(), grad_dtype, blocks, rebased)
-        transposed = replace(blocks, input=blocks.wgrad_input or blocks.input)
-        dw = left @ _operand(x2.t(), E4M3, transposed, rebased).t()
+        if "wgrad" in blocks.high_precision:
+            dw = dy2.float().t() @ x2.float()
+        else:
+            left = _operand(dy2.t(), grad_dtype, blocks, rebased)
+            transposed = replace(blocks, input=blocks.wgrad_input or blocks.input)
+            dw = left @ _operand(x2.t(), E4M3, transposed, rebased).t()
         db = None if b_dtype is None else dy2.sum(0, dtype=b_dtype)
         return dx.to(x2.dtype).view(shape), dw.to(weight.dtype), db, None, None, None
 

@@ -77,6 +77,7 @@ def test_hybrid_means_e5m2_gradients_only(recipe):
         ("tensorwise", Float8CurrentScaling()),
         ("delayed", DelayedScaling()),
         ("rowwise", Float8RowwiseScaling()),
+        ("rowwise_with_gw_hp", Float8RowwiseScaling(high_precision_gemms=("wgrad",))),
         ("block", Float8BlockScaling()),
         ("mxfp8", MXFP8BlockScaling()),
     ],
@@ -128,6 +129,29 @@ def test_lists_of_fast_accumulation_become_tuples():
         (lambda: Float8BlockScaling(wgrad_input_block=128), ValueError, "wgrad_input_block"),
         (lambda: MXFP8BlockScaling(scale_rounding="up"), ValueError, "scale_rounding"),
         (lambda: MXFP8BlockScaling(amax_epsilon=1e-3), ValueError, "amax_epsilon"),
+        (
+            lambda: Float8CurrentScaling(high_precision_gemms=("fprop",)),
+            ValueError,
+            "high_precision_gemms must be among forward, dgrad, wgrad, not 'fprop'",
+        ),
+        (lambda: DelayedScaling(high_precision_gemms=1), TypeError, "high_precision_gemms"),
+        (
+            lambda: Float8RowwiseScaling(high_precision_gemms=["wgrad", "dgrad", "forward"]),
+            ValueError,
+            "high_precision_gemms names all three",
+        ),
+        (
+            lambda: Float8RowwiseScaling(high_precision_gemms=("wgrad",), save_input=False),
+            ValueError,
+            "save_input=False contradicts high_precision_gemms",
+        ),
+        (
+            lambda: Float8BlockScaling(
+                high_precision_gemms=("wgrad",), wgrad_input_block=(128, 128)
+            ),
+            ValueError,
+            "wgrad_input_block=.* contradicts high_precision_gemms",
+        ),
         (lambda: resolve_recipe("tensorwide"), ValueError, "recipe"),
         (lambda: resolve_recipe(None), TypeError, "recipe"),
         (lambda: resolve_recipe(DelayedScaling), TypeError, "recipe"),
@@ -149,6 +173,18 @@ def test_the_error_for_a_recipe_of_another_library_names_that_library():
         fp8rs.convert_to_float8_training(torch.nn.Linear(32, 32), recipe=theirs())
 
 
+def test_gemms_in_high_precision_have_one_order():
+    recipe = Float8RowwiseScaling(high_precision_gemms=["wgrad", "dgrad"])
+    assert recipe.high_precision_gemms == ("dgrad", "wgrad")
+    assert hash(recipe) == hash(Float8RowwiseScaling(high_precision_gemms=("dgrad", "wgrad")))
+    assert Float8RowwiseScaling(high_precision_gemms="wgrad") == resolve_recipe(
+        "rowwise_with_gw_hp"
+    )
+
+
 def test_descriptions_show_changed_fields():
+    assert describe(resolve_recipe("rowwise_with_gw_hp")) == (
+        "rowwise, high_precision_gemms=('wgrad',)"
+    )
     assert describe(DelayedScaling()) == "delayed"
     assert describe(DelayedScaling(margin=2)) == "delayed, margin=2"

@@ -162,16 +162,67 @@ def test_q_k_and_v_share_one_gather(rig, recipe):
         return [c.nbytes for c in seen.seen if c.kind == kind]
 
     per_tensor = spec_of(recipe, INPUT).format.per_tensor
-    assert of(forward, "gather") == gathers(recipe, INPUT, rows, WIDTH, world)
+    if resolve_recipe(RECIPES[recipe]).high_precision_gemms:
+        assert of(forward, "gather") == [values]  # wgrad reads the input
+    else:
+        assert of(forward, "gather") == gathers(recipe, INPUT, rows, WIDTH, world)
     assert of(forward, "reduce") == [4] * per_tensor  # with delayed scaling, for the first scale
     assert of(forward, "scatter") == [values]
-    if recipe == "rowwise":
+    if spec_of(recipe, GRAD).format.per_row:
         assert of(backward, "gather") == [values]
     else:
         assert of(backward, "gather") == gathers(recipe, GRAD, rows, WIDTH, world)
     assert of(backward, "scatter") == [values], "one for q, k and v"
     # The gradients of norm and biases are partial sums over the rank's tokens.
     assert of(backward, "reduce") == [4] * per_tensor
+
+
+@ranks(2)
+@pytest.mark.parametrize("gemm", ["forward", "dgrad", "wgrad"])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_an_operand_of_a_gemm_in_high_precision_is_gathered_in_its_dtype(rig, gemm, trained):
+    torch.manual_seed(0)
+    model = Block().to(rig.device)
+    recipe = fp8rs.Float8CurrentScaling(high_precision_gemms=(gemm,))
+    fp8rs.convert_to_float8_training(model, recipe=recipe)
+    model.mixer.requires_grad_(trained)
+    mesh = rig.mesh(names=("tp",))
+    parallelize_module(model, mesh, plan())
+    x = distribute_tensor(tokens(rig, 8), mesh, [Shard(SEQUENCE)])
+    with Collectives() as forward:
+        y = model(x)
+    with Collectives() as backward:
+        y.to_local().square().sum().backward()
+    elements = 2 * 8 * WIDTH
+    exact_wgrad = trained and gemm == "wgrad"
+    for seen, in_fp32 in (
+        (forward, exact_wgrad or gemm == "forward"),
+        (backward, exact_wgrad or gemm == "dgrad"),
+    ):
+        gathered_bytes = [c.nbytes for c in seen.seen if c.kind == "gather"]
+        assert gathered_bytes == [elements * (4 if in_fp32 else 1)]
+
+
+@ranks(2, 3)
+@both_weights
+def test_rowwise_with_gw_hp_has_the_bytes_of_one_process(rig, fp8_weights):
+    """Rows have scales of their own, and wgrad of a column-parallel layer reads whole tokens."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(WIDTH, 96, bias=False)).to(rig.device)
+    fp8rs.convert_to_float8_training(whole, recipe="rowwise_with_gw_hp", fp8_weights=fp8_weights)
+    split = copy.deepcopy(whole)
+    mesh = rig.mesh(names=("tp",))
+    style = Float8ColwiseParallel(input_layouts=Shard(0), use_local_output=False)
+    parallelize_module(split, mesh, {"0": style})
+    x = tokens(rig, 6)[0]
+    dy = torch.randn(6, 96, generator=torch.Generator().manual_seed(1)).to(rig.device)
+    y = whole(x)
+    y.backward(dy)
+    split_y = split(x.tensor_split(rig.world_size)[rig.rank])
+    split_y.backward(distribute_tensor(dy, mesh, [Shard(1)]))
+    assert torch.equal(split_y.full_tensor(), y)
+    torch.testing.assert_close(split[0].weight.grad.full_tensor(), whole[0].weight.grad)
+    torch.testing.assert_close(whole[0].weight.grad, dy.t() @ x)
 
 
 # --- results -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from fp8rs.gemm.estimates import (
     gated_mlp_is_faster,
 )
 from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS
+from fp8rs.model.linear_spec import grouped_fp8_gemms
 from fp8rs.model.state import ModelState, state_of
 from fp8rs.nn.expert_modules import (
     ExpertsConfig,
@@ -110,12 +111,15 @@ class Experts:
             recipe: the recipe of the module.
         """
         per_row = recipe.block_format("weight").per_row
+        fp8_gemms = grouped_fp8_gemms(recipe)
         weights = {}
         for name in self.parameters:
             experts, n, k = _batch(self.module._parameters[name])
-            weights[name] = GroupedWeight(experts, n, k, row_scales=per_row)
+            weights[name] = GroupedWeight(
+                experts, n, k, row_scales=per_row, fp8_wgrad=fp8_gemms.wgrad
+            )
         if self.gemms != "auto":
-            return dict.fromkeys(weights, FP8 if self.gemms == "fp8" else HIGH_PRECISION)
+            return dict.fromkeys(weights, fp8_gemms if self.gemms == "fp8" else HIGH_PRECISION)
         if self.activation:
             down = weights["down_proj"]
             if gated_mlp_is_faster(rows * down.experts, down):
@@ -269,6 +273,9 @@ def _why_no_fp8_gemms(module: nn.Module, names: Sequence[str], recipe: Recipe) -
     """Return why grouped GEMMs cannot run on FP8 operands, or an empty string."""
     if not has_fp8_gemms(recipe):
         return f"recipe {recipe.name!r} has no grouped FP8 GEMMs"
+    if not grouped_fp8_gemms(recipe).rows:
+        gemms = " and ".join(gemm for gemm in recipe.high_precision_gemms if gemm != "wgrad")
+        return f"recipe {recipe.name!r} runs {gemms} in high precision"
     for name in names:
         weight = module._parameters[name]
         assert weight is not None
@@ -317,6 +324,8 @@ def _activation(module: Any, recipe: Recipe, gemms: Gemms) -> str | None:
     """Return the activation of transformers' experts if `gated_mlp` supports them, else None."""
     per_tensor = recipe.block_format("weight").per_tensor
     if gemms == "gather" or not per_tensor or not uses_registry(module):
+        return None
+    if grouped_fp8_gemms(recipe) != FP8:  # `gated_mlp` has no GEMMs in high precision
         return None
     has_plain_layout = module.has_gate and module.is_concatenated and not module.has_bias
     if not has_plain_layout or module.is_transposed:

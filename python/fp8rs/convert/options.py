@@ -12,6 +12,7 @@ from torch import nn
 from fp8rs._torch import own_part
 from fp8rs.convert.torchao import from_float8_linear_config
 from fp8rs.gemm.grouped import reads_format
+from fp8rs.model.linear_spec import grouped_fp8_gemms
 from fp8rs.nn.fp8_params import Float8Params
 from fp8rs.quantize.recipes import Recipe, check_bool, describe, resolve_recipe
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -80,6 +81,12 @@ class Options:
         if self.experts not in get_args(ExpertsMode):
             modes = ", ".join(map(repr, get_args(ExpertsMode)))
             raise ValueError(f"experts must be one of {modes}, not {self.experts!r}")
+        if self.experts == "fp8" and not grouped_fp8_gemms(recipe).rows:
+            raise ValueError(
+                f"experts='fp8' contradicts high_precision_gemms={recipe.high_precision_gemms} of "
+                "the recipe: forward and dgrad of experts have the same precision. Use "
+                "experts='gather'"
+            )
         if self.experts == "fp8" and not has_fp8_gemms(recipe):
             raise ValueError(
                 f"experts='fp8' requires a recipe with grouped FP8 GEMMs: 'current', 'delayed' or "

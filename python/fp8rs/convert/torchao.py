@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8rs.quantize import formats
-from fp8rs.quantize.recipes import Recipe, resolve_recipe
+from fp8rs.quantize.recipes import Gemm, Recipe, resolve_recipe
 
 #: The fields of operands, and the default dtype of each.
 _CASTS = {
@@ -21,6 +21,8 @@ _SECOND_CASTS = {
     "cast_config_weight_for_grad_input": "cast_config_weight",
     "cast_config_grad_output_for_grad_weight": "cast_config_grad_output",
 }
+#: The casts of wgrad's operands, which `Float8LinearConfig` disables together.
+_WGRAD_CASTS = ("cast_config_input_for_grad_weight", "cast_config_grad_output_for_grad_weight")
 _GEMMS = ("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight")
 
 #: The recipe of each scaling granularity.
@@ -31,7 +33,9 @@ def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
     """Return the recipe of ``config``, and its ``enable_fsdp_float8_all_gather``.
 
     ``Float8LinearConfig.from_recipe_name("rowwise")`` has power-of-two scales, unlike
-    ``recipe="rowwise"``. Layers always pad, regardless of ``pad_inner_dim``.
+    ``recipe="rowwise"``. The same holds for "rowwise_with_gw_hp", whose dgrad multiplies a weight
+    with one scale per tensor in torchao, and with one per row here. Layers always pad, regardless
+    of ``pad_inner_dim``.
 
     Raises:
         TypeError: ``config`` lacks the fields of a Float8LinearConfig.
@@ -54,12 +58,17 @@ def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
             "config.cast_config_*.scaling_granularity differs between operands, which no recipe "
             "supports"
         )
+    high_precision_gemms: tuple[Gemm, ...] = ()
+    if all(_is_high_precision(getattr(config, name, None)) for name in _WGRAD_CASTS):
+        high_precision_gemms = ("wgrad",)
     for name, first in _SECOND_CASTS.items():
         second = getattr(config, name, None)
+        if high_precision_gemms and (name in _WGRAD_CASTS or _is_of_whole_tensor(second)):
+            continue
         if second is not None and second != getattr(config, first):
             raise ValueError(
-                f"config.{name} keeps one GEMM in high precision, but recipes run all three in "
-                'FP8. The closest is recipe="rowwise"'
+                f"config.{name} keeps an operand in high precision, which is supported only for "
+                f"both of {' and '.join(_WGRAD_CASTS)}. Use a recipe with high_precision_gemms"
                 if _is_high_precision(second)
                 else f"config.{name} differs from config.{first}, but recipes cast an operand "
                 "alike for both GEMMs"
@@ -79,6 +88,7 @@ def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
         fast_accumulation=tuple(bool(getattr(config, g).use_fast_accum) for g in _GEMMS),  # type: ignore[arg-type]
         power_2_scale=bool(getattr(config, "round_scales_to_power_of_2", False)),
         emulate=bool(getattr(config, "emulate", False)),
+        high_precision_gemms=high_precision_gemms,
     )
     return recipe, bool(getattr(config, "enable_fsdp_float8_all_gather", False))
 
@@ -107,6 +117,17 @@ def _granularity(config: Any, name: str) -> str:
 def _is_high_precision(cast: Any) -> bool:
     scaling = _value(getattr(cast, "scaling_type", "dynamic"))
     return bool(getattr(cast, "keep_in_original_precision", False)) or scaling == "disabled"
+
+
+def _is_of_whole_tensor(cast: Any) -> bool:
+    """Whether a cast uses one scale per tensor.
+
+    In torchao's "rowwise_with_gw_hp", this is the weight's cast for dgrad. Here dgrad uses the
+    codes and the row scales of the forward.
+    """
+    is_tensorwise = _value(getattr(cast, "scaling_granularity", None)) == "tensorwise"
+    dtype = getattr(cast, "target_dtype", None) or formats.E4M3
+    return is_tensorwise and not _is_high_precision(cast) and dtype == formats.E4M3
 
 
 def _value(choice: Any) -> Any:

@@ -45,16 +45,22 @@ LINEAR = {
 }
 
 
-def linear_us(name: str, tokens: int, n: int, k: int) -> float:
+def linear_us(name: str, tokens: int, n: int, k: int, high_precision_gemms: int = 0) -> float:
     """Return the microseconds of forward and backward of a linear layer.
+
+    A GEMM in high precision is counted as a third of the layer in bf16. Layers with such GEMMs were
+    not measured.
 
     Args:
         name: a key of `LINEAR`.
         tokens: rows of the input.
         n: out_features.
         k: in_features.
+        high_precision_gemms: the number of GEMMs that run in high precision, of three.
     """
-    return LINEAR[name].us(1, 2 * tokens * n * k, tokens * (n + k) + n * k)
+    size = (1, 2 * tokens * n * k, tokens * (n + k) + n * k)
+    us = LINEAR[name].us(*size)
+    return us + high_precision_gemms / 3 * (LINEAR["bf16"].us(*size) - us)
 
 
 # --- grouped GEMMs of experts --------------------------------------------------------------------
@@ -157,6 +163,7 @@ class GroupedWeight(NamedTuple):
             such codes in the backward, and others dequantize them in the forward and the backward.
             Otherwise FP8 GEMMs quantize the weight in both.
         row_scales: whether it has a scale per row and not one per expert.
+        fp8_wgrad: whether the recipe allows wgrad on FP8 operands.
     """
 
     experts: int
@@ -164,13 +171,14 @@ class GroupedWeight(NamedTuple):
     k: int
     gathered: bool = True
     row_scales: bool = False
+    fp8_wgrad: bool = True
 
 
 def choose(rows: int, weight: GroupedWeight) -> GroupedChoice:
     """Return the fastest GEMMs of a weight.
 
     FP8 is chosen only if it reaches `MIN_SPEEDUP` and `MIN_SAVING`. In wgrad, it is chosen only
-    for at most `MAX_WGRAD_ROWS` rows per expert.
+    if the recipe allows it, for at most `MAX_WGRAD_ROWS` rows per expert.
 
     Args:
         rows: rows of the input, of all experts.
@@ -178,8 +186,9 @@ def choose(rows: int, weight: GroupedWeight) -> GroupedChoice:
     """
     best = HIGH_PRECISION
     best_us = _max_us(grouped_us(HIGH_PRECISION, rows, weight), MIN_SAVING)
+    allows_fp8_wgrad = weight.fp8_wgrad and rows <= MAX_WGRAD_ROWS * weight.experts
     for choice in (HIGH_PRECISION_WGRAD, FP8):
-        if choice.wgrad and rows > MAX_WGRAD_ROWS * weight.experts:
+        if choice.wgrad and not allows_fp8_wgrad:
             continue
         us = grouped_us(choice, rows, weight)
         if us < best_us:

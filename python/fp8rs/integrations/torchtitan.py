@@ -18,7 +18,7 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 
 from fp8rs.convert import convert_to_float8_training
 from fp8rs.model.state import state_of
-from fp8rs.quantize.recipes import resolve_recipe
+from fp8rs.quantize.recipes import check_bool, resolve_recipe
 
 __all__ = ["Float8Converter"]
 
@@ -33,21 +33,39 @@ class Float8Converter(QuantizationConverter):
     class Config(QuantizationConverter.Config):
         """Arguments of `fp8rs.convert_to_float8_training`.
 
+        torchtitan's Float8LinearConverter had the fields ``recipe_name`` (with "tensorwise"),
+        ``enable_fsdp_float8_all_gather`` and ``precompute_float8_dynamic_scale_for_fsdp`` before
+        pull request 3127.
+
         Attributes:
-            recipe: a recipe's short name, or a recipe.
+            recipe: a recipe's short name, or a recipe. The default is "current".
+            recipe_name: another name for ``recipe``, as in torchtitan.
             filter_fqns: layers, and weights of experts, whose name contains one of these strings
                 stay in high precision.
             enable_fsdp_float8_all_gather: quantize weights before FSDP2 gathers them.
+            precompute_float8_dynamic_scale_for_fsdp: changes nothing. The scales of all weights are
+                always computed together, in the forward after a step.
             experts: "auto", "fp8", "gather" or "off".
         """
 
-        recipe: Any = "current"
+        recipe: Any = None
+        recipe_name: str | None = None
         filter_fqns: list[str] = field(default_factory=list)
         enable_fsdp_float8_all_gather: bool = True
+        precompute_float8_dynamic_scale_for_fsdp: bool = False
         experts: str = "auto"
 
     def __init__(self, config: Config) -> None:
-        resolve_recipe(config.recipe)  # raises now rather than when the model is built
+        # Errors are raised now rather than when the model is built.
+        precompute = config.precompute_float8_dynamic_scale_for_fsdp
+        check_bool("precompute_float8_dynamic_scale_for_fsdp", precompute)
+        if precompute and not config.enable_fsdp_float8_all_gather:
+            raise ValueError(
+                "precompute_float8_dynamic_scale_for_fsdp=True contradicts "
+                "enable_fsdp_float8_all_gather=False: without an FP8 all-gather, no scale is "
+                "computed before it. Omit one of them"
+            )
+        resolve_recipe(_recipe(config))
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
@@ -55,6 +73,19 @@ class Float8Converter(QuantizationConverter):
         made = _converted_kind(type(model_config))
         values = {f.name: getattr(model_config, f.name) for f in fields(model_config) if f.init}
         return made(**values, fp8rs=self.config)
+
+
+def _recipe(config: Float8Converter.Config) -> Any:
+    """Return the recipe of a config, or its name.
+
+    Raises:
+        ValueError: it is given twice.
+    """
+    if config.recipe is not None and config.recipe_name is not None:
+        raise ValueError("recipe and recipe_name are both given: give one")
+    if config.recipe_name is not None:
+        return config.recipe_name
+    return "current" if config.recipe is None else config.recipe
 
 
 def _place_buffers(layer: Any) -> None:
@@ -84,7 +115,7 @@ def _converted_kind(kind: type) -> Any:
             model: nn.Module = kind.build(self, **kwargs)  # type: ignore[attr-defined]
             convert_to_float8_training(
                 model,
-                recipe=self.fp8rs.recipe,
+                recipe=_recipe(self.fp8rs),
                 filter_fqns=self.fp8rs.filter_fqns,
                 enable_fsdp_float8_all_gather=self.fp8rs.enable_fsdp_float8_all_gather,
                 experts=self.fp8rs.experts,

@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from fp8rs.nn.debug import GEMMS, set_debug
+from fp8rs.nn.debug import set_debug
+from fp8rs.quantize.recipes import GEMMS, check_gemms
 
 from .layers import fp8_operands
 
@@ -35,7 +36,8 @@ def high_precision(
         model: a converted model, or a part of one.
         patterns: one or several `fnmatch` patterns of layer names in ``model``, such as
             ``"layers.0.*"``. ``*`` also matches dots.
-        gemms: the GEMMs that run in high precision, of "forward", "dgrad" and "wgrad". () for none.
+        gemms: the GEMMs that run in high precision, of "forward", "dgrad" and "wgrad". () for none
+            but those of the recipe's ``high_precision_gemms``.
 
     Returns:
         The names of the layers.
@@ -45,10 +47,7 @@ def high_precision(
         ValueError: ``gemms`` has another name, ``model`` has no FP8 layer, or a pattern matches no
             layer.
     """
-    gemms = (gemms,) if isinstance(gemms, str) else tuple(gemms)
-    for gemm in gemms:
-        if gemm not in GEMMS:
-            raise ValueError(f"gemms must be among {', '.join(GEMMS)}, not {gemm!r}")
+    chosen_gemms = check_gemms("gemms", gemms if isinstance(gemms, str) else tuple(gemms))
     if isinstance(patterns, str):
         patterns = (patterns,)
 
@@ -60,7 +59,7 @@ def high_precision(
             raise ValueError(f"patterns: {pattern!r} {_why_no_match(pattern, layers, experts)}")
         names.update(dict.fromkeys(matches))
     for name in names:
-        set_debug(layers[name], high_precision=tuple(gemm in gemms for gemm in GEMMS))
+        set_debug(layers[name], high_precision=tuple(gemm in chosen_gemms for gemm in GEMMS))
     return list(names)
 
 

@@ -14,26 +14,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rs._torch import allow_in_graph, gradients_needed
+from fp8rs.model.linear_spec import HighPrecision
+from fp8rs.quantize.recipes import GEMMS
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .backward import gathered_weight, read_weight, refuse_double_backward
-from .function import DelayedSlots, linear_call, run_linear
+from .function import (
+    DelayedSlots,
+    high_precision_dgrad,
+    high_precision_wgrad,
+    linear_call,
+    run_linear,
+    values_of,
+)
 from .observe import OperandStats
 
-#: The GEMMs of a layer.
-GEMMS = ("forward", "dgrad", "wgrad")
-FORWARD, DGRAD, WGRAD = range(3)
+__all__ = ["GEMMS", "Debug", "debugged_linear", "set_debug"]
 
 
 class Debug(NamedTuple):
     """The debug options of one layer.
 
     Attributes:
-        high_precision: for each of `GEMMS`, whether its operands are in high precision.
+        high_precision: for each of `GEMMS`, whether its operands are in high precision. GEMMs that
+            the recipe runs in high precision stay so.
         stats: accumulates statistics of training forwards and their backwards.
     """
 
-    high_precision: tuple[bool, bool, bool] = (False, False, False)
+    high_precision: HighPrecision = (False, False, False)
     stats: OperandStats | None = None
 
     def now(self, training: bool) -> Debug:
@@ -68,26 +76,17 @@ def debugged_linear(
         out_dtype: see `linear`.
         delayed: see `linear`.
     """
-    high, stats = debug
+    high_precision, stats = debug
     if stats is not None:
         stats = OperandStats(*stats)
-    if not any(high):
-        return run_linear(x, weight, bias, linear_call(key, x.device, out_dtype, delayed, stats))
+    call = linear_call(key, x.device, out_dtype, delayed, stats, high_precision)
+    if not all(call.spec.high_precision):
+        return run_linear(x, weight, bias, call)
 
-    y = None
-    if all(high):
-        operands = [operand for operand in (x, weight, bias) if operand is not None]
-        if not _are_cast(operands, out_dtype):
-            return F.linear(x, weight, bias)
-    else:
-        # Detach the operands whose gradients are computed in high precision.
-        y = run_linear(
-            x.detach() if high[DGRAD] else x,
-            weight.detach() if high[WGRAD] else weight,
-            None if bias is None else bias.detach(),
-            linear_call(key, x.device, out_dtype, delayed, stats),
-        )
-    out: Tensor = _HighPrecision.apply(x, weight, bias, y, high, out_dtype)
+    operands = [operand for operand in (x, weight, bias) if operand is not None]
+    if not _are_cast(operands, out_dtype):
+        return F.linear(x, weight, bias)
+    out: Tensor = _HighPrecision.apply(x, weight, bias, out_dtype)
     return out
 
 
@@ -103,64 +102,44 @@ def _are_cast(operands: Iterable[Tensor], dtype: torch.dtype) -> bool:
 
 
 class _HighPrecision(torch.autograd.Function):
-    """Runs the GEMMs in high precision. The FP8 layer that runs the others has the output ``y``.
+    """A layer whose GEMMs all run in high precision, on operands that are cast or dequantized.
 
     It has no double backward, because casts in its forward are not recorded.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        y: Tensor | None,
-        high: tuple[bool, bool, bool],
-        dtype: torch.dtype,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        dgrad = ctx.needs_input_grad[0] and high[DGRAD]
-        wgrad = ctx.needs_input_grad[1] and high[WGRAD]
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        x_values = values_of(x, dtype)
         gathered = gathered_weight(weight)
         ctx.save_for_backward(
-            _values(x, dtype) if wgrad else None,
-            weight if dgrad and gathered is None else None,
+            x_values if needs_w else None,
+            weight if needs_x and gathered is None else None,
         )
-        ctx.high = high
         ctx.gemm_dtype = dtype
         ctx.gathered_weight = gathered
         ctx.x_dtype = x.dtype
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
 
-        if y is not None and not high[FORWARD]:
-            return y.clone()
         cast_bias = None if bias is None else bias.to(dtype)
-        return F.linear(_values(x, dtype), _values(weight, dtype), cast_bias)
+        return F.linear(x_values, values_of(weight, dtype), cast_bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        high = ctx.high
-        refuse_double_backward(
-            "high-precision layers whose operands are cast or dequantized"
-            if all(high)
-            else "FP8 linear layers"
-        )
-        needs_x, needs_w, needs_bias, needs_y, *_ = gradients_needed(ctx)
+        refuse_double_backward("high-precision layers whose operands are cast or dequantized")
+        needs_x, needs_w, needs_bias, _ = gradients_needed(ctx)
         x, weight = ctx.saved_tensors
-        values = _values(dy, ctx.gemm_dtype)
-        rows = values.reshape(-1, values.shape[-1])
 
         dx = dw = db = None
-        if needs_x and high[DGRAD]:
+        if needs_x:
             weight = read_weight(ctx.gathered_weight, weight, "a layer in high precision")
-            dx = (values @ _values(weight, ctx.gemm_dtype)).to(ctx.x_dtype)
-        if needs_w and high[WGRAD]:
-            dw = (rows.t() @ x.reshape(-1, x.shape[-1])).to(ctx.weight_dtype)
+            dx = high_precision_dgrad(dy, weight, ctx.gemm_dtype).to(ctx.x_dtype)
+        if needs_w:
+            dw = high_precision_wgrad(dy, x, ctx.gemm_dtype).to(ctx.weight_dtype)
         if needs_bias:
-            db = rows.sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, db, dy if needs_y else None, None, None
-
-
-def _values(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an operand in high precision. Quantized operands are dequantized."""
-    return x.dequantize(dtype) if isinstance(x, QuantizedTensor) else x.to(dtype)
+            rows = values_of(dy, ctx.gemm_dtype)
+            db = rows.reshape(-1, rows.shape[-1]).sum(0, dtype=ctx.bias_dtype)
+        return dx, dw, db, None

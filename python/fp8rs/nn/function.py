@@ -3,8 +3,9 @@
     y = x @ weight.T + bias
 
 It reads and writes only its arguments. The key selects a `LinearSpec`, which describes the
-quantization of the operands and the GEMMs. Each operand is quantized by its own operator before the
-GEMM, so that a compiler merges equal calls of sibling layers, which share their input.
+quantization of the operands and the GEMMs, some of which may run in high precision. Each operand is
+quantized by its own operator before the GEMM, so that a compiler merges equal calls of sibling
+layers, which share their input.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rs._torch import (
@@ -27,7 +29,17 @@ from fp8rs._torch import (
 from fp8rs.gemm.operands import contracted_multiple, dgrad_column_scale, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.model.input_cache import input_token, this_thread
-from fp8rs.model.linear_spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
+from fp8rs.model.linear_spec import (
+    DGRAD,
+    FORWARD,
+    GRAD,
+    INPUT,
+    WEIGHT,
+    WGRAD,
+    HighPrecision,
+    LinearSpec,
+    spec_for,
+)
 from fp8rs.ops.inductor import fuse_maxima
 from fp8rs.quantize.cast import quantize_planes
 from fp8rs.quantize.planes import Plane, Planes
@@ -125,13 +137,26 @@ def linear_call(
     out_dtype: torch.dtype,
     delayed: DelayedSlots | tuple[Any, ...] | None = None,
     stats: OperandStats | None = None,
+    high_precision: HighPrecision | None = None,
 ) -> LinearCall:
-    """Return the `LinearCall` of a key on a device."""
-    if delayed is None and stats is None:
+    """Return the `LinearCall` of a key on a device.
+
+    Args:
+        key: the key of the `LinearSpec`.
+        device: the device.
+        out_dtype: dtype of the output.
+        delayed: with delayed scaling, the layer's slots.
+        stats: accumulates statistics of the operands, or None.
+        high_precision: whether each GEMM runs in high precision, besides those of the recipe.
+    """
+    if delayed is None and stats is None and high_precision is None:
         return _plain_call(key, device, out_dtype)
     if delayed is not None and not isinstance(delayed, DelayedSlots):
         delayed = DelayedSlots(*delayed)  # in a graph named tuples arrive as plain tuples
-    return LinearCall(spec_for(key, device), out_dtype, delayed, stats)
+    spec = spec_for(key, device)
+    if high_precision is not None:
+        spec = spec.with_high_precision(high_precision)
+    return LinearCall(spec, out_dtype, delayed, stats)
 
 
 @functools.lru_cache(maxsize=256)
@@ -365,9 +390,9 @@ def _quantize_saved_input(
 def _recompute_in_backward(x: Tensor, ordering_token: Tensor) -> Tensor:
     """Return ``x`` in a form that a compiler recomputes in the backward.
 
-    Custom operators need materialized inputs, so the partitioner would save ``x`` instead of
-    recomputing it. A ``where`` that depends on a tensor of the backward is pointwise. The compiler
-    fuses it with the producer of ``x`` in the backward.
+    Custom operators and GEMMs need materialized inputs, so the partitioner would save ``x`` instead
+    of recomputing it. A ``where`` that depends on a tensor of the backward is pointwise. The
+    compiler fuses it with the producer of ``x`` in the backward.
     """
     if ordering_token.shape[-1] == 0:
         return x
@@ -381,7 +406,11 @@ def _recompute_in_backward(x: Tensor, ordering_token: Tensor) -> Tensor:
 def _forward(
     call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None, columnwise: bool
 ) -> tuple[Tensor, _InputPlanes, Plane]:
-    """Return the output, the input's planes and the weight's rowwise plane."""
+    """Return the output, the input's planes and the weight's rowwise plane.
+
+    The operands are quantized even if the forward's GEMM runs in high precision, because dgrad and
+    wgrad use their scales and histories record their amaxes.
+    """
     spec = call.spec
     input = _quantize_input(call, x, id(weight), columnwise)
     if isinstance(weight, QuantizedTensor):
@@ -393,6 +422,12 @@ def _forward(
     if call.stats is not None:
         input.row = call.stats.add(INPUT, x, input.row)
         w_row = call.stats.add(WEIGHT, weight, w_row)
+
+    if spec.high_precision[FORWARD]:
+        cast_bias = None if bias is None else bias.to(call.out_dtype)
+        x_values = values_of(x, call.out_dtype)
+        y = F.linear(x_values, values_of(weight, call.out_dtype), cast_bias)
+        return y, input, w_row
 
     y = scaled_mm(
         input.row,
@@ -415,15 +450,19 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
+        high_precision = call.spec.high_precision
+        fp8_wgrad = needs_w and not high_precision[WGRAD]
         save_input = call.spec.save_input
         if save_input is None:
             save_input = is_traced(x)
-        save_codes = needs_w and (not save_input or isinstance(x, QuantizedTensor))
+        save_codes = fp8_wgrad and (not save_input or isinstance(x, QuantizedTensor))
         y, input, w_row = _forward(call, x, weight, bias, save_codes)
 
         # Save plain tensors, which checkpointing and offloading hooks support.
         saved_x = x_scale = x_format = None
-        if save_codes:
+        if needs_w and not fp8_wgrad:
+            saved_x = values_of(x, call.out_dtype)
+        elif save_codes:
             assert input.col is not None
             saved_x = input.col.data
             x_scale = input.col.scale
@@ -433,10 +472,12 @@ class _Linear(torch.autograd.Function):
             if input.row.format.per_tensor:
                 x_scale = input.scale
         gathered = gathered_weight(weight)
+        saved_weight = w_scale = None
         if needs_x and gathered is None:
-            ctx.save_for_backward(saved_x, x_scale, weight, w_row.scale)
-        else:
-            ctx.save_for_backward(saved_x, x_scale, None, None)
+            saved_weight = weight
+            if not high_precision[DGRAD]:
+                w_scale = w_row.scale
+        ctx.save_for_backward(saved_x, x_scale, saved_weight, w_scale)
 
         ctx.call = call
         ctx.gathered_weight = gathered
@@ -460,6 +501,9 @@ class _Linear(torch.autograd.Function):
         if needs_x:
             weight = read_weight(ctx.gathered_weight, weight, "a linear layer")
 
+        fp8_dgrad = needs_x and not spec.high_precision[DGRAD]
+        fp8_wgrad = needs_w and not spec.high_precision[WGRAD]
+
         # dgrad multiplies the rowwise plane of the gradient, wgrad the columnwise one.
         dy_row: Plane | None = None
         dy_col: Plane | None = None
@@ -468,17 +512,17 @@ class _Linear(torch.autograd.Function):
         if isinstance(dy, QuantizedTensor):
             # Tensor parallelism gathered it and recorded its amax.
             assert not needs_bias  # the bias is added after tensor parallelism's reduction
-            if needs_x and dy.rowwise is not None:
+            if fp8_dgrad and dy.rowwise is not None:
                 row = dy.rowwise
                 dy_row = Plane(row.matrix, row.scale, row.format)
-            if needs_w:
+            if fp8_wgrad:
                 dy_col = dy.columnwise
             ordering_token = dy.any_plane().data.view(torch.uint8)
-        elif needs_x or needs_w:
-            if needs_x:
+        elif fp8_dgrad or fp8_wgrad:
+            if fp8_dgrad:
                 column_scale = _weight_column_scale(spec, weight, w_scale)
             dy_row, dy_col = _quantize(
-                spec.grad, GRAD, dy, needs_x, needs_w, call.delayed, column_scale
+                spec.grad, GRAD, dy, fp8_dgrad, fp8_wgrad, call.delayed, column_scale
             )
         if call.stats is not None:
             dy_row, dy_col = call.stats.add_gradient(dy, dy_row, dy_col, column_scale)
@@ -494,6 +538,8 @@ class _Linear(torch.autograd.Function):
             )
             if len(ctx.x_shape) != 2:
                 dx = _unsafe_view(dx, list(ctx.x_shape))
+        elif needs_x and not fp8_dgrad:
+            dx = high_precision_dgrad(dy, weight, call.out_dtype).to(ctx.x_dtype)
 
         if dy_col is not None:
             if ctx.x_format is not None:
@@ -508,11 +554,45 @@ class _Linear(torch.autograd.Function):
                 use_fast_accum=spec.fast_accumulation[2],
                 emulate=spec.emulate,
             )
+        elif needs_w and not fp8_wgrad:
+            if is_traced(saved_x):
+                saved_x = _recompute_in_backward(saved_x, ordering_token)
+            dw = high_precision_wgrad(dy, saved_x, call.out_dtype).to(ctx.weight_dtype)
 
         if needs_bias:
             rows = dy.flatten(0, -2) if dy.dim() > 1 else dy.unsqueeze(0)
             db = rows.sum(0, dtype=ctx.bias_dtype)
         return dx, dw, db, None
+
+
+def values_of(operand: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an operand in high precision. Quantized operands are dequantized."""
+    if isinstance(operand, QuantizedTensor):
+        return operand.dequantize(dtype)
+    return operand.to(dtype)
+
+
+def high_precision_dgrad(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of the input, computed in ``dtype``.
+
+    Args:
+        dy: (..., out_features), the gradient of the output.
+        weight: (out_features, in_features).
+        dtype: dtype of the operands and of the result.
+    """
+    return values_of(dy, dtype) @ values_of(weight, dtype)
+
+
+def high_precision_wgrad(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of the weight, computed in ``dtype``.
+
+    Args:
+        dy: (..., out_features), the gradient of the output.
+        x: (..., in_features), the input in ``dtype``.
+        dtype: dtype of the operands and of the result.
+    """
+    rows = values_of(dy, dtype)
+    return rows.reshape(-1, rows.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
 def _weight_for_dgrad(

@@ -37,7 +37,7 @@ def grouped_linear(
     weight has one scale per expert, with "rowwise" one per row. Inputs and gradients have one scale
     per row, which comes from the data also with "delayed". All codes are E4M3, and all GEMMs use
     fast accumulation. On other GPUs, and with "block" and "mxfp8", the GEMMs run in the dtype of
-    ``x``.
+    ``x``, and so does wgrad with a recipe that runs it in high precision ("rowwise_with_gw_hp").
 
     A weight that FSDP2 gathered in FP8 is not quantized again: its codes are multiplied, or
     dequantized for GEMMs in high precision.

@@ -9,7 +9,8 @@ Hopper support no other format. A gathered weight's codes are used as they are.
 
 Otherwise the GEMMs run in the dtype of ``x`` on the dequantized weight. This is the case for
 recipes whose weights have blocks or are MXFP8, and on GPUs other than Hopper. wgrad alone can also
-run in the dtype of ``x``, which is then saved for the backward instead of codes.
+run in the dtype of ``x``, which is then saved for the backward instead of codes. With a recipe that
+runs wgrad in high precision, it always does.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def grouped(
 
     choice = estimates.HIGH_PRECISION
     if gemms != "gather" and _has_fp8_gemms(spec, weight):
-        choice = estimates.FP8 if gemms == "fp8" else _fastest_choice(spec, x, weight)
+        choice = spec.fp8_gemms if gemms == "fp8" else _fastest_choice(spec, x, weight)
     if choice != estimates.FP8:  # torch's GEMMs of other layouts require aligned groups
         x = x.contiguous()
     if not torch.is_grad_enabled():  # ctx.needs_input_grad would be True all the same
@@ -101,6 +102,7 @@ def _fastest_choice(spec: GroupedSpec, x: Tensor, weight: Tensor) -> estimates.G
         k=weight.shape[-1],
         gathered=isinstance(weight, QuantizedTensor),
         row_scales=spec.weight.format.per_row,
+        fp8_wgrad=spec.fp8_gemms.wgrad,
     )
     choice = _estimate(estimates.choose, x.shape[0], estimated_weight)
     return cast(estimates.GroupedChoice, choice)
@@ -158,6 +160,8 @@ def gated_mlp(
     zero_tail: bool,
 ) -> Tensor:
     """Compute the gated MLP of each token's experts on FP8 operands. Differentiable once.
+
+    All GEMMs run on FP8 operands, so the recipe must allow it for wgrad too.
 
     Each token is quantized once for the first GEMM, and its codes are copied to its rows. The
     permuted tokens never exist in high precision. The activation is quantized as it is computed.
@@ -283,11 +287,13 @@ class _GroupBounds(NamedTuple):
 
 
 def _has_fp8_gemms(spec: GroupedSpec, weight: Tensor) -> bool:
-    """Whether FP8 GEMMs read the codes of a weight, on its device.
+    """Whether the recipe allows FP8 GEMMs that read the codes of a weight, on its device.
 
     Views that are not whole matrices have no codes of their own, for example of gate and up in one
     parameter.
     """
+    if not spec.fp8_gemms.rows:
+        return False
     if isinstance(weight, QuantizedTensor):
         if weight.rowwise is None:
             return False

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
@@ -20,9 +21,15 @@ from fp8rs.quantize.formats import BlockFormat
 from fp8rs.quantize.spec import QuantSpec
 
 Role = Literal["input", "weight", "grad"]
+Gemm = Literal["forward", "dgrad", "wgrad"]
+
+#: The GEMMs of a layer.
+GEMMS: tuple[Gemm, ...] = get_args(Gemm)
 
 #: The short names of `RECIPES`, for type checkers.
-RecipeName = Literal["delayed", "current", "tensorwise", "rowwise", "block", "mxfp8"]
+RecipeName = Literal[
+    "delayed", "current", "tensorwise", "rowwise", "rowwise_with_gw_hp", "block", "mxfp8"
+]
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -53,6 +60,22 @@ def check_choice(name: str, value: object, options: Collection[object]) -> None:
         raise ValueError(f"{name} must be {' or '.join(map(repr, options))}, not {value!r}")
 
 
+def check_gemms(name: str, value: Any) -> tuple[Gemm, ...]:
+    """Return the GEMMs that ``value`` names, in the order of `GEMMS`. A str is one name.
+
+    Raises:
+        TypeError: ``value`` is not a collection of names.
+        ValueError: a name is not one of `GEMMS`.
+    """
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, Collection):
+        raise TypeError(f"{name} must be names of GEMMs ({', '.join(GEMMS)}), not {value!r}")
+    for gemm in names:
+        if gemm not in GEMMS:
+            raise ValueError(f"{name} must be among {', '.join(GEMMS)}, not {gemm!r}")
+    return tuple(gemm for gemm in GEMMS if gemm in names)
+
+
 def check_amax_epsilon(epsilon: Any) -> float:
     """Return ``epsilon`` as a float if it can bound an amax, else raise TypeError or ValueError."""
     if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
@@ -79,6 +102,9 @@ class Recipe:
             input, because the compiler can recompute most inputs from tensors that it saves anyway.
         emulate: run the GEMMs on dequantized operands, as on CPUs. Quantizing still requires an
             NVIDIA GPU of compute capability 8.9.
+        high_precision_gemms: the GEMMs that run in high precision, of "forward", "dgrad" and
+            "wgrad", but not all three. With "wgrad", layers save their input for the backward. This
+            does not change how weights are stored, gathered or exported.
     """
 
     name: ClassVar[str] = ""
@@ -91,6 +117,7 @@ class Recipe:
     amax_epsilon: float = 0.0
     save_input: bool | None = None
     emulate: bool = False
+    high_precision_gemms: tuple[Gemm, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("fp8_format", self.fp8_format, ("e4m3", "hybrid"))
@@ -110,6 +137,23 @@ class Recipe:
         if self.save_input is not None:
             check_bool("save_input", self.save_input)
         object.__setattr__(self, "amax_epsilon", check_amax_epsilon(self.amax_epsilon))
+        self._check_high_precision_gemms()
+
+    def _check_high_precision_gemms(self) -> None:
+        """Sort ``high_precision_gemms``, and check that no other field contradicts it."""
+        gemms = check_gemms("high_precision_gemms", self.high_precision_gemms)
+        object.__setattr__(self, "high_precision_gemms", gemms)
+        if gemms == GEMMS:
+            raise ValueError(
+                "high_precision_gemms names all three GEMMs, which leaves none in FP8. Keep layers "
+                "in high precision with filter_fqns or module_filter_fn of "
+                "convert_to_float8_training"
+            )
+        if "wgrad" in gemms and self.save_input is False:
+            raise ValueError(
+                "save_input=False contradicts high_precision_gemms with 'wgrad': that GEMM reads "
+                "the input, and its codes are not enough. Omit save_input"
+            )
 
     def fp8_dtype(self, role: Role) -> torch.dtype:
         """Return the element type of an operand."""
@@ -180,6 +224,8 @@ class Float8RowwiseScaling(Recipe):
 
     torchao's "rowwise" recipe rounds scales to powers of two. This one does so only with
     ``power_2_scale=True``.
+
+    ``recipe="rowwise_with_gw_hp"`` is this recipe with ``high_precision_gemms=("wgrad",)``.
     """
 
     name: ClassVar[str] = "rowwise"
@@ -208,6 +254,11 @@ class Float8BlockScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_block(self, "wgrad_input_block", (1, 128), (128, 128))
+        if "wgrad" in self.high_precision_gemms and self.wgrad_input_block != (1, 128):
+            raise ValueError(
+                f"wgrad_input_block={self.wgrad_input_block} contradicts high_precision_gemms with "
+                "'wgrad': that GEMM reads the input in high precision. Omit wgrad_input_block"
+            )
 
     @override
     def block_format(self, role: Role) -> BlockFormat:
@@ -253,20 +304,15 @@ class MXFP8BlockScaling(Recipe):
         return formats.format_of(block, torch.float8_e8m0fnu)
 
 
-#: Recipes by short name.
+#: Recipes by short name. Some names are of a class with other fields.
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "delayed": DelayedScaling,
     "current": Float8CurrentScaling,
     "tensorwise": Float8CurrentScaling,
     "rowwise": Float8RowwiseScaling,
+    "rowwise_with_gw_hp": partial(Float8RowwiseScaling, high_precision_gemms=("wgrad",)),
     "block": Float8BlockScaling,
     "mxfp8": MXFP8BlockScaling,
-}
-
-#: Recipe names of other libraries without an equivalent, and what to use instead.
-_ABSENT = {
-    "rowwise_with_gw_hp": "torchao's recipe of this name computes weight gradients in high "
-    "precision, which no recipe does here. The closest is 'rowwise'",
 }
 
 
@@ -297,8 +343,6 @@ def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
 
 
 def _suggestion(name: str) -> str:
-    if name in _ABSENT:
-        return f". {_ABSENT[name]}"
     close = difflib.get_close_matches(name.lower(), RECIPES, n=1)
     return f". Did you mean {close[0]!r}?" if close else ""
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -20,12 +20,12 @@ from torch.distributed.tensor.parallel import (
 
 from fp8rs._core import UnsupportedError
 from fp8rs._torch import allow_in_graph
-from fp8rs.model.linear_spec import GRAD, INPUT, spec_for
+from fp8rs.model.linear_spec import DGRAD, FORWARD, GRAD, INPUT, WGRAD, spec_for
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.formats import INPUT_DTYPES
 from fp8rs.quantize.recipes import describe
 
-from .gather import Operand, gather_input, reduce_output
+from .gather import Operand, check_rows, gather_input, reduce_output
 
 
 def _operand(layer: Float8Linear, role: int, columnwise: bool) -> Operand:
@@ -45,8 +45,21 @@ def _operand(layer: Float8Linear, role: int, columnwise: bool) -> Operand:
 
 
 def _gather_for(layer: Float8Linear, x: DTensor, columnwise: bool) -> DTensor:
-    """Gather the input of a layer, quantized by the layer's recipe."""
-    if spec_for(layer._fp8_state.key, x.device).wgrad_input is not None:
+    """Gather the input of a layer, quantized by the layer's recipe.
+
+    If a GEMM that reads the input runs in high precision, the input is gathered in its own dtype.
+    The layer quantizes it for the other GEMM.
+
+    Args:
+        layer: the layer.
+        x: its input, sharded by rows.
+        columnwise: whether a weight that reads the input is trained.
+    """
+    spec = spec_for(layer._fp8_state.key, x.device)
+    if spec.high_precision[FORWARD] or (columnwise and spec.high_precision[WGRAD]):
+        check_rows(x.placements[0], x.ndim)
+        return x.redistribute(placements=[Replicate()])
+    if spec.wgrad_input is not None:
         raise UnsupportedError(
             f"the recipe {describe(layer.recipe)} quantizes inputs in one format for the forward "
             "and in another for wgrad, but only one format can be gathered. Use "
@@ -144,12 +157,18 @@ def _reduce(layout: Placement, layer: Float8Linear, y: DTensor) -> DTensor:
     """Reduce the partial sums of a row-parallel layer.
 
     With one scale per row of the weight, the gradient is gathered in high precision: the row scales
-    are multiplied into it before it is quantized, and they differ between ranks.
+    are multiplied into it before it is quantized, and they differ between ranks. It is also
+    gathered in high precision if dgrad or wgrad runs in high precision.
     """
-    per_row = spec_for(layer._fp8_state.key, y.device).weight.format.per_row
-    if not isinstance(layout, Shard) or per_row:
-        return y.redistribute(placements=[layout])
+    spec = spec_for(layer._fp8_state.key, y.device)
     needs_weight = torch.is_grad_enabled() and layer.weight.requires_grad
+    in_high_precision = (
+        spec.weight.format.per_row
+        or spec.high_precision[DGRAD]
+        or (needs_weight and spec.high_precision[WGRAD])
+    )
+    if not isinstance(layout, Shard) or in_high_precision:
+        return y.redistribute(placements=[layout])
     return reduce_output(y, layout.dim, _operand(layer, GRAD, needs_weight))
 
 
