@@ -42,6 +42,7 @@ OWN = {
     "current": "fp8-tensor",
     "delayed": "fp8-tensor",
     "rowwise": "fp8-row",
+    "rowwise_with_gw_hp": "fp8-row",
     "block": "fp8-block",
     "mxfp8": "mxfp8",
     "mxfp8 of 1x32": "mxfp8",
