@@ -61,7 +61,6 @@ class GatherUnit:
 
     Attributes:
         handles: the parameters' handles, in the order of their hooks.
-        written: whether an operator wrote to a shard since the scales were computed.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class GatherUnit:
         fsdp_group: Any,
     ) -> None:
         self.handles = list(handles)
-        self.written = True
         self._fsdp_params = list(fsdp_params)
         self._quantizer = quantizer
         self._tracker = tracker
@@ -82,9 +80,13 @@ class GatherUnit:
         self._fsdp_group = fsdp_group
         self._index = {handle: index for index, handle in enumerate(handles)}
         self._shards: list[LocalShard | None] = [None] * len(handles)
-        #: The forward that the scales were computed for, and the work that computed them.
-        self._scales_forward_id = -1
+        #: The work that computed the scales. None before the first time.
         self._scales_ready: StreamDependency | None = None
+        #: The smallest `scale_forward_id` of the handles, so that a hook need not read all of them.
+        self._oldest_forward_id = -1
+        for handle in handles:
+            # Another unit computed the scale, and this one does not know when that work is done.
+            handle.scale_forward_id = -1
         #: The codes of shards whose hooks have not been called since the cast.
         self._codes_for_hooks: list[AllGatherMetadata | None] = [None] * len(handles)
         #: The codes of a forward with gradients, until its backward gathers them.
@@ -119,11 +121,9 @@ class GatherUnit:
 
     def stale_shards(self, forward_id: int) -> list[LocalShard]:
         """Return the shards whose scales are stale: all, or those that were written."""
-        if self._scales_forward_id < forward_id:
-            return self.shards()
         shards = []
         for index, handle in enumerate(self.handles):
-            if handle.written:
+            if handle.is_stale(forward_id):
                 shards.append(self._shard(index))
         return shards
 
@@ -170,7 +170,7 @@ class GatherUnit:
         """Cast the shards from ``index`` on, with scales that are not stale."""
         if self.is_stale(self._tracker.forward_id, in_backward):
             self._refresh_scales(self)
-        if self.written:
+        if self.is_stale(self._tracker.forward_id):
             self._check_not_written()
 
         has_backward = self._tracker.in_forward and self._tracker.grad
@@ -240,17 +240,16 @@ class GatherUnit:
         """
         if in_backward and self._scales_ready is not None:
             return False
-        return self._scales_forward_id < forward_id or self.written
+        return self._oldest_forward_id < forward_id
 
     def set_fresh(self, forward_id: int, ready: StreamDependency) -> None:
         """Mark stale scales as computed from the current values of the shards, for a forward."""
         for index, handle in enumerate(self.handles):
-            if self._scales_forward_id < forward_id or handle.written:
-                handle.set_fresh()
+            if handle.is_stale(forward_id):
                 self._codes_for_hooks[index] = None
                 self._codes_for_backward[index] = None
-        self.written = False
-        self._scales_forward_id = forward_id
+            handle.scale_forward_id = forward_id
+        self._oldest_forward_id = forward_id
         self._scales_ready = ready
         # `ready` includes the wait for these writes.
         self._writing_streams.clear()
@@ -261,7 +260,7 @@ class GatherUnit:
     def shard_written(self, handle: ParamHandle) -> None:
         """Notify that an operator wrote to the shard of a parameter."""
         index = self._index[handle]
-        self.written = True
+        self._oldest_forward_id = -1
         self._codes_for_backward[index] = None
         self.note_stream()
 
@@ -274,7 +273,7 @@ class GatherUnit:
     def scale_invalidated(self, handle: ParamHandle, *, keep_codes: bool) -> None:
         """Notify that the shard of a parameter may have changed without an operator."""
         index = self._index[handle]
-        self.written = True
+        self._oldest_forward_id = -1
         self._shards[index] = None  # the shard may be in other memory now
         if not keep_codes:
             self._codes_for_backward[index] = None
