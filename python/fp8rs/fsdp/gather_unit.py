@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8rs._torch import current_stream_id, reshards_parameters, sharded_local_tensor
+from fp8rs._torch import (
+    current_stream_id,
+    profiler_range,
+    reshards_parameters,
+    sharded_local_tensor,
+)
 from fp8rs.model.handle import LocalTensor, ParamHandle
 from fp8rs.scaling.steps import StepTracker
 from fp8rs.scaling.streams import StreamDependency, stream_of
@@ -269,7 +274,8 @@ class GatherUnit:
             shards = [self._quantizer.local_shard(param.handle, values)]
         else:
             shards = self.shards(index)
-        codes_of_shards = self._codes_of(shards)
+        with profiler_range("fp8rs::cast", self._fsdp_group):
+            codes_of_shards = self._codes_of(shards)
 
         has_backward = self._tracker.in_forward and self._tracker.grad
         keep = has_backward and not is_copy and reshards_parameters(self._fsdp_group)
