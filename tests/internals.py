@@ -16,7 +16,7 @@ from fp8rs._torch import (
     reshard,
 )
 from fp8rs.comm import fsdp_comm
-from fp8rs.fsdp.gather_unit import GatherUnit
+from fp8rs.fsdp.gather_unit import GatherUnit, UnitParam
 from fp8rs.model.handle import ParamHandle
 from fp8rs.model.input_cache import QuantizedInputCache
 from fp8rs.model.state import ModelState
@@ -138,22 +138,21 @@ def units_of(model: nn.Module) -> list[GatherUnit]:
     return state_of(model.head).sharded_model.units
 
 
+def param_of_unit(handle: ParamHandle) -> UnitParam:
+    """Return what the gather unit of a parameter stores for it."""
+    return handle.unit._params[handle.unit._index[handle]]
+
+
 def keeps_codes(module: nn.Module, name: str = "weight") -> bool:
     """Return whether the codes of a forward are kept for the backward of a sharded parameter."""
     handle = handle_of(module, name)
-    return (
-        handle.unit is not None
-        and handle.unit._codes_for_backward[handle.unit._index[handle]] is not None
-    )
+    return handle.unit is not None and param_of_unit(handle).for_backward is not None
 
 
 def has_prepared_codes(module: nn.Module, name: str = "weight") -> bool:
     """Return whether a cast has prepared codes that no hook of the parameter has returned."""
     handle = handle_of(module, name)
-    return (
-        handle.unit is not None
-        and handle.unit._codes_for_hooks[handle.unit._index[handle]] is not None
-    )
+    return handle.unit is not None and param_of_unit(handle).for_hook is not None
 
 
 def gathered_bytes(module: nn.Module, name: str = "weight") -> tuple[Tensor, ...]:

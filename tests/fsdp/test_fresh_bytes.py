@@ -236,7 +236,11 @@ def test_the_backward_has_the_forwards_bytes_after_a_write_without_an_operator(r
     loss.backward()
     assert same_bytes(seen[0].data, seen[1].data)
     assert same_bytes(seen[0].scale, seen[1].scale)
+    written = full_weights(model)["blocks.1.up"]
     model(batch(rig))
+    codes, scale, *_ = whole_planes(written, recipe)
+    assert same_bytes(seen[2].data, codes)
+    assert same_bytes(seen[2].scale, scale)
     assert not same_bytes(seen[1].data, seen[2].data)
 
 

@@ -155,6 +155,16 @@ def test_partial_reshard_is_refused_before_anything_is_gathered(rig):
         model(batch(rig))
 
 
+@ranks(1, 2)
+def test_a_profile_shows_the_cast_of_each_unit(rig):
+    model = shard(make(EVEN, device=rig.device), rig)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(batch(rig))
+    names = {event.key for event in profile.key_averages()}
+    casts = {name for name in names if name.startswith("fp8rs::cast")}
+    assert casts == {"fp8rs::cast", "fp8rs::cast (blocks.0)", "fp8rs::cast (blocks.1)"}
+
+
 @ranks(2)
 def test_a_gathered_weight_cannot_be_read_after_its_reshard(rig):
     model = make(EVEN, device=rig.device)

@@ -11,13 +11,19 @@ pre-all-gather hooks of the others         return the codes that the first hook 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fp8rs._torch import current_stream_id, reshards_parameters, sharded_local_tensor
+from fp8rs._torch import (
+    current_stream_id,
+    profiler_range,
+    reshards_parameters,
+    sharded_local_tensor,
+)
 from fp8rs.model.handle import LocalTensor, ParamHandle
 from fp8rs.scaling.steps import StepTracker
 from fp8rs.scaling.streams import StreamDependency, stream_of
@@ -29,6 +35,25 @@ from .shard_quantizer import ShardQuantizer
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(eq=False, slots=True)
+class UnitParam:
+    """A parameter of a gather unit.
+
+    Attributes:
+        handle: the parameter's handle.
+        fsdp_param: FSDP2's ``FSDPParam``, or None if FSDP2's group is not known.
+        shard: the shard when it was last read. None if it may be in other memory now.
+        for_hook: the codes of a cast that the parameter's hook has not returned yet.
+        for_backward: the codes of a forward with gradients, until its backward gathers them.
+    """
+
+    handle: ParamHandle
+    fsdp_param: Any  # torch's class is private
+    shard: LocalShard | None = None
+    for_hook: AllGatherMetadata | None = None
+    for_backward: AllGatherMetadata | None = None
 
 
 class GatherUnit:
@@ -61,7 +86,6 @@ class GatherUnit:
 
     Attributes:
         handles: the parameters' handles, in the order of their hooks.
-        written: whether an operator wrote to a shard since the scales were computed.
     """
 
     def __init__(
@@ -74,21 +98,22 @@ class GatherUnit:
         fsdp_group: Any,
     ) -> None:
         self.handles = list(handles)
-        self.written = True
-        self._fsdp_params = list(fsdp_params)
         self._quantizer = quantizer
         self._tracker = tracker
         self._refresh_scales = refresh_scales
         self._fsdp_group = fsdp_group
+        self._params: list[UnitParam] = []
+        for index, handle in enumerate(handles):
+            fsdp_param = fsdp_params[index] if fsdp_params else None
+            self._params.append(UnitParam(handle, fsdp_param))
         self._index = {handle: index for index, handle in enumerate(handles)}
-        self._shards: list[LocalShard | None] = [None] * len(handles)
-        #: The forward that the scales were computed for, and the work that computed them.
-        self._scales_forward_id = -1
+        #: The work that computed the scales. None before the first time.
         self._scales_ready: StreamDependency | None = None
-        #: The codes of shards whose hooks have not been called since the cast.
-        self._codes_for_hooks: list[AllGatherMetadata | None] = [None] * len(handles)
-        #: The codes of a forward with gradients, until its backward gathers them.
-        self._codes_for_backward: list[AllGatherMetadata | None] = [None] * len(handles)
+        #: The smallest `scale_forward_id` of the handles, so that a hook need not read all of them.
+        self._oldest_forward_id = -1
+        for handle in handles:
+            # Another unit computed the scale, and this one does not know when that work is done.
+            handle.scale_forward_id = -1
         #: The CUDA streams that wrote to the shards since the last forward began, and events after
         #: the writes before it.
         self._writing_streams: set[int] = set()
@@ -112,33 +137,96 @@ class GatherUnit:
 
     def shards(self, first: int = 0) -> list[LocalShard]:
         """Return the shards of the parameters, from the one with index ``first`` on."""
-        shards = []
-        for index in range(first, len(self.handles)):
-            shards.append(self._shard(index))
-        return shards
+        return [self._shard(param) for param in self._params[first:]]
+
+    def _shard(self, param: UnitParam) -> LocalShard:
+        if param.fsdp_param is not None:
+            local = sharded_local_tensor(param.fsdp_param)
+        else:
+            local = param.handle.local
+        # FSDP2 may replace the local tensor at any time, and assigning to `.data` its values.
+        if param.shard is None or param.shard.data is not values_of(local):
+            param.shard = self._quantizer.local_shard(param.handle, local)
+        return param.shard
+
+    # --- writes ----------------------------------------------------------------------------------
+
+    def shard_written(self, handle: ParamHandle) -> None:
+        """Notify that an operator wrote to the shard of a parameter."""
+        self._oldest_forward_id = -1
+        self._params[self._index[handle]].for_backward = None
+        self.note_stream()
+
+    def scale_invalidated(self, handle: ParamHandle, *, keep_codes: bool) -> None:
+        """Notify that the shard of a parameter may have changed without an operator."""
+        self._oldest_forward_id = -1
+        param = self._params[self._index[handle]]
+        param.shard = None
+        if not keep_codes:
+            param.for_backward = None
+
+    def note_stream(self) -> None:
+        """Note the current CUDA stream as one that writes to the shards."""
+        if torch.cuda.is_initialized():
+            # FSDP2's all-gather streams wait for this stream only when the root's forward begins.
+            self._writing_streams.add(current_stream_id(torch.cuda.current_device()))
+
+    def record_write_events(self, events: dict[int, torch.cuda.Event]) -> None:
+        """Record events after the writes so far, so that later waits do not include later work.
+
+        Args:
+            events: the events that were recorded for other units, by stream.
+        """
+        for stream_id in self._writing_streams:
+            if stream_id not in events:
+                events[stream_id] = stream_of(stream_id).record_event()
+            self._write_events[stream_id] = events[stream_id]
+        self._writing_streams.clear()
+
+    def wait_for_writes(self) -> None:
+        """Make the current stream wait for writes that other streams made to the shards."""
+        if not self._writing_streams and not self._write_events:
+            return
+        current = torch.cuda.current_stream()
+        for event in self._write_events.values():
+            current.wait_event(event)
+        for stream_id in self._writing_streams:
+            if stream_id != current.cuda_stream:
+                current.wait_stream(stream_of(stream_id))
+
+    # --- scales ----------------------------------------------------------------------------------
+
+    def is_stale(self, forward_id: int, in_backward: bool = False) -> bool:
+        """Return whether a scale was computed for an earlier forward or before a write.
+
+        Inside a backward, scales that exist are not stale. Other ranks might not take part in the
+        all-reduce of new ones, and the backward needs the bytes of its forward.
+        """
+        if in_backward and self._scales_ready is not None:
+            return False
+        return self._oldest_forward_id < forward_id
 
     def stale_shards(self, forward_id: int) -> list[LocalShard]:
         """Return the shards whose scales are stale: all, or those that were written."""
-        if self._scales_forward_id < forward_id:
-            return self.shards()
         shards = []
-        for index, handle in enumerate(self.handles):
-            if handle.written:
-                shards.append(self._shard(index))
+        for param in self._params:
+            if param.handle.is_stale(forward_id):
+                shards.append(self._shard(param))
         return shards
 
-    def _shard(self, index: int) -> LocalShard:
-        handle = self.handles[index]
-        if self._fsdp_params:
-            local = sharded_local_tensor(self._fsdp_params[index])
-        else:
-            local = handle.local
-        shard = self._shards[index]
-        # FSDP2 may replace the local tensor at any time, and assigning to `.data` its values.
-        if shard is None or shard.data is not values_of(local):
-            shard = self._quantizer.local_shard(handle, local)
-            self._shards[index] = shard
-        return shard
+    def set_fresh(self, forward_id: int, ready: StreamDependency) -> None:
+        """Mark stale scales as computed from the current values of the shards, for a forward."""
+        for param in self._params:
+            handle = param.handle
+            param.for_hook = None
+            if handle.is_stale(forward_id):
+                param.for_backward = None
+            handle.scale_forward_id = forward_id
+        self._oldest_forward_id = forward_id
+        self._scales_ready = ready
+        # `ready` includes the wait for these writes.
+        self._writing_streams.clear()
+        self._write_events.clear()
 
     # --- all-gathers -----------------------------------------------------------------------------
 
@@ -151,51 +239,59 @@ class GatherUnit:
         Raises:
             RuntimeError: an FP8 weight that is gathered for a backward was written.
         """
-        index = self._index[local._handle]
         in_backward = self._tracker.in_backward
-        codes = self._codes_for_hooks[index]
-        if in_backward:
-            if codes is None:
-                codes = self._codes_for_backward[index]
-            self._codes_for_backward[index] = None
-
-        if codes is None or self.is_stale(self._tracker.forward_id, in_backward):
-            codes = self._prepare(index, local, in_backward)
-
-        codes.ready.wait()
-        self._codes_for_hooks[index] = None
-        return codes
-
-    def _prepare(self, index: int, local: LocalTensor, in_backward: bool) -> AllGatherMetadata:
-        """Cast the shards from ``index`` on, with scales that are not stale."""
         if self.is_stale(self._tracker.forward_id, in_backward):
             self._refresh_scales(self)
-        if self.written:
+
+        index = self._index[local._handle]
+        codes = self._take_codes(self._params[index], in_backward)
+        if codes is None:
+            codes = self._prepare_from(index, local)
+        codes.ready.wait()
+        return codes
+
+    def _take_codes(self, param: UnitParam, in_backward: bool) -> AllGatherMetadata | None:
+        """Return the codes that an earlier cast has prepared for a hook, once."""
+        codes = param.for_hook
+        param.for_hook = None
+        if in_backward:
+            if codes is None:
+                codes = param.for_backward
+            param.for_backward = None
+        return codes
+
+    def _prepare_from(self, index: int, local: LocalTensor) -> AllGatherMetadata:
+        """Prepare codes for the hooks from ``index`` on, and return those of the first."""
+        if self.is_stale(self._tracker.forward_id):
+            # Only inside a backward, where scales are not computed again.
             self._check_not_written()
 
-        has_backward = self._tracker.in_forward and self._tracker.grad
-        keep = has_backward and reshards_parameters(self._fsdp_group)
-        shard = self._shard(index)
+        param = self._params[index]
         values = values_of(local)
-        if values is shard.data:
-            shards = self.shards(index)
-        else:
+        is_copy = values is not self._shard(param).data
+        if is_copy:
             # FSDP2 copies one offloaded shard at a time.
-            shards = [self._quantizer.local_shard(self.handles[index], values)]
-            keep = False
+            shards = [self._quantizer.local_shard(param.handle, values)]
+        else:
+            shards = self.shards(index)
+        with profiler_range("fp8rs::cast", self._fsdp_group):
+            codes_of_shards = self._codes_of(shards)
 
-        codes_of_shards = self._cast(shards)
-        shard_index = index
-        for shard, codes in zip(shards, codes_of_shards, strict=True):
-            self._codes_for_hooks[shard_index] = codes
+        has_backward = self._tracker.in_forward and self._tracker.grad
+        keep = has_backward and not is_copy and reshards_parameters(self._fsdp_group)
+        params = self._params[index : index + len(shards)]
+        for prepared, shard, codes in zip(params, shards, codes_of_shards, strict=True):
+            prepared.for_hook = codes
             # An FP8 shard is its codes, so there is nothing to keep.
             keep_codes = keep and not shard.is_fp8
-            self._codes_for_backward[shard_index] = codes if keep_codes else None
-            shard_index += 1
+            prepared.for_backward = codes if keep_codes else None
+
+        # The hook that runs now returns the first ones.
+        param.for_hook = None
         return codes_of_shards[0]
 
-    def _cast(self, shards: Sequence[LocalShard]) -> list[AllGatherMetadata]:
-        """Quantize shards on the current stream, with the scales on their handles."""
+    def _codes_of(self, shards: Sequence[LocalShard]) -> list[AllGatherMetadata]:
+        """Cast master weights on the current stream, and pack the codes of all shards."""
         assert self._scales_ready is not None
         device = shards[0].device
         with torch.inference_mode(False), torch.no_grad():
@@ -221,86 +317,14 @@ class GatherUnit:
 
     def _check_not_written(self) -> None:
         """Raise RuntimeError if an FP8 weight was written since its scale was synchronized."""
-        for index, handle in enumerate(self.handles):
-            if handle.written and self._shard(index).is_fp8:
+        for param in self._params:
+            if param.handle.written and self._shard(param).is_fp8:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: the FP8 weight {handle.fqn}, which is gathered for a "
-                    "backward, was written since its forward. Write weights after the backward, or "
-                    "keep master weights"
+                    f"inplace operation: the FP8 weight {param.handle.fqn}, which is gathered for "
+                    "a backward, was written since its forward. Write weights after the backward, "
+                    "or keep master weights"
                 )
-
-    # --- scales ----------------------------------------------------------------------------------
-
-    def is_stale(self, forward_id: int, in_backward: bool = False) -> bool:
-        """Return whether the scales were computed for an earlier forward or before a write.
-
-        Inside a backward, scales that exist are not stale. Other ranks might not take part in the
-        all-reduce of new ones, and the backward needs the bytes of its forward.
-        """
-        if in_backward and self._scales_ready is not None:
-            return False
-        return self._scales_forward_id < forward_id or self.written
-
-    def set_fresh(self, forward_id: int, ready: StreamDependency) -> None:
-        """Mark stale scales as computed from the current values of the shards, for a forward."""
-        for index, handle in enumerate(self.handles):
-            if self._scales_forward_id < forward_id or handle.written:
-                handle.set_fresh()
-                self._codes_for_hooks[index] = None
-                self._codes_for_backward[index] = None
-        self.written = False
-        self._scales_forward_id = forward_id
-        self._scales_ready = ready
-        # `ready` includes the wait for these writes.
-        self._writing_streams.clear()
-        self._write_events.clear()
-
-    # --- writes ----------------------------------------------------------------------------------
-
-    def shard_written(self, handle: ParamHandle) -> None:
-        """Notify that an operator wrote to the shard of a parameter."""
-        index = self._index[handle]
-        self.written = True
-        self._codes_for_backward[index] = None
-        self.note_stream()
-
-    def note_stream(self) -> None:
-        """Note the current CUDA stream as one that writes to the shards."""
-        if torch.cuda.is_initialized():
-            # FSDP2's all-gather streams wait for this stream only when the root's forward begins.
-            self._writing_streams.add(current_stream_id(torch.cuda.current_device()))
-
-    def scale_invalidated(self, handle: ParamHandle, *, keep_codes: bool) -> None:
-        """Notify that the shard of a parameter may have changed without an operator."""
-        index = self._index[handle]
-        self.written = True
-        self._shards[index] = None  # the shard may be in other memory now
-        if not keep_codes:
-            self._codes_for_backward[index] = None
-
-    def record_write_events(self, events: dict[int, torch.cuda.Event]) -> None:
-        """Record events after the writes so far, so that later waits do not include later work.
-
-        Args:
-            events: the events that were recorded for other units, by stream.
-        """
-        for stream_id in self._writing_streams:
-            if stream_id not in events:
-                events[stream_id] = stream_of(stream_id).record_event()
-            self._write_events[stream_id] = events[stream_id]
-        self._writing_streams.clear()
-
-    def wait_for_writes(self) -> None:
-        """Make the current stream wait for writes that other streams made to the shards."""
-        if not self._writing_streams and not self._write_events:
-            return
-        current = torch.cuda.current_stream()
-        for event in self._write_events.values():
-            current.wait_event(event)
-        for stream_id in self._writing_streams:
-            if stream_id != current.cuda_stream:
-                current.wait_stream(stream_of(stream_id))
 
 
 def scale_tensors(handles: Iterable[ParamHandle]) -> Iterator[Tensor]:

@@ -164,28 +164,40 @@ class AllGatherLayout:
     def _compute_extents(self, spec: ShardSpec) -> list[Extent]:
         if self.gathers_codes_alone(spec):
             return [Extent(1, spec.padded_numel, self.fp8_dtype)]
-
-        padded = spec.padded_length
-        scale_dtype = self.format.scale_dtype
-        extents = []
         if spec.batched:
-            rows, cols = spec.matrix_shape
-            plane_shapes = [(rows, cols), (cols, rows)][: 1 + self.columnwise]
-            for plane_shape in plane_shapes:
-                scales_per_matrix = prod(self.format.scale_shape(*plane_shape))
-                extents.append(Extent(padded, rows * cols, self.fp8_dtype))
-                extents.append(Extent(padded, scales_per_matrix, scale_dtype))
-            return extents
+            return self._extents_of_batch(spec)
 
+        padded_rows = spec.padded_length
+        scale_dtype = self.format.scale_dtype
         rows, cols = spec.unsharded_shape
-        scale_rows = block_rows(rows, padded, spec.num_shards, self.format.block[0])
+        # A shard has whole rows, and the scales of all blocks that it touches.
+        block_height = self.format.block[0]
+        scale_rows = block_rows(rows, padded_rows, spec.num_shards, block_height)
         scale_cols = self.format.scale_shape(rows, cols)[1]
-        extents.append(Extent(padded, cols, self.fp8_dtype))
-        extents.append(Extent(scale_rows, scale_cols, scale_dtype))
+        codes = Extent(padded_rows, cols, self.fp8_dtype)
+        scales = Extent(scale_rows, scale_cols, scale_dtype)
+        if not self.columnwise:
+            return [codes, scales]
+
+        # The columnwise plane is transposed, so that the shard has whole columns of it.
+        scale_cols = block_rows(rows, padded_rows, spec.num_shards, self.height)
+        columnwise_codes = Extent(cols, padded_rows, self.fp8_dtype)
+        columnwise_scales = Extent(cols, scale_cols, scale_dtype)
+        return [codes, scales, columnwise_codes, columnwise_scales]
+
+    def _extents_of_batch(self, spec: ShardSpec) -> list[Extent]:
+        """Return the extents of a shard of whole matrices, with one row for each matrix."""
+        padded_batch = spec.padded_length
+        rows, cols = spec.matrix_shape
+        plane_shapes = [(rows, cols)]
         if self.columnwise:
-            scale_cols = block_rows(rows, padded, spec.num_shards, self.height)
-            extents.append(Extent(cols, padded, self.fp8_dtype))
-            extents.append(Extent(cols, scale_cols, scale_dtype))
+            plane_shapes.append((cols, rows))
+
+        extents = []
+        for plane_shape in plane_shapes:
+            scales_per_matrix = prod(self.format.scale_shape(*plane_shape))
+            extents.append(Extent(padded_batch, rows * cols, self.fp8_dtype))
+            extents.append(Extent(padded_batch, scales_per_matrix, self.format.scale_dtype))
         return extents
 
     def nbytes(self, spec: ShardSpec) -> int:
@@ -199,11 +211,17 @@ class AllGatherLayout:
 
         FSDP2 frees and allocates their memory.
         """
-        if spec.num_shards == 1 and not self.gathers_codes_alone(spec):
-            return tuple(tensors_of(planes)[1:])  # see `_copy_unsharded`
+        rowwise, columnwise = planes
+        assert rowwise is not None
+        if self.gathers_codes_alone(spec):
+            return ()  # every rank has the scales, which are not freed
+        if spec.num_shards == 1:
+            # FSDP2 owns the rowwise codes. `_copy_all_but_codes` has copied the others.
+            return (rowwise.scale, *tensors_of([columnwise]))
         if spec.batched:
-            return ()
-        return tuple(tensors_of(planes[1:]))
+            return ()  # the planes are views of the gathered tensors
+        # The columnwise plane is assembled by a copy.
+        return tuple(tensors_of([columnwise]))
 
     def planes_of_last_unshard(
         self, last: PlaneStorage, outputs: Sequence[Tensor], spec: ShardSpec, scale: Tensor | None
@@ -246,9 +264,10 @@ class AllGatherLayout:
             codes = self.codes(outputs[0], torch.Size(spec.unsharded_shape))
             return Plane(codes, scale, self.format), None
 
-        if spec.num_shards == 1:
-            outputs = self._copy_unsharded(outputs, last)
-        if spec.num_shards == 1 or spec.batched:
+        has_whole_weight = spec.num_shards == 1
+        if has_whole_weight:
+            outputs = self._copy_all_but_codes(outputs, last)
+        if has_whole_weight or spec.batched:
             return self._view_planes(outputs, spec)
 
         row = self._join_rows(outputs[0], outputs[1], spec)
@@ -260,20 +279,24 @@ class AllGatherLayout:
         self._join_columns(columnwise, outputs[2], outputs[3], spec)
         return row, columnwise
 
-    def _copy_unsharded(
+    def _copy_all_but_codes(
         self, outputs: Sequence[Tensor], last: PlaneStorage | None
     ) -> tuple[Tensor, ...]:
-        """Copy the tensors of one rank that FSDP2 has not copied: all but the first.
+        """Copy the tensors of one rank that FSDP2 has not copied: all but the rowwise codes.
 
         They may be the tensors of an FP8 shard itself. Writes to the shard would change them.
         """
-        copies = last.tensors()[1:] if last else []
-        if len(copies) + 1 != len(outputs):  # at first, and after `update_usage`
-            copies = [torch.empty_like(output) for output in outputs[1:]]
-        memory = tuple(copy.view(-1).view(torch.uint8) for copy in copies)
-        with preserve_version_counter(memory):
-            torch._foreach_copy_(memory, list(outputs[1:]))
-        return outputs[0], *memory
+        rowwise_codes, *others = outputs
+        copies: Sequence[Tensor] = ()
+        if last is not None:
+            copies = last.tensors()[1:]  # all but the rowwise codes
+        if len(copies) != len(others):  # at first, and after `update_usage`
+            copies = [torch.empty_like(other) for other in others]
+
+        flat_copies = tuple(copy.view(-1).view(torch.uint8) for copy in copies)
+        with preserve_version_counter(flat_copies):
+            torch._foreach_copy_(flat_copies, others)
+        return rowwise_codes, *flat_copies
 
     def _view_planes(self, outputs: Sequence[Tensor], spec: ShardSpec) -> Planes:
         """Return the planes of a batch of whole matrices, or of a shard that is the whole weight.

@@ -70,11 +70,12 @@ def fp8_handle(shard: LocalShard) -> Float8ParamHandle:
 
 # --- the common scale -----------------------------------------------------------------------------
 #
-# A rank contributes three values for each scale, which are reduced with MAX:
+# For each scale, a rank contributes three values, which are reduced with MAX:
 # - needed: the scale that its own values need, 0 for zeros;
 # - stored: the scale that it stores;
 # - reversed: `_LARGEST_BITS` minus the bits of the stored scale, so that the maximum shows the
 #   smallest stored scale.
+# For scales per tensor, the amax of the values is reduced along with them, for delayed scaling.
 
 #: The largest bits of a scale as int32.
 _LARGEST_BITS = 0x7FFFFFFF
@@ -171,10 +172,11 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
         scales_on_mesh.append(scale.to(shard.device))
     before = torch.cat(scales_on_mesh)
 
-    contributions = _tensor_contributions(quantizer.quant_spec, shards, before)  # (matrices, 4)
+    contributions = _tensor_contributions(quantizer.quant_spec, shards, before)
+    values_per_scale = contributions.shape[1]
     counts = [shard.matrices for shard in shards]
-    sizes = [4 * count for count in counts]
-    maxima = quantizer.reduce(shards, contributions.view(-1), sizes).view(-1, 4)
+    sizes = [values_per_scale * count for count in counts]
+    maxima = quantizer.reduce(shards, contributions.view(-1), sizes).view_as(contributions)
     needed, stored, reversed_bits, amaxes = maxima.unbind(1)
     after = _common_scales(needed, stored, reversed_bits)
     if is_traced(after):
@@ -221,7 +223,9 @@ def _round_again(values: Tensor, plane: Plane, scale: Tensor) -> None:
 def _tensor_contributions(
     quant_spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor
 ) -> Tensor:
-    """Return contributions to the common scales and amaxes of the values, (matrices, 4).
+    """Return what a rank contributes to the common scales, and the amaxes, (matrices, 4).
+
+    The columns are needed, stored, reversed and amax.
 
     Args:
         quant_spec: how the weights are quantized.
@@ -237,18 +241,22 @@ def _tensor_contributions(
     start = 0
     for shard in shards:
         end = start + shard.matrices
+        matrices = slice(start, end)
+        start = end
         handle = fp8_handle(shard)
         if not shard.data.numel():
-            empty_matrices += range(start, end)
-        elif handle.unsynced:
-            scale = stored[start:end]
-            if handle.pending is not None:
-                amax = _multi_amax([handle.pending], shard.shard_spec.batched)
-                amaxes[start:end] = amax
-            else:
-                amax = _amaxes_of_codes(shard).to(scale.device) * scale
-            needed[start:end] = _needed_scales(quant_spec, handle, scale, amax.to(scale.device))
-        start = end
+            empty_matrices += range(matrices.start, matrices.stop)
+            continue
+        if not handle.unsynced:
+            continue
+
+        scale = stored[matrices]
+        if handle.pending is not None:
+            amax = _multi_amax([handle.pending], shard.shard_spec.batched).to(scale.device)
+            amaxes[matrices] = amax
+        else:
+            amax = _amaxes_of_codes(shard).to(scale.device) * scale
+        needed[matrices] = _needed_scales(quant_spec, handle, scale, amax)
 
     contributions = torch.cat([_contribution(stored, needed), amaxes.view(1, -1)])
     if empty_matrices:  # the scales of empty shards do not count
@@ -279,6 +287,8 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
         common = _common_scales(needed, stored, reversed_bits)  # (..., split rows, columns)
         if is_traced(common):
             return
+
+        # The codes (..., rows, columns) and scales (..., rows, columns of blocks) of the shard.
         plane = _split_plane(quantizer, shard)
         codes = plane.matrix
         scales = plane.scale
@@ -288,19 +298,21 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
 
         split_rows = quantizer.reduced_rows(shard, grids[index], rows_per_shard[index])
         for grid_row, common_row in zip(split_rows.in_grid, split_rows.in_reduced, strict=True):
+            # The first row of blocks may begin on the rank before.
             first = grid_row * height - quantizer.block_offset(shard)
             rows = slice(max(first, 0), first + height)
             row_codes = codes[..., rows, :]
-            stored_scale = scales.select(-2, grid_row)
-            before = stored_scale.to(torch.float32, copy=True)
+            row_scales = scales.select(-2, grid_row)
+            before = row_scales.to(torch.float32, copy=True)
             after = common.select(-2, common_row).to(codes.device)
+
             if fp8_handle(shard).pending is None:
                 part = CodesToRescale(row_codes, before.view(-1), after.reshape(-1))
                 codes_to_rescale.append(part)
             else:
                 values = _values(quantizer, shard)[..., rows, :]
                 _round_blocks(values, row_codes, differs(after, before), after, width)
-            stored_scale.copy_(after.to(stored_scale.dtype))
+            row_scales.copy_(after.to(row_scales.dtype))
     _rescale(codes_to_rescale, width)
 
 

@@ -77,7 +77,8 @@ class ShardedModel:
         self._compared_meshes: set[DeviceMesh] = set()
         #: Whether FSDP2's settings were checked since the model was last moved or cast.
         self._checked = False
-        #: Whether an optimizer has synchronized scales within the step that is running.
+        #: Whether an optimizer has synchronized scales within the step that is running. The end of
+        #: the step reads and resets it.
         self._synced_by_optimizer = False
 
     @property
@@ -101,41 +102,24 @@ class ShardedModel:
         handles: dict[str, ParamHandle] = module._fp8_params  # type: ignore[assignment]
         if name not in handles:
             return
-        if module._parameters.get(name) is parameter:
-            # The module was moved or cast.
-            self._checked = False
-            handles[name].invalidate_scale()
-
-        local = local_tensor(parameter)
-        # With tensor parallelism, an unsharded weight is a DTensor too.
-        is_gathered = isinstance(local, QuantizedTensor) and local._storage.gathered
-        if is_gathered or not local.dtype.is_floating_point:
+        replaced = module._parameters.get(name)
+        if replaced is parameter:
+            self._module_moved(handles[name])
+        if not self._is_new_shard(module, parameter):
             return
-        # A tied parameter has the handle of one of its modules.
-        wrapped = local_of(parameter)
-        if wrapped is not None:
-            holder: ParamHandle = wrapped._handle
-            if holder.belongs_to(module) or holder.local is wrapped:
-                return
 
-        state = self.state
-        state.relink(module)
-        state.move_hooks_first()
-        if state.delayed is not None:
-            state.delayed.add_mesh(parameter.device_mesh, handles[name].index)
+        self._join_model(module, handles[name], parameter)
         if handles[name] in self._high_precision:
             return
-
-        # An optimizer from before holds the parameter that the first shard replaces.
-        replaced = module._parameters.get(name)
         if replaced is not None and replaced is not parameter:
+            # An optimizer from before holds the parameter that the first shard replaces.
             mark_replaced(replaced, handles[name].fqn)
-        is_fp8_weight = isinstance(local, QuantizedTensor)
+        is_fp8_weight = isinstance(local_tensor(parameter), QuantizedTensor)
         if not is_fp8_weight and not self._can_gather_in_fp8(module, name, parameter):
             self._high_precision.add(handles[name])
             return
-        handles[name] = self._replace_local_tensor(module, name, parameter)
 
+        handles[name] = self._replace_local_tensor(module, name, parameter)
         # The DTensor gets the attributes that users have set on the parameter before.
         if replaced is not None:
             copy_attributes(replaced.__dict__, parameter)
@@ -145,6 +129,38 @@ class ShardedModel:
         if all(local_of(module._parameters.get(other)) is not None for other in other_names):
             set_plainly(module)  # FSDP2 has put all shards on the module
         self._forget_units()
+
+    def _module_moved(self, handle: ParamHandle) -> None:
+        """Notify that the module of a handle was moved or cast."""
+        self._checked = False
+        handle.invalidate_scale()
+
+    def _is_new_shard(self, module: nn.Module, parameter: Any) -> bool:
+        """Return whether a parameter that is put on a module is a shard without all-gather hooks.
+
+        It is not if FSDP2 puts the gathered weight on the module, or a shard that has hooks.
+        """
+        local = local_tensor(parameter)
+        if not local.dtype.is_floating_point:
+            return False
+        # With tensor parallelism, an unsharded weight is a DTensor too.
+        if isinstance(local, QuantizedTensor) and local._storage.gathered:
+            return False
+        local_with_hooks = local_of(parameter)
+        if local_with_hooks is None:
+            return True
+        # A tied parameter has the handle of one of its modules. If that module holds another local
+        # tensor by now, this one needs a handle of its own.
+        handle: ParamHandle = local_with_hooks._handle
+        return not handle.belongs_to(module) and handle.local is not local_with_hooks
+
+    def _join_model(self, module: nn.Module, handle: ParamHandle, parameter: Any) -> None:
+        """Register a module with a sharded parameter in the converted model."""
+        state = self.state
+        state.relink(module)
+        state.move_hooks_first()
+        if state.delayed is not None:
+            state.delayed.add_mesh(parameter.device_mesh, handle.index)
 
     def _replace_local_tensor(self, module: nn.Module, name: str, parameter: Any) -> ParamHandle:
         """Give a sharded parameter a `MasterWeight` or a `Float8Shard`, and return its handle."""
@@ -422,9 +438,11 @@ class ShardedModel:
         for handle in self._all_handles():
             if not isinstance(handle, Float8ParamHandle):
                 handle.invalidate_scale(keep_codes=keep_codes)
-        if not self._synced_by_optimizer:
-            self.sync_scales([h for h in self.handles() if h.parameter.requires_grad])
+
+        synced_by_optimizer = self._synced_by_optimizer
         self._synced_by_optimizer = False
+        if not synced_by_optimizer:
+            self.sync_scales([h for h in self.handles() if h.parameter.requires_grad])
 
     def _check_settings(self) -> None:
         """Raise if FSDP2's settings do not allow FP8 all-gathers. Runs again after a move."""

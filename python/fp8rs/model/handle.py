@@ -83,6 +83,8 @@ class ParamHandle:
             parameter is on Shard(1), all its scales, in every format.
         amaxes: amaxes of the blocks that the shard touches, if other ranks need them too: shard
             boundaries split blocks, or a batch is on Shard(1).
+        scale_forward_id: the forward of the root module that ``scale`` and ``amaxes`` were computed
+            for. -1 if there was none, or if the shard was or may have been written since.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -92,8 +94,7 @@ class ParamHandle:
         self.writes = 0
         self.scale: Tensor | None = None
         self.amaxes: Tensor | None = None
-        #: The number of writes when the scale was computed.
-        self._writes_at_scale = -1
+        self.scale_forward_id = -1
         self._shard_spec: ShardSpec | None = None
         #: The specification of the DTensor that `_shard_spec` describes.
         self._dtensor_spec: object = None
@@ -222,22 +223,23 @@ class ParamHandle:
 
     @property
     def written(self) -> bool:
-        """Whether the shard was written since the scale was computed."""
-        return self._writes_at_scale != self.writes
+        """Whether the shard was, or may have been, written since the scale was computed."""
+        return self.scale_forward_id == -1
 
-    def set_fresh(self) -> None:
-        """Mark the scale as computed from the current values of the shard."""
-        self._writes_at_scale = self.writes
+    def is_stale(self, forward_id: int) -> bool:
+        """Return whether the scale was computed before a write or for an earlier forward."""
+        return self.scale_forward_id < forward_id
 
     def invalidate_scale(self, *, keep_codes: bool = False) -> None:
         """Mark the scale as stale: the values may have changed without an operator."""
-        self._writes_at_scale = -1
+        self.scale_forward_id = -1
         if self.unit is not None:
             self.unit.scale_invalidated(self, keep_codes=keep_codes)
 
     def mark_written(self) -> None:
         """Count a write to the shard by an operator."""
         self.writes += 1
+        self.scale_forward_id = -1
         if self.unit is not None:
             self.unit.shard_written(self)
 

@@ -146,26 +146,36 @@ class DelayedScalingState:
     def stepped(self) -> None:
         """Notify that an optimizer with a parameter of this model has stepped."""
         self._saw_step = True
+        maybe_unseen = self._may_have_run_unseen_forward()
+        self._stepped_forward_id = self.tracker.forward_id
+        if not self.recorded and not maybe_unseen:
+            return
+
+        self.recorded = False
+        roll = partial(self.roll, maybe_no_forward=maybe_unseen)
+        if in_backward():
+            # Layers before this one record the amaxes of their gradients later.
+            after_backward(roll)
+        else:
+            roll()
+
+    def _may_have_run_unseen_forward(self) -> bool:
+        """Return whether a forward may have run since the last step without notifying this object.
+
+        Compiled forwards do not notify it. Only the device knows whether they recorded amaxes.
+        """
         forward_id = self.tracker.forward_id
         training = self.tracker.training
-
-        # Compiled forwards do not notify this object. If only layers are compiled, a forward of the
-        # model in training mode still does.
-        model_notifies = forward_id > 0 and training
-        layers_are_silent = "layer" in self.compiled and not model_notifies
-        is_silent = "model" in self.compiled or layers_are_silent
-        no_forward_since_step = self._stepped_forward_id == forward_id
-        maybe_forward = is_silent and (no_forward_since_step or not training)
-        self._stepped_forward_id = forward_id
-
-        if self.recorded or maybe_forward:
-            self.recorded = False
-            roll = partial(self.roll, maybe_no_forward=maybe_forward)
-            if in_backward():
-                # Layers before this one record the amaxes of their gradients later.
-                after_backward(roll)
-            else:
-                roll()
+        if training and forward_id != self._stepped_forward_id:
+            # The last forward of the model began after the last step, and recorded amaxes.
+            return False
+        if "model" in self.compiled:
+            return True
+        if "layer" not in self.compiled:
+            return False
+        # Layers are compiled but the model is not. A forward of the model in training mode would
+        # have notified this object. Only if there was none may layers run by themselves.
+        return not (training and forward_id > 0)
 
     # --- weights that FSDP2 gathers --------------------------------------------------------------
 
@@ -178,7 +188,12 @@ class DelayedScalingState:
         """Return the scales (n,) for the next cast of the weights of layers.
 
         A weight without a history has the scale of its current values. Their amax begins the
-        history, also for a layer that never runs.
+        history, also for a layer that never runs. Whether a weight has a history is known twice:
+
+        - on the device, by its scale in the pack, which is 0 without a history;
+        - on the host, by ``fp8_ready`` of its layer, which is True only if that scale is not 0, but
+          becomes True some steps later (see `_start_copies`). The host does not wait for the
+          device, so it measures the weights that may have no history, and the device selects.
 
         Args:
             layers: the indices of the layers.
@@ -186,24 +201,26 @@ class DelayedScalingState:
             measure: returns the amaxes (m,) of the weights at these positions in ``layers``.
         """
         scales = self._pack(device).weight_scales(layers)
-        # The host knows which scales are not 0.
         modules = self.layers()
-        new_weights = []
+        maybe_new = []  # positions in `layers`
         for position, layer in enumerate(layers):
             if not modules[layer].fp8_ready[0]:
-                new_weights.append(position)
-        if not new_weights:
+                maybe_new.append(position)
+        if not maybe_new:
             return scales
 
-        amaxes = measure(new_weights)
+        amaxes = measure(maybe_new)
         current_scales = self._specs[0].scale_from_amax(amaxes)
-        positions = index_tensor(tuple(new_weights), scales.device)
-        has_history = (scales[positions] > 0) & amaxes.isfinite()
-        scales[positions] = torch.where(has_history, scales[positions], current_scales)
+        positions = index_tensor(tuple(maybe_new), scales.device)
+        history_scales = scales[positions]
+        has_history = history_scales > 0
+        # A weight with values that are not finite needs the scale of these values, on all ranks.
+        keeps_history = has_history & amaxes.isfinite()
+        scales[positions] = torch.where(keeps_history, history_scales, current_scales)
 
         if self.records_weights(layers):
-            new_layers = [layers[position] for position in new_weights]
-            self.weight_amaxes(new_layers, device).raise_to(amaxes)
+            layers_maybe_new = [layers[position] for position in maybe_new]
+            self.weight_amaxes(layers_maybe_new, device).raise_to(amaxes)
         return scales
 
     def weight_amaxes(self, layers: Sequence[int], device: torch.device) -> WeightAmaxes:

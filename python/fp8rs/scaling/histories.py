@@ -364,24 +364,31 @@ def fit_history(slots: WeightSlots, history: Tensor, values: WrittenValues) -> N
     scale = values.scale.to(next_scale.device).view(())
     amax = values.amax.to(next_scale.device).view(())
 
-    counts = scale.isfinite() & amax.isfinite() & (amax > 0)
+    # Zeros and values that are not finite have no effect, and neither has a write that changed
+    # nothing, unless the weight still needs its first scale.
+    has_effect = scale.isfinite() & amax.isfinite() & (amax > 0)
     if values.changed is not None:
         has_no_scale = next_scale == 0
-        counts = counts & (values.changed.to(next_scale.device) | has_no_scale)
+        has_effect = has_effect & (values.changed.to(next_scale.device) | has_no_scale)
 
+    # The written values must fit into the next scale.
     fitted_scale = next_scale.maximum(scale)
     fitted_amax = recorded_amax.maximum(amax)
+
+    # Limit what remains of earlier values. Other ranks may have larger values of a partial weight.
     if not values.partial:
         limit: float | Tensor = HEADROOM
         if values.exact:
+            # The state of a weight that was not trained is that of the written values alone.
             is_trained = history.amax() > 0
             limit = torch.where(is_trained, HEADROOM, 1.0)
         fitted_scale = fitted_scale.minimum(limit * scale)
         fitted_amax = fitted_amax.minimum(limit * amax)
-        history.copy_(torch.where(counts, history.minimum(HEADROOM * amax), history))
+        fitted_history = history.minimum(HEADROOM * amax)
+        history.copy_(torch.where(has_effect, fitted_history, history))
 
-    next_scale.copy_(torch.where(counts, fitted_scale, next_scale))
-    recorded_amax.copy_(torch.where(counts, fitted_amax, recorded_amax))
+    next_scale.copy_(torch.where(has_effect, fitted_scale, next_scale))
+    recorded_amax.copy_(torch.where(has_effect, fitted_amax, recorded_amax))
 
 
 @dataclass(eq=False, slots=True)
