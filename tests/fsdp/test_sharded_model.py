@@ -82,6 +82,9 @@ def test_scales_are_stale_after_optimizer_stepped(rig, gather):
         assert same_bytes(row.scale, scale), name
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 cannot trace a step of sharded parameters"
+)
 @ranks(1, 2)
 def test_scales_are_stale_after_a_compiled_step(rig):
     """A compiled step writes without an operator, and a compiled root's forwards do not count."""

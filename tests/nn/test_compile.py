@@ -364,6 +364,7 @@ def test_codes_may_be_saved(device, recipe):
 
 @every_recipe
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # from torch
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # of GEMMs in high precision
 def test_cuda_graphs_of_a_compiled_model(device, recipe):
     """With `mode="reduce-overhead"`, replays read current parameters and write the amaxes."""
     if device.type != "cuda":

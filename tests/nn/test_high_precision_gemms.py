@@ -131,7 +131,8 @@ def test_nothing_is_quantized_for_wgrad(device):
         layer(x).backward(dy)
     # The input and the weight in the forward, and the weight and the gradient in the backward.
     assert calls.quantizations == 4
-    assert calls.counts["dequantize"] == 4, "two operands of two GEMMs"
+    if device.type == "cpu":  # FP8 GEMMs are emulated
+        assert calls.counts["dequantize"] == 4, "two operands of two GEMMs"
 
 
 def test_autocast_sets_the_dtype_of_wgrad(device):
