@@ -8,6 +8,8 @@ import pytest
 import torch
 from harness import Run, assert_gathers_are_fp8, need, run_file
 
+from internals import state_of
+
 need("torchtitan", "0.3")
 
 JOB = Path(__file__).with_name("torchtitan_on_cpu.py")
@@ -161,7 +163,7 @@ def test_the_fields_that_torchtitan_removed_are_accepted(name):
     assert layers
     expected = fp8rs.nn.Linear(16, 16, recipe=name or "current").recipe
     assert {layer.recipe for layer in layers} == {expected}
-    assert all(layer._fp8_state.fp8_gather for layer in layers)
+    assert all(state_of(layer).fp8_gather for layer in layers)
 
 
 @pytest.mark.parametrize(
