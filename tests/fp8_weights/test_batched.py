@@ -100,6 +100,11 @@ def test_training_equals_that_of_a_parameter_for_each_matrix(
         for m, stepper in both:
             loss = m(batch(rig, n)).square().mean()
             loss.backward()
+            if m is alone and fp8 and rig.world_size == 3:
+                # It is not sharded. The mean of three equal gradients is another number for a
+                # seventh of fp32's numbers, and FP8 operands seldom give such gradients.
+                for p in m.parameters():
+                    p.grad = (p.grad + p.grad + p.grad) / 3
             stepper.step()
             stepper.zero_grad()
             losses.append(loss.detach())
