@@ -192,13 +192,6 @@ class _Matcher:
         raise NotImplementedError
 
 
-class _Nothing(_Matcher):
-    """Without a quantization config, no layer is quantized."""
-
-    def is_target(self, layer: _Layer) -> bool:
-        return False
-
-
 class _CompressedTensors(_Matcher):
     """Whole names, or regular expressions from the beginning of a name after "re:"."""
 
@@ -234,9 +227,9 @@ class _Transformers(_Matcher):
 
 
 def _matcher(config: Mapping[str, Any], engine: str) -> _Matcher:
-    """Return the rules of an engine for a quantization config."""
+    """Return the rules of an engine for a quantization config. An empty one has no targets."""
     if not config:
-        return _Nothing(())
+        return _CompressedTensors(ignored=(), targets=())
     method = config.get("quant_method")
     if method == "compressed-tensors":
         targets: list[str] = []
