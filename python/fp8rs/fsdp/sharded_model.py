@@ -33,6 +33,7 @@ from fp8rs._torch import (
     sharded_local_tensor,
     sharded_parameters,
 )
+from fp8rs.gemm.estimates import is_measured
 from fp8rs.model.handle import ParamHandle, copy_attributes, local_of, mark_replaced
 from fp8rs.model.shard_spec import local_part
 from fp8rs.model.state import ModelState, state_of
@@ -41,7 +42,7 @@ from fp8rs.scaling import steps
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .checks import check_settings, compare_conversions
+from .checks import check_settings, compare_conversions, most_tokens
 from .float8_shard import Float8ParamHandle, Float8Shard, handle_for
 from .gather_unit import GatherUnit, scale_tensors
 from .local_shard import LocalShard
@@ -194,6 +195,36 @@ class ShardedModel:
             stacklevel=3,
         )
         return False
+
+    def choose_gathers(self, tokens: int | None) -> None:
+        """Gather linear layers in high precision if FP8 does not pay off for a number of tokens.
+
+        Call it before FSDP2's first all-gather. FSDP2 gathers a parameter always in the same way.
+        The ranks of a mesh decide together, by the most tokens of any of them.
+
+        Args:
+            tokens: the tokens of this rank's forward, or None if their number is not known.
+        """
+        if fsdp_is_initialized(self.state.root):
+            return
+        handles_by_mesh: dict[DeviceMesh, list[ParamHandle]] = {}
+        for handle in self.handles():
+            is_linear = isinstance(handle.module, nn.Linear)
+            if is_linear and not isinstance(handle, Float8ParamHandle):
+                handles_by_mesh.setdefault(handle.parameter.device_mesh, []).append(handle)
+
+        for mesh, handles in handles_by_mesh.items():
+            if is_measured(mesh.device_type):
+                self._compare([mesh])
+                if most_tokens(tokens, mesh) < self.state.min_tokens:
+                    for handle in handles:
+                        self._restore_local_tensor(handle)
+
+    def _restore_local_tensor(self, handle: ParamHandle) -> None:
+        """Undo `_replace_local_tensor` of a master weight, which is gathered in high precision."""
+        self._high_precision.add(handle)
+        set_local_tensor(handle.parameter, handle.local.high_precision)
+        self._forget_units()
 
     def _unconverted_ties(self, module: nn.Module, name: str, parameter: Any) -> list[str]:
         """Return the names of modules that have a parameter and do not gather it in FP8.
