@@ -88,6 +88,17 @@ def test_many_tokens_train_in_fp8(rig, recipe):
 
 
 @ranks(2)
+def test_a_root_whose_own_unit_has_no_converted_layer(rig):
+    """FSDP2's hooks on such a root precede ours."""
+    with measured():
+        model = sharded(rig, recipe="current", filter_fqns=["head"])
+        loss, gathered = step(model, rig, 4)
+        assert gathered == {torch.bfloat16}
+        plain = sharded(rig)
+        assert torch.equal(loss, step(plain, rig, 4)[0])
+
+
+@ranks(2)
 def test_the_most_tokens_of_all_ranks_decide(rig):
     with measured():
         model = sharded(rig, recipe="current")

@@ -32,6 +32,7 @@ from fp8rs._torch import (
     set_plainly,
     sharded_local_tensor,
     sharded_parameters,
+    was_gathered,
 )
 from fp8rs.gemm.estimates import is_measured
 from fp8rs.model.handle import ParamHandle, copy_attributes, local_of, mark_replaced
@@ -199,19 +200,24 @@ class ShardedModel:
     def choose_gathers(self, tokens: int | None) -> None:
         """Gather linear layers in high precision if FP8 does not pay off for a number of tokens.
 
-        Call it before FSDP2's first all-gather. FSDP2 gathers a parameter always in the same way.
-        The ranks of a mesh decide together, by the most tokens of any of them.
+        FSDP2 gathers a parameter always as it did the first time, so this has no effect on weights
+        that it has gathered before. The ranks of a mesh decide together, by the most tokens of any
+        of them.
 
         Args:
             tokens: the tokens of this rank's forward, or None if their number is not known.
         """
-        if fsdp_is_initialized(self.state.root):
-            return
         handles_by_mesh: dict[DeviceMesh, list[ParamHandle]] = {}
-        for handle in self.handles():
-            is_linear = isinstance(handle.module, nn.Linear)
-            if is_linear and not isinstance(handle, Float8ParamHandle):
-                handles_by_mesh.setdefault(handle.parameter.device_mesh, []).append(handle)
+        for _, group in fsdp_groups(self.state.root):
+            for fsdp_param in group.fsdp_params:
+                local = sharded_local_tensor(fsdp_param)
+                if not isinstance(local, MasterWeight) or was_gathered(fsdp_param):
+                    continue
+                handle = local._handle
+                is_linear = isinstance(handle.module, nn.Linear)
+                if is_linear and handle.state_if_any is self.state:
+                    mesh = handle.parameter.device_mesh
+                    handles_by_mesh.setdefault(mesh, []).append(handle)
 
         for mesh, handles in handles_by_mesh.items():
             if is_measured(mesh.device_type):

@@ -6,7 +6,6 @@ its values in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,22 +29,23 @@ def high_precision_linear(
         bias: (out_features,) or None.
         dtype: dtype of the GEMMs and of the result.
     """
-    operands = [operand for operand in (x, weight, bias) if operand is not None]
-    if not _are_cast(operands, dtype):
+    if not _are_cast(x, weight, bias, dtype):
         return F.linear(x, weight, bias)
     out: Tensor = _HighPrecisionLinear.apply(x, weight, bias, dtype)
     return out
 
 
-def _are_cast(operands: Iterable[Tensor], dtype: torch.dtype) -> bool:
-    """Whether an operand is quantized or has another dtype than the GEMMs.
+def _are_cast(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bool:
+    """Return whether an operand is quantized or has another dtype than the GEMMs.
 
     For such operands, `_HighPrecisionLinear` casts the weight again in the backward. torch's own
     function would save the cast weight.
     """
-    return any(
-        isinstance(operand, QuantizedTensor) or operand.dtype != dtype for operand in operands
-    )
+    if isinstance(weight, QuantizedTensor) or isinstance(x, QuantizedTensor):
+        return True
+    if x.dtype != dtype or weight.dtype != dtype:
+        return True
+    return bias is not None and bias.dtype != dtype
 
 
 class _HighPrecisionLinear(torch.autograd.Function):
