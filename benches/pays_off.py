@@ -1,7 +1,7 @@
 """Time training steps by width and tokens, to see where FP8 pays off, on one GPU.
 
     python benches/pays_off.py --json FILE                       # the whole sweep
-    python benches/pays_off.py --widths 1024,2048 --tokens 2048,8192 --compiled
+    python benches/pays_off.py --widths 1024,2048 --tokens 2048,8192 --mode compiled
     python benches/pays_off.py --device cpu --widths 64 --tokens 64    # a smoke run
 
 A model is a Llama of blocks whose hidden layer is four times as wide as the model, one key/value
@@ -16,7 +16,8 @@ Variants are bf16, and for a recipe:
 - RECIPE-gather: the FP8 all-gather, and GEMMs in high precision
 
 The steps of all variants alternate. Times are medians of whole steps, in milliseconds, with the
-host waiting for the device at the end.
+host waiting for the device at the end. A JSON file that exists gets the new rows.
+`tools/figures.py` draws it.
 """
 
 from __future__ import annotations
@@ -134,9 +135,11 @@ def main() -> None:
     report: dict[str, Any] = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if gpu else "cpu",
-        "compiled": options.compiled,
         "rows": [],
     }
+    if options.json is not None and options.json.exists():
+        report = json.loads(options.json.read_text())
+    compiled = options.mode == "compiled"
     print("| width | tokens | " + " | ".join(options.variants) + " |")
     print("|---" * (2 + len(options.variants)) + "|", flush=True)
     for width in options.widths:
@@ -147,7 +150,7 @@ def main() -> None:
             layers = layers_of(width)
             models = {}
             for variant in options.variants:
-                models[variant] = build(variant, width, layers, options.device, options.compiled)
+                models[variant] = build(variant, width, layers, options.device, compiled)
             times = measure(models, tokens, options.device, options.steps)
             del models
             gc.collect()
@@ -159,9 +162,8 @@ def main() -> None:
             cells = [f"{ms:.2f} ({bf16 / ms:.2f})" for ms in medians.values()]
             seconds = time.perf_counter() - start
             print(f"| {width} | {tokens} | {' | '.join(cells)} | {seconds:.0f} s", flush=True)
-            report["rows"].append(
-                {"width": width, "tokens": tokens, "layers": layers, "ms": medians}
-            )
+            row = {"mode": options.mode, "width": width, "tokens": tokens, "layers": layers}
+            report["rows"].append({**row, "ms": medians})
             if options.json is not None:
                 options.json.write_text(json.dumps(report, indent=1))
 
@@ -180,7 +182,7 @@ def _options() -> argparse.Namespace:
         type=lambda text: text.split(","),
         default=["bf16", "current", "current-auto"],
     )
-    parser.add_argument("--compiled", action="store_true", help="compile the blocks")
+    parser.add_argument("--mode", choices=("eager", "compiled"), default="eager")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
