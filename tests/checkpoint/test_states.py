@@ -289,6 +289,25 @@ def test_a_converted_module_is_saved_and_loaded_as_a_model(tmp_path, fp8_weights
     assert same(Model(other).state_dict(), expected)
 
 
+@pytest.mark.parametrize("fp8_weights", [False, True], ids=["master weights", "FP8 weights"])
+def test_a_model_that_is_one_layer_has_histories_without_a_prefix(tmp_path, fp8_weights):
+    models = []
+    for _ in range(2):
+        model = torch.nn.Linear(32, 32)
+        fp8rs.convert_to_float8_training(model, recipe="delayed", fp8_weights=fp8_weights)
+        models.append(model)
+    saved, loaded = models
+    saved(torch.ones(16, 32)).sum().backward()
+    fp8rs.optimizer_stepped(saved)
+    expected = {name: value.clone() for name, value in Model(saved).state_dict().items()}
+    histories = [name for name in expected if "fp8_" in name]
+    assert sorted(histories) == ["fp8_amax", "fp8_amax_history", "fp8_scale"]
+
+    checkpoint.save({"model": saved}, tmp_path / "saved")
+    checkpoint.load({"model": loaded}, tmp_path / "saved")
+    assert same(Model(loaded).state_dict(), expected)
+
+
 @ranks(1)
 def test_an_optimizer_is_saved_alone_after_an_evaluation(rig, tmp_path):
     model = make(HIDDEN["even"], device=rig.device)
