@@ -85,10 +85,13 @@ class Model:
                 "are multiples of the block's",
                 stacklevel=2,
             )
+        # A layer with an FP8 weight has copied its histories into the state dict. For other layers,
+        # whose state dict is that of the unconverted layer, copy them here.
         for prefix, layer in _layers_with_histories(self.model):
             keep_local(layer._buffers)
             for buffer in BUFFERS:
-                plain[prefix + buffer] = layer.get_buffer(buffer).clone()
+                if prefix + buffer not in plain:
+                    plain[prefix + buffer] = layer.get_buffer(buffer).clone()
         return plain
 
     @torch.no_grad()
