@@ -26,6 +26,7 @@ from distributed.models import HIDDEN, RECIPES, UNEVEN, make, same_bytes, train
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError, Model
 from fp8rs.optim import AdamW, MasterWeights
+from fp8rs.quantize.recipes import resolve_recipe
 
 FP8 = "FP8 weights, AdamW with masters"
 #: With --full, every optimizer of each kind of weights.
@@ -114,20 +115,14 @@ for folder, (rows, columns) in json.loads(sys.argv[1]).items():
     torch.save(values.view(512, 256), folder + "/values")
     print(*sorted(found))
 """
-BLOCKS = {
-    "current": (512, 256),
-    "delayed": (512, 256),
-    "rowwise": (1, 256),
-    "block": (128, 128),
-    "mxfp8": (32, 32),
-    "mxfp8 of 1x32": (1, 32),
-}
 
 
 def test_files_contain_plain_one_byte_tensors_that_load_without_fp8rs(tmp_path):
     """One process reads the files of all recipes, because it takes seconds to import torch."""
     folders, weights = {}, {}
-    for recipe, block in BLOCKS.items():
+    for recipe in RECIPES:
+        height, width = resolve_recipe(RECIPES[recipe]).block_format("weight").block
+        block = (512 if height == -1 else height, 256 if width == -1 else width)
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(256, 512))
         fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe], fp8_weights=True)
