@@ -33,6 +33,14 @@ for _name, _recipe in RECIPES.items():
     if not resolve_recipe(_recipe).block_format("weight").per_tensor:
         BLOCK_RECIPES[_name] = resolve_recipe(_recipe)
 
+#: Those whose weights have a plane in each direction, because blocks lie along the rows. FSDP2
+#: shards batches of such weights along dimension 0 only.
+TWO_PLANES = []
+for _name, _recipe in BLOCK_RECIPES.items():
+    _format = _recipe.block_format("weight")
+    if not _format.square and not _format.per_row:
+        TWO_PLANES.append(_name)
+
 
 def each_recipe(*short, of=RECIPES):
     """Parametrize over a table of recipes. On CPU, the others run with `--long` only.

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import fp8rs
-from cases import each_kind_of_recipe
+from cases import TWO_PLANES, each_kind_of_recipe
 from checkpoint.layouts import KEPT, batch, contents, lay_out, size_of, state_of
 from distributed import ranks
 from distributed.folders import shared_folder
@@ -128,7 +128,7 @@ def test_files_contain_plain_one_byte_tensors_that_load_without_fp8rs(tmp_path):
         fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe], fp8_weights=True)
         folder = tmp_path / recipe
         checkpoint.save({"model": Model(model)}, folder)
-        elements = 512 * 256 * (2 if recipe == "mxfp8 of 1x32" else 1)
+        elements = 512 * 256 * (2 if recipe in TWO_PLANES else 1)
         state = Model(model).state_dict()
         others = sum(t.nbytes for t in state.values() if t.dtype != torch.float8_e4m3fn)
         assert elements < size_of(folder) < elements + others + 2000 * len(state), recipe
@@ -144,7 +144,7 @@ def test_files_contain_plain_one_byte_tensors_that_load_without_fp8rs(tmp_path):
         names = {"0.bias", "0.weight", "0.weight_scale"}
         if recipe == "delayed":
             names |= {"0.fp8_scale", "0.fp8_amax", "0.fp8_amax_history"}
-        if recipe == "mxfp8 of 1x32":
+        if recipe in TWO_PLANES:
             names |= {"0.weight_columnwise", "0.weight_columnwise_scale"}
         assert set(line.split()) == {f"model.{name}" for name in names}, recipe
 
