@@ -17,7 +17,6 @@ from fp8rs.model.state import Gemms, ModelState, state_of
 from fp8rs.nn.fp8_params import add_fp8_params, float8_class
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_bool, check_module
-from fp8rs.scaling import steps
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -237,7 +236,6 @@ def _convert(state: ModelState, selected: Selection, fp8_weights: bool, keep_ini
                 handle = cast(Any, layer)._fp8_params["weight"]
                 scale = handle.quant_spec.scale_from_amax(amax.float())
                 handle.fit_history(scale, amax.float(), exact=True)
-        steps.subscribe(state)
         warn_without_masters()
 
 

@@ -39,7 +39,6 @@ from fp8rs.model.handle import ParamHandle, copy_attributes, local_of, mark_repl
 from fp8rs.model.shard_spec import local_part
 from fp8rs.model.state import ModelState, state_of
 from fp8rs.quantize.recipes import check_module, quant_spec
-from fp8rs.scaling import steps
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -467,9 +466,10 @@ class ShardedModel:
     def stepped(self) -> None:
         """Notify that an optimizer with parameters of this model has stepped.
 
-        A compiled step writes to shards without an operator that `MasterWeight` sees. Codes that
-        are kept for a running backward stay valid. The scales of trainable FP8 weights are
-        synchronized, unless the step itself has done it.
+        A compiled step writes to shards without an operator that `MasterWeight` sees, and a forward
+        does not always show that a step came before it: a compiled root is not counted, nor is a
+        method other than the forward. Codes that are kept for a running backward stay valid. The
+        scales of trainable FP8 weights are synchronized, unless the step itself has done it.
         """
         keep_codes = self.state.tracker.in_backward
         for handle in self._all_handles():
@@ -501,9 +501,6 @@ def sharded_model(state: ModelState) -> ShardedModel:
     """Return the FSDP2 side of a converted model, created on first use."""
     if state.sharded_model is None:
         state.sharded_model = ShardedModel(state)
-        # No operator shows the writes of a compiled step, and not every forward of a model is
-        # counted: a root that is compiled, or another method of it, is not.
-        steps.subscribe(state)
     return cast(ShardedModel, state.sharded_model)
 
 

@@ -132,6 +132,9 @@ class ModelState:
             self.delayed = DelayedScalingState(
                 self.recipe, specs, self.tracker, self.layers, self.group
             )
+        # `stepped` notifies delayed scaling, the sharded model and the warning of lost writes. A
+        # layer that is not part of a conversion has only the first of these.
+        if not self.standalone or self.delayed is not None:
             steps.subscribe(self)
 
     def _register(self) -> None:
