@@ -17,6 +17,8 @@ struct AdamWEntry {
   void *scale;             // one fp32, or one element per block; null without codes
   const float *new_scale;  // or null: for codes with one scale, only amax is written then
   float *amax;             // or null
+  u32 *exp_avg_range;      // fp32 bits, two for each block of 128 codes; null unless moments are codes
+  u32 *exp_avg_sq_range;
   u64 rows, cols, offset;
   u32 first_block;         // the first block of this tensor in the launch
   u32 stream;
@@ -25,7 +27,7 @@ struct AdamWEntry {
 };
 
 /// The largest number of entries that fits in the 32 KB of a kernel's parameters.
-constexpr int ENTRIES = 290;
+constexpr int ENTRIES = 255;
 
 struct AdamWArgs {
   const float *lr;         // or null: lr_value is used
@@ -222,6 +224,18 @@ DEVICE void advance(const Factors &f, float g, float &m, float &v, float &w) {
   w = __fsub_rn(weight, __fdiv_rn(__fmul_rn(f.size, m), denominator));
 }
 
+/// Returns the values of four adjacent elements before the step, from the master if there is one.
+DEVICE void widen_weight(const AdamWEntry &t, const uint4 &weight, u32 kind, float scale,
+                         float (&w)[4]) {
+  if (t.master || kind != CODES) {
+    widen_four(weight, t.master ? F32 : kind, w);
+    return;
+  }
+  u32 low = halves_of(t, weight.x), high = halves_of(t, weight.x >> 16);
+  w[0] = __fmul_rn(InF16::get(low, 0), scale), w[1] = __fmul_rn(InF16::get(low, 1), scale);
+  w[2] = __fmul_rn(InF16::get(high, 0), scale), w[3] = __fmul_rn(InF16::get(high, 1), scale);
+}
+
 /// Computes the new values. With `keep`, stores moments and master.
 DEVICE void update(const AdamWEntry &t, const Factors &f, const Four &d, u32 kind, float scale,
                    u64 i, bool keep, float (&w)[4]) {
@@ -229,13 +243,7 @@ DEVICE void update(const AdamWEntry &t, const Factors &f, const Four &d, u32 kin
   widen_four(d.grad, grad_kind(t), g);
   widen_four(d.exp_avg, moment_kind(t), m);
   widen_four(d.exp_avg_sq, moment_kind(t), v);
-  if (t.master || kind != CODES) {
-    widen_four(d.weight, t.master ? F32 : kind, w);
-  } else {
-    u32 low = halves_of(t, d.weight.x), high = halves_of(t, d.weight.x >> 16);
-    w[0] = __fmul_rn(InF16::get(low, 0), scale), w[1] = __fmul_rn(InF16::get(low, 1), scale);
-    w[2] = __fmul_rn(InF16::get(high, 0), scale), w[3] = __fmul_rn(InF16::get(high, 1), scale);
-  }
+  widen_weight(t, d.weight, kind, scale, w);
 #pragma unroll
   for (int j = 0; j < 4; j++) advance(f, g[j], m[j], v[j], w[j]);
   if (!keep) return;
@@ -264,4 +272,28 @@ DEVICE float update_one(const AdamWEntry &t, const Factors &f, u32 kind, float s
 DEVICE u32 larger(u32 before, float w) { return max_u32(before, __float_as_uint(w) & 0x7fffffffu); }
 DEVICE u32 larger(u32 before, const float (&w)[4]) {
   return larger(larger(larger(larger(before, w[0]), w[1]), w[2]), w[3]);
+}
+
+/// Computes the factors of the step and shares them with all threads of a block.
+DEVICE void share_factors(const AdamWArgs &a, const AdamWEntry &t, Factors &shared) {
+  if (threadIdx.x == 0) shared = factors_of(a, t);
+  __syncthreads();
+}
+
+/// Writes the amax, and the scale of codes with a new one, after all elements of a tensor without
+/// block scales. All threads of the block must call this.
+template <u32 KIND>
+DEVICE void finish_elements(const AdamWArgs &a, const AdamWEntry &t, u32 e, bool keep, u32 found) {
+  bool known = KIND == CODES && keep;
+  if (!t.amax && !known) return;
+  found = block_max(found);
+  u32 end = end_of(a, e);
+  if (!last_of(a.maxima + e, end - t.first_block, found)) return;
+  if (!known) {
+    *t.amax = __uint_as_float(found);
+    return;
+  }
+  bool finite = found < 0x7f800000u;
+  if (t.amax && finite) *t.amax = fmaxf(*t.amax, __uint_as_float(found));
+  *(float *)t.scale = finite ? *t.new_scale : __uint_as_float(NAN_BITS);
 }
