@@ -135,13 +135,14 @@ def test_an_update_after_a_gradient_that_is_not_finite_is_nan_in_its_block():
     assert weight.isnan().sum() == 128
 
 
-@pytest.mark.parametrize(("name", "bound"), [("exp_avg", 0.06), ("exp_avg_sq", 0.06)])
-def test_codes_are_within_half_a_step_of_values(name, bound):
-    """A block of normal values has a range of about ten factors of two."""
+@each_moment
+def test_codes_are_within_half_a_step_of_values(name):
+    """The widest step of the first moment is 20 / 126 of a factor of two, of the second 40 / 254."""
     values = normal((64, 512), 1)
     values = values if name == "exp_avg" else values.square()
     relative = (stored(values, name) - values).abs() / values.abs()
-    assert relative.max() < bound
+    assert relative.max() < 0.08
+    assert relative.mean() < 0.02
 
 
 def test_second_moments_do_not_become_0():
@@ -215,14 +216,14 @@ def test_plain_parameters_equal_float32_steps_of_the_stored_moments(dtype, maste
     "make",
     [
         lambda x: x.t().contiguous().t(),
-        lambda x: torch.zeros(66, 512)[:, ::2].copy_(x),
+        lambda x: torch.zeros(66, 512, dtype=x.dtype)[:, ::2].copy_(x),
     ],
     ids=["transposed", "with gaps"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strides_do_not_change_the_blocks(make, dtype):
     values = normal((66, 256), 1).to(dtype)
-    strided, dense = parameter(make(values.clone()).to(dtype)), parameter(values)
+    strided, dense = parameter(make(values.clone())), parameter(values)
     assert not strided.is_contiguous()
     a, b = fp8_adamw([strided]), fp8_adamw([dense])
     train(a, 3)
@@ -471,7 +472,7 @@ def test_states_of_another_shape_or_without_ranges_are_refused():
     before = everything(optimizer)
     with pytest.raises(ValueError, match=r"exp_avg_codes .* shape \(32, 256\)"):
         optimizer.load_state_dict(trained(shape=(32, 256)).state_dict())
-    state = optimizer.state_dict()
+    state = copy.deepcopy(optimizer.state_dict())
     del state["state"][0]["exp_avg_sq_range"]
     with pytest.raises(ValueError, match="must have step, exp_avg and exp_avg_sq"):
         optimizer.load_state_dict(state)
@@ -490,13 +491,13 @@ def test_losses_follow_those_of_float32_moments(betas):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
         optimizer = AdamW(model.parameters(), lr=3e-3, betas=betas, **options)
-        for _ in range(200):
+        for _ in range(60):
             loss = nn.functional.mse_loss(model(x), target)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         losses.append(loss.item())
-    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
 # --- CUDA ---------------------------------------------------------------------------------------

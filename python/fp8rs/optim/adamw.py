@@ -315,7 +315,7 @@ class AdamW(MasterWeightOptimizer):
 
     @contextmanager
     def float32_state_dict(self) -> Iterator[None]:
-        """In this context, state dicts have float32 moments, also of moments that are stored as codes.
+        """In this context, state dicts have float32 moments in place of 8-bit codes.
 
             with optimizer.float32_state_dict():
                 torch.save(optimizer.state_dict(), path)
