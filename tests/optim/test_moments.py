@@ -137,7 +137,7 @@ def test_an_update_after_a_gradient_that_is_not_finite_is_nan_in_its_block():
 
 @each_moment
 def test_codes_are_within_half_a_step_of_values(name):
-    """The widest step of the first moment is 20 / 126 of a factor of two, of the second 40 / 254."""
+    """The widest steps are 20 / 126 and 40 / 254 of a factor of two."""
     values = normal((64, 512), 1)
     values = values if name == "exp_avg" else values.square()
     relative = (stored(values, name) - values).abs() / values.abs()

@@ -21,6 +21,8 @@ from fp8rs.optim.optim_param import OptimParam
 
 #: The number of elements of a block.
 BLOCK = 128
+#: The bytes per element of both moments: two codes, and two ranges of two fp32 per block.
+BYTES_PER_ELEMENT = 2 + 16 / BLOCK
 #: Smaller parameters have high-precision moments.
 SMALLEST_NUMEL = 4096
 
@@ -65,12 +67,17 @@ FORMATS = {
 # --- which parameters -----------------------------------------------------------------------------
 
 
+def stores_codes_by_default(weight: Tensor) -> bool:
+    """Return whether the moments of an FP8 layer's weight are stored as codes by default."""
+    return weight.numel() >= SMALLEST_NUMEL and has_whole_blocks(weight)
+
+
 def default_filter() -> StateFilter:
     """Return a filter for the parameters of FP8 layers with at least 4096 elements."""
     in_layers = fp8_parameters()
 
     def state_filter(param: Tensor) -> bool:
-        if param.numel() < SMALLEST_NUMEL:
+        if not stores_codes_by_default(param):
             return False
         is_fp8_weight = OptimParam(param).weight is not None
         return is_fp8_weight or local_of(param) is not None or id(param) in in_layers
