@@ -74,6 +74,7 @@ def test_it_trains_with_selective_checkpointing_and_the_chunked_loss(recipe, ref
         assert_gathers_are_fp8(found, reference(), passes=2 * STEPS + 1)
 
 
+@pytest.mark.timeout(900)
 def test_8_bit_moments_train_and_resume(reference, tmp_path):
     """The factory of `OptimizersContainer` that docs/optim.md shows."""
     options = ("--recipe", "current", "--fp8-moments", "--save-every", "2")

@@ -39,6 +39,7 @@ StateFilter = Callable[[Tensor], bool]
 _INF_BITS = 0x7F800000
 _NAN_BITS = 0x7FC00000
 _BINADE = 1 << 23
+_INTEGERS = 1.5 * 2**23
 
 
 @dataclass(frozen=True)
@@ -171,10 +172,11 @@ def encode(values: Tensor, moment: MomentFormat) -> tuple[Tensor, Tensor]:
     if moment.is_signed:
         cut = (smallest - _BINADE).clamp(min=1)
     steps = (largest - magnitudes).float() * (1.0 / step.float())
-    codes = moment.top - steps.clamp(max=moment.top - 1).round().long()
+    # 1.5 * 2^23, whose neighbours are the integers: the difference rounds to nearest.
+    counted = (_INTEGERS + moment.top) - steps.clamp(max=moment.top - 1)
+    codes = (counted - _INTEGERS).long().where(magnitudes >= cut, 0)
     if moment.is_signed:
-        codes += (bits >> 24) & 0x80
-    codes = codes.where(magnitudes >= cut, 0)
+        codes |= (bits >> 24) & 0x80
     codes = codes.where(is_finite, moment.top)
 
     ranges = torch.cat((largest, smallest), -1).where(is_finite, _NAN_BITS)

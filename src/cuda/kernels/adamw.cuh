@@ -65,6 +65,7 @@ enum Kind : u32 { F32, BF16, F16, CODES };
 /// The values of a step that all elements of a tensor share (format/adamw.rs).
 struct Factors {
   float grad, decay, lerp, beta2, rest, root, eps, size;
+  float per_root;          // 1 / root
   u32 from_grad, step;
 };
 
@@ -91,6 +92,7 @@ DEVICE Factors factors_of(const AdamWArgs &a, const AdamWEntry &t) {
   f.beta2 = __double2float_rn(a.beta2);
   f.rest = __double2float_rn(__dsub_rn(1.0, a.beta2));
   f.root = __double2float_rn(__dsqrt_rn(__dsub_rn(1.0, power(a.beta2, f.step))));
+  f.per_root = reciprocal(f.root);
   f.eps = __double2float_rn(a.eps);
   f.size = __double2float_rn(__ddiv_rn(lr, __dsub_rn(1.0, power(a.beta1, f.step))));
   return f;
@@ -177,6 +179,25 @@ DEVICE u32 encode_stochastic(const AdamWEntry &t, float v, u32 random) {
   return magnitude > 0x7f800000u ? 0x7fu : code;
 }
 
+/// Returns the smallest normal magnitude of the format, as fp32 bits.
+DEVICE u32 smallest_normal(const AdamWEntry &t) {
+  return (t.flags & IS_E5M2 ? 113u : 121u) << 23;
+}
+
+/// Encodes as `encode_stochastic` does, a value that is not below the smallest normal number. The
+/// bits that the code lacks are the fraction. Adding the complement of the random number carries
+/// into the code if the random number is below the fraction.
+DEVICE u32 encode_stochastic_normal(const AdamWEntry &t, float v, u32 random) {
+  bool wide = t.flags & IS_E5M2;
+  u32 dropped = wide ? 21u : 20u, mantissa = 23u - dropped;
+  u32 bits = __float_as_uint(v), magnitude = bits & 0x7fffffffu;
+  u32 clamped = min(magnitude, wide ? 0x47600000u : 0x43e00000u);
+  u32 carried = (clamped + (~random >> (32u - dropped))) >> dropped;
+  u32 code = carried - ((smallest_normal(t) >> dropped) - (1u << mantissa));
+  code |= bits >> 24 & 0x80u;
+  return magnitude > 0x7f800000u ? 0x7fu : code;
+}
+
 /// Encodes four adjacent elements. Their index is a multiple of four, in the tensor and in the
 /// whole tensor.
 DEVICE u32 encode_four(const AdamWArgs &a, const AdamWEntry &t, u32 step, u64 i,
@@ -187,8 +208,16 @@ DEVICE u32 encode_four(const AdamWArgs &a, const AdamWEntry &t, u32 step, u64 i,
   if (!(a.flags & STOCHASTIC)) return pair_of(t, x[0], x[1]) | pair_of(t, x[2], x[3]) << 16;
   u32 words[4], codes = 0;
   philox((t.offset + i) >> 2, t.stream, step, a.seed, words);
+  u32 least = 0xffffffffu;
 #pragma unroll
-  for (int j = 0; j < 4; j++) codes |= encode_stochastic(t, x[j], words[j]) << (8 * j);
+  for (int j = 0; j < 4; j++) least = min(least, __float_as_uint(x[j]) & 0x7fffffffu);
+  if (least < smallest_normal(t)) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) codes |= encode_stochastic(t, x[j], words[j]) << (8 * j);
+    return codes;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; j++) codes |= encode_stochastic_normal(t, x[j], words[j]) << (8 * j);
   return codes;
 }
 
@@ -213,6 +242,18 @@ DEVICE Four load(const AdamWEntry &t, u64 i, u32 kind) {
   return d;
 }
 
+/// Divides by the root of the step, rounding to nearest. After one correction, the quotient is within
+/// one unit in the last place. The second one then rounds correctly, because `per_root` is the
+/// rounded reciprocal (Markstein, 1990). No intermediate result is subnormal: the square root of a
+/// float32 number is at least 2^-75, and the root at least 2^-27 or 0.
+DEVICE float divide_by_root(float x, const Factors &f) {
+  float q = __fmul_rn(x, f.per_root);
+  float once = __fmaf_rn(__fmaf_rn(-f.root, q, x), f.per_root, q);
+  float twice = __fmaf_rn(__fmaf_rn(-f.root, once, x), f.per_root, once);
+  // The corrections of infinity are NaN.
+  return q < __uint_as_float(0x7f800000u) ? twice : q;
+}
+
 /// Updates one element.
 DEVICE void advance(const Factors &f, float g, float &m, float &v, float &w) {
   float grad = __fmul_rn(g, f.grad);
@@ -220,7 +261,7 @@ DEVICE void advance(const Factors &f, float g, float &m, float &v, float &w) {
   float start = f.from_grad ? grad : m;
   m = __fadd_rn(start, __fmul_rn(__fsub_rn(grad, m), f.lerp));
   v = __fadd_rn(__fmul_rn(v, f.beta2), __fmul_rn(__fmul_rn(f.rest, grad), grad));
-  float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), f.root), f.eps);
+  float denominator = __fadd_rn(divide_by_root(__fsqrt_rn(v), f), f.eps);
   w = __fsub_rn(weight, __fdiv_rn(__fmul_rn(f.size, m), denominator));
 }
 

@@ -9,10 +9,13 @@ constexpr u32 MOMENT_BLOCK = 128;
 struct FirstMoment {
   static constexpr u32 TOP = 127, BINADES = 20;
   static constexpr bool SIGNED = true;
+  static DEVICE u32 magnitude(float v) { return __float_as_uint(v) & 0x7fffffffu; }
 };
 struct SecondMoment {
   static constexpr u32 TOP = 255, BINADES = 40;
   static constexpr bool SIGNED = false;
+  /// Second moments are not negative. A NaN may have a sign, and is not below infinity either.
+  static DEVICE u32 magnitude(float v) { return __float_as_uint(v); }
 };
 
 /// The largest and the smallest magnitude of a block, as fp32 bits.
@@ -46,7 +49,7 @@ template <class M> DEVICE MomentRange range_of(const float (&v)[4]) {
   u32 largest = 0, below_smallest = 0xffffffffu;
 #pragma unroll
   for (int j = 0; j < 4; j++) {
-    u32 magnitude = __float_as_uint(v[j]) & 0x7fffffffu;
+    u32 magnitude = M::magnitude(v[j]);
     largest = max_u32(largest, magnitude);
     below_smallest = min(below_smallest, magnitude - 1u);
   }
@@ -57,23 +60,33 @@ template <class M> DEVICE MomentRange range_of(const float (&v)[4]) {
   return {largest, max_u32(smallest, largest > WIDEST ? largest - WIDEST : 0u)};
 }
 
+/// Returns the low bytes of four words.
+DEVICE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
+  return byte_permute(byte_permute(a, b, 0x0040), byte_permute(c, d, 0x0040), 0x5410);
+}
+
 template <class M> DEVICE u32 encode_moments(const float (&v)[4], const MomentRange &r) {
   if (r.largest >= 0x7f800000u) return M::TOP * 0x01010101u;
   float per_step = __fdiv_rn(1.0f, __uint2float_rn(moment_step<M>(r)));
   constexpr u32 BINADE = 1u << 23;
   u32 cut = M::SIGNED && r.smallest > BINADE ? r.smallest - BINADE : 1u;
-  u32 codes = 0;
+  u32 code[4];
 #pragma unroll
   for (int j = 0; j < 4; j++) {
-    u32 bits = __float_as_uint(v[j]), magnitude = bits & 0x7fffffffu;
+    u32 magnitude = M::magnitude(v[j]);
     float steps = __fmul_rn(__int2float_rn((int)(r.largest - magnitude)), per_step);
     steps = fminf(steps, (float)(M::TOP - 1));
-    // 1.5 * 2^23, whose neighbours are the integers: the sum rounds to nearest.
-    u32 code = M::TOP - (__float_as_uint(__fadd_rn(steps, 12582912.0f)) & 0xffu);
-    if (M::SIGNED) code |= bits >> 24 & 0x80u;
-    codes |= (magnitude < cut ? 0u : code) << (8 * j);
+    // 1.5 * 2^23, whose neighbours are the integers: the difference rounds to nearest, and its low
+    // byte is the code.
+    u32 counted = __float_as_uint(__fsub_rn(12582912.0f + M::TOP, steps));
+    code[j] = magnitude < cut ? 0u : counted;
   }
-  return codes;
+  u32 codes = low_bytes(code[0], code[1], code[2], code[3]);
+  if (!M::SIGNED) return codes;
+  u32 signs[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) signs[j] = __float_as_uint(v[j]) >> 24;
+  return codes | (low_bytes(signs[0], signs[1], signs[2], signs[3]) & 0x80808080u);
 }
 
 /// Loads four adjacent elements of any alignment, in the form of `load_four`.
