@@ -338,10 +338,14 @@ impl Axis {
 pub struct AdamWTensor<'a> {
     /// The gradient; fp32, bf16 or fp16.
     pub grad: View<'a>,
-    /// The first moment; fp32 or bf16.
+    /// The first moment; fp32, bf16, or 8-bit codes (`format::moments`, uint8).
     pub exp_avg: ViewMut<'a>,
     /// The second moment, with the dtype of `exp_avg`.
     pub exp_avg_sq: ViewMut<'a>,
+    /// The ranges of the codes of both moments, if they are codes. Each has the largest and the smallest
+    /// magnitude of each block of 128 elements of a row: fp32, (rows, 2 * columns / 128). The number of columns
+    /// is a multiple of 128.
+    pub ranges: Option<[ViewMut<'a>; 2]>,
     /// The parameter: fp32, bf16, fp16 or FP8 codes, depending on the [`Target`].
     pub param: ViewMut<'a>,
     /// fp32 master weight. If present, the step reads the parameter's value from it and stores the unrounded
@@ -376,6 +380,7 @@ impl AdamWTensor<'_> {
             grad: self.grad.at(i),
             exp_avg: self.exp_avg.at(i),
             exp_avg_sq: self.exp_avg_sq.at(i),
+            ranges: self.ranges.as_ref().map(|ranges| ranges.each_ref().map(|range| range.at(i))),
             param: self.param.at(i),
             master: self.master.as_ref().map(|master| master.at(i)),
             step: self.step,

@@ -1,7 +1,8 @@
 //! Number formats. These scalar functions define the bytes that every backend is tested against.
 //!
 //! [`Fp8Format`] is E4M3 or E5M2. [`e8m0`] has the power-of-two scales of MX blocks, [`scale`] the fp32 scale
-//! rule, and [`wide`] the high-precision types (fp32, bf16, fp16). [`adamw`] is an optimizer step, [`random`]
+//! rule, and [`wide`] the high-precision types (fp32, bf16, fp16). [`adamw`] is an optimizer step, [`moments`] the codes of its
+//! moments, [`random`]
 //! the random numbers for stochastic rounding, and `sum` (tests only) the sums over ranks and over the rows of a
 //! token.
 //! [`groups`] has the bounds of experts' tokens, and [`activation`] the gated activations. [`DType`] lists
@@ -13,6 +14,7 @@ mod dtype;
 pub(crate) mod e8m0;
 mod fp8;
 pub(crate) mod groups;
+pub(crate) mod moments;
 pub(crate) mod random;
 pub(crate) mod scale;
 #[cfg(test)]

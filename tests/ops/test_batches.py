@@ -134,7 +134,8 @@ def test_adamw_steps_each_matrix_of_a_batch(device, block, scale_dtype):
 
     def run(grad, exp_avg, exp_avg_sq, codes, scale, offset, batched):
         ops.adamw_(
-            [grad], [exp_avg], [exp_avg_sq], [codes], [], [step], [scale], [], [], [offset], [0],
+            [grad], [exp_avg], [exp_avg_sq], [codes], [], [step], [scale], [], [], [], [], [offset],
+            [0],
             lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, maximize=False, seed=1,
             block=block, batched=batched,
         )  # fmt: skip

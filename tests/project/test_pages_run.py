@@ -65,6 +65,7 @@ ELSEWHERE = {
     "docs/clients/": "tests/clients runs them",
     "docs/getting-started.md#0": "tests/project/test_getting_started.py runs it",
     "docs/monitor.md": "tests/monitoring/test_page.py runs them",
+    "docs/optim.md#4": "imports torchtitan, tests/clients runs the example with it",
     "docs/modules.md#1": "reads a checkpoint of Llama",
     "docs/serving.md#0": "reads a model of transformers",
     "docs/serving.md#1": "reads files of a model of transformers",
