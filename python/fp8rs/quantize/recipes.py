@@ -76,14 +76,12 @@ def check_gemms(name: str, value: Any) -> tuple[Gemm, ...]:
     return tuple(gemm for gemm in GEMMS if gemm in names)
 
 
-def check_amax_epsilon(epsilon: Any) -> float:
+def check_amax_epsilon(epsilon: Any, name: str = "amax_epsilon") -> float:
     """Return ``epsilon`` as a float if it can bound an amax, else raise TypeError or ValueError."""
     if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
-        raise TypeError(f"amax_epsilon must be a float, not {epsilon!r}")
+        raise TypeError(f"{name} must be a float, not {epsilon!r}")
     if not 0.0 <= epsilon <= torch.finfo(torch.float32).max:
-        raise ValueError(
-            f"amax_epsilon must be finite in float32 and not negative, not {epsilon!r}"
-        )
+        raise ValueError(f"{name} must be finite in float32 and not negative, not {epsilon!r}")
     return float(epsilon)
 
 
@@ -154,6 +152,15 @@ class Recipe:
                 "save_input=False contradicts high_precision_gemms with 'wgrad': that GEMM reads "
                 "the input, and its codes are not enough. Omit save_input"
             )
+
+    def role_amax_epsilon(self, role: Role) -> float:
+        """Return the lower bound of the amax of an operand."""
+        return self.amax_epsilon
+
+    @property
+    def input_options(self) -> tuple[str, ...]:
+        """The names of the fields in use that apply to inputs, and not to gradients."""
+        return ()
 
     def fp8_dtype(self, role: Role) -> torch.dtype:
         """Return the element type of an operand."""
@@ -226,9 +233,31 @@ class Float8RowwiseScaling(Recipe):
     ``power_2_scale=True``.
 
     ``recipe="rowwise_with_gw_hp"`` is this recipe with ``high_precision_gemms=("wgrad",)``.
+
+    Args:
+        input_amax_epsilon: lower bound of the amax of inputs. Weights and gradients have
+            ``amax_epsilon`` only: a bound that suits activations would turn small gradients to 0.
     """
 
     name: ClassVar[str] = "rowwise"
+
+    input_amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        epsilon = check_amax_epsilon(self.input_amax_epsilon, "input_amax_epsilon")
+        object.__setattr__(self, "input_amax_epsilon", epsilon)
+
+    @override
+    def role_amax_epsilon(self, role: Role) -> float:
+        if role == "input":
+            return max(self.amax_epsilon, self.input_amax_epsilon)
+        return self.amax_epsilon
+
+    @property
+    @override
+    def input_options(self) -> tuple[str, ...]:
+        return tuple(name for name in ("input_amax_epsilon",) if getattr(self, name))
 
     @override
     def block_format(self, role: Role) -> BlockFormat:
@@ -383,7 +412,7 @@ def quant_spec(
         format,
         recipe.fp8_dtype(role),
         power_2_scale=power_2_scale and not format.microscaled,
-        amax_epsilon=recipe.amax_epsilon,
+        amax_epsilon=recipe.role_amax_epsilon(role),
         scale_rounding=getattr(recipe, "scale_rounding", "ceil"),
         margin=recipe.margin if isinstance(recipe, DelayedScaling) else 0,
         group=group if format.per_tensor else None,
