@@ -412,8 +412,8 @@ def test_a_name_that_matches_nothing_is_a_warning():
         ),
         (
             Titan,
-            {"experts": "fp8", "recipe": fp8rs.Float8RowwiseScaling(input_amax_epsilon=1 / 512)},
-            "experts='fp8' contradicts input_amax_epsilon of the recipe: grouped FP8 GEMMs",
+            {"experts": "fp8", "recipe": fp8rs.Float8RowwiseScaling.for_serving()},
+            "experts='fp8' contradicts input_amax_epsilon and divide_input of the recipe: grouped",
         ),
         (
             lambda: Unknown(4, 40, 64),

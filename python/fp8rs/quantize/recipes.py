@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from fp8rs.quantize import formats
 from fp8rs.quantize.formats import BlockFormat
@@ -157,6 +157,10 @@ class Recipe:
         """Return the lower bound of the amax of an operand."""
         return self.amax_epsilon
 
+    def divides(self, role: Role) -> bool:
+        """Whether an operand is divided by its scales, not multiplied by the reciprocals."""
+        return False
+
     @property
     def input_options(self) -> tuple[str, ...]:
         """The names of the fields in use that apply to inputs, and not to gradients."""
@@ -237,16 +241,34 @@ class Float8RowwiseScaling(Recipe):
     Args:
         input_amax_epsilon: lower bound of the amax of inputs. Weights and gradients have
             ``amax_epsilon`` only: a bound that suits activations would turn small gradients to 0.
+        divide_input: divide inputs by their scales in the forward, as inference servers do.
+            Otherwise they are multiplied by the reciprocals, as the other operands are. Casts of
+            inputs take longer.
     """
 
     name: ClassVar[str] = "rowwise"
 
     input_amax_epsilon: float = 0.0
+    divide_input: bool = False
+
+    @classmethod
+    def for_serving(cls, **options: Any) -> Self:
+        """Return the recipe whose forward has the codes of an FP8_DYNAMIC server.
+
+        The server, such as vLLM with a compressed-tensors model, scales weights per output channel
+        and activations per token. The scale of a token is max(amax / 448, 1 / (448 * 512)), and
+        activations are divided by it. Gradients are quantized as with the default recipe.
+
+        Args:
+            options: fields of the recipe. They replace those of the preset.
+        """
+        return cls(**{"input_amax_epsilon": 1 / 512, "divide_input": True, **options})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         epsilon = check_amax_epsilon(self.input_amax_epsilon, "input_amax_epsilon")
         object.__setattr__(self, "input_amax_epsilon", epsilon)
+        check_bool("divide_input", self.divide_input)
 
     @override
     def role_amax_epsilon(self, role: Role) -> float:
@@ -257,7 +279,12 @@ class Float8RowwiseScaling(Recipe):
     @property
     @override
     def input_options(self) -> tuple[str, ...]:
-        return tuple(name for name in ("input_amax_epsilon",) if getattr(self, name))
+        names = ("input_amax_epsilon", "divide_input")
+        return tuple(name for name in names if getattr(self, name))
+
+    @override
+    def divides(self, role: Role) -> bool:
+        return role == "input" and self.divide_input
 
     @override
     def block_format(self, role: Role) -> BlockFormat:
@@ -413,6 +440,7 @@ def quant_spec(
         recipe.fp8_dtype(role),
         power_2_scale=power_2_scale and not format.microscaled,
         amax_epsilon=recipe.role_amax_epsilon(role),
+        divide=recipe.divides(role) and format.per_row,
         scale_rounding=getattr(recipe, "scale_rounding", "ceil"),
         margin=recipe.margin if isinstance(recipe, DelayedScaling) else 0,
         group=group if format.per_tensor else None,
