@@ -18,12 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 import fp8rs
 from fp8rs import convert_to_float8_training
 from fp8rs.demo.model import Llama, LlamaConfig
-from fp8rs.demo.train import shard
 from fp8rs.export import compare_layers, serving_config, tensors
 from fp8rs.monitoring import mismatch
 
@@ -80,14 +81,26 @@ class Engine:
 
         The first token is 1.
         """
-        tokens = torch.ones(SAMPLES, 1, dtype=torch.int64, device=self.model.norm.weight.device)
-        logprobs = []
-        for _ in range(LENGTH):
-            log_probabilities = self.model(tokens)[:, -1].float().log_softmax(-1)
+        # All forwards have the same shape. Later tokens do not affect earlier ones.
+        device = self.model.norm.weight.device
+        tokens = torch.ones(SAMPLES, LENGTH + 1, dtype=torch.int64, device=device)
+        logprobs = torch.empty(SAMPLES, LENGTH, device=device)
+        for i in range(LENGTH):
+            log_probabilities = self.model(tokens[:, :-1])[:, i].float().log_softmax(-1)
             new = torch.multinomial(log_probabilities.exp(), 1)
-            tokens = torch.cat((tokens, new), dim=1)
-            logprobs.append(log_probabilities.gather(1, new))
-        return tokens, torch.cat(logprobs, dim=1)
+            tokens[:, i + 1 : i + 2] = new
+            logprobs[:, i : i + 1] = log_probabilities.gather(1, new)
+        return tokens, logprobs
+
+
+def shard(policy: Llama, device: str, ranks: int) -> None:
+    """Shard each block, then the rest."""
+    mesh = init_device_mesh(device, (ranks,))
+    # FSDP2 would cast the rotary angles, which blocks get as inputs, to bf16. The engine does not.
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for block in policy.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
 
 
 class CodeCounter:
@@ -141,7 +154,7 @@ def main(argv=None):
     config = serving_config(policy, "fp8-row")
     differences = compare_layers(policy, config)
     assert not differences, str(differences)
-    shard(policy, device, ranks)  # calls fully_shard
+    shard(policy, device, ranks)
     code_counter = CodeCounter(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
     engine = Engine(config, device) if rank == 0 else None
