@@ -105,6 +105,9 @@ pub struct BlockSpec {
     /// Write E8M0 scales in the packed 128x4 layout ([`packed`]), as a contiguous vector of
     /// [`packed::bytes`]`(rows of the plane, blocks per row)`. The first block must start at row 0 of `x`.
     pub packed: bool,
+    /// Compute the rowwise codes as encode(x / scale), and not as encode(x * (1 / scale)). It requires blocks
+    /// of a whole row. The columnwise codes do not depend on it.
+    pub divide: bool,
 }
 
 /// The shapes of the outputs of one direction.

@@ -269,7 +269,7 @@ fn quantize_blocks(mut values: Values) -> Results {
     let (x, fp8_dtype, block) = (values.tensor(), values.dtype(), values.integers());
     let (scale_dtype, rowwise, columnwise) = (values.dtype(), values.flag(), values.flag());
     let (rounding, power_of_2, amax_epsilon) = (values.string(), values.flag(), values.float());
-    let (packed, row_offset) = (values.flag(), values.integer());
+    let (divide, packed, row_offset) = (values.flag(), values.flag(), values.integer());
     let given = [values.optional_tensor(), values.optional_tensor(), values.optional_tensor()];
     let _after = values.optional_tensor();
     let batch = x.is_batch(values.flag())?;
@@ -293,7 +293,7 @@ fn quantize_blocks(mut values: Values) -> Results {
     }
     let codes = Codes::new(&x, batch, fp8_dtype.format()?, rowwise, columnwise)?;
     let row_offset = parse::count("row_offset", row_offset)?;
-    let spec = BlockSpec { block, scale, row_offset, packed };
+    let spec = BlockSpec { block, scale, row_offset, packed, divide };
     let (rows, cols) = x.matrix_shape(batch)?;
     let [row_shape, col_shape] = spec.plane_shapes(rows as usize, cols as usize);
     let allocate = |shape: PlaneShape| allocate_scales(&x, batch, &spec, shape.scales);
