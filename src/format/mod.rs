@@ -4,8 +4,8 @@
 //! rule, and [`wide`] the high-precision types (fp32, bf16, fp16). [`adamw`] is an optimizer step, [`random`]
 //! the random numbers for stochastic rounding, and `sum` (tests only) the sums over ranks and over the rows of a
 //! token.
-//! [`groups`] has the bounds of experts' tokens, and [`activation`] the gated activations. [`DType`] lists
-//! all element types, and [`Device`] the devices.
+//! [`groups`] has the bounds of experts' tokens, [`activation`] the gated activations, and [`norm`] the norms.
+//! [`DType`] lists all element types, and [`Device`] the devices.
 
 pub(crate) mod activation;
 pub(crate) mod adamw;
@@ -13,6 +13,7 @@ mod dtype;
 pub(crate) mod e8m0;
 mod fp8;
 pub(crate) mod groups;
+pub(crate) mod norm;
 pub(crate) mod random;
 pub(crate) mod scale;
 #[cfg(test)]
