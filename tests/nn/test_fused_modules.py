@@ -165,7 +165,7 @@ def step_of_checkpoint(layer, x):
     return {"output": y.detach(), "input": x.grad, **gradients}
 
 
-# --- what stays a composition ----------------------------------------------------------------------
+# --- what stays a composition ---------------------------------------------------------------------
 
 
 def hook_on(name):
