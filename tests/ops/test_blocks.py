@@ -234,6 +234,33 @@ def test_column_scale_applies_to_the_rowwise_output_only(device, power_2_scale):
         assert torch.equal(bits(got), bits(expected))
 
 
+@every_dtype
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("power_2_scale", [False, True])
+def test_division_equals_plain_torch(device, dtype, fp8_dtype, power_2_scale):
+    base = data(device, 140, 330, dtype=dtype)
+    column_scale = data(device, 330, seed=1).abs()
+    largest = torch.finfo(fp8_dtype).max
+    options = {"power_2_scale": power_2_scale, "amax_epsilon": 1 / 512}
+    for x in (base, base[:, ::2], base.t(), base[3:, 5:301], base.flip(0)):
+        for factors in (None, column_scale[: x.shape[1]]):
+            plain = ops.quantize_blocks(
+                x, fp8_dtype, [1, -1], F32, True, True, column_scale=factors, **options
+            )
+            divided = ops.quantize_blocks(
+                x, fp8_dtype, [1, -1], F32, True, True, column_scale=factors, divide=True, **options
+            )
+            values = x.float() if factors is None else x.float() * factors
+            codes = (values / divided[1]).clamp(-largest, largest).to(fp8_dtype)
+            assert torch.equal(bits(divided[0]), bits(codes))
+            for got, expected in zip(divided[1:], plain[1:], strict=True):
+                assert torch.equal(bits(got), bits(expected))
+            rowwise = ops.quantize_blocks(
+                x, fp8_dtype, [1, -1], F32, column_scale=factors, divide=True, **options
+            )
+            assert torch.equal(bits(rowwise[0]), bits(codes))
+
+
 @pytest.mark.parametrize(
     "block", [(1, 32), (32, 32), (128, 128), (1, -1), (-1, 1), (32, 1), (-1, -1)]
 )

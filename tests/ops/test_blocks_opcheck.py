@@ -13,6 +13,8 @@ def samples(device, block, scale_dtype):
     arguments = (x, E4M3, list(block), scale_dtype, True, True)
     yield "quantize_blocks", arguments, {}
     yield "block_amax", (x, list(block), 3), {}
+    if block == (1, -1):
+        yield "quantize_blocks", arguments, {"divide": True}
     if scale_dtype is not E8M0:
         return
     yield "quantize_blocks", arguments, {"packed": True, "rounding": "floor"}
