@@ -150,14 +150,14 @@ def _input_quantization(x: Any, layers: Sequence[nn.Module]) -> _Quantization | 
     """
     if not _is_plain(x) or nn.modules.module._has_any_global_hook():
         return None
-    specs = set()
+    spec = None
     for layer in layers:
-        specs.add(_fp8_spec(layer, x))
-    if len(specs) != 1:
-        return None
-    spec = specs.pop()
-    if spec is None:
-        return None
+        layer_spec = _fp8_spec(layer, x)
+        # Equal specs are one object. Comparing two by value takes several microseconds.
+        if layer_spec is None or (spec is not None and layer_spec is not spec):
+            return None
+        spec = layer_spec
+    assert spec is not None
 
     # The first layer's scale is used, as if it had quantized the input for the others.
     first = cast(Float8Linear, layers[0])
@@ -219,14 +219,12 @@ def _norm_call(norm: nn.Module, x: Tensor, layers: Sequence[nn.Module]) -> _Norm
     quantization = _input_quantization(x, layers)
     if quantization is None or norm.eps is None:
         return None
-    if x.shape[-1:] != torch.Size(cast(Any, norm.normalized_shape)):
+    if norm.normalized_shape != (x.shape[-1],):
         return None
     for parameter in norm._parameters.values():
-        if parameter is not None and (
-            type(parameter) is not nn.Parameter
-            or parameter.dtype != x.dtype
-            or parameter.device != x.device
-        ):
+        if parameter is None:
+            continue
+        if type(parameter) is not nn.Parameter or parameter.dtype != x.dtype:
             return None
     centered = type(norm) is nn.LayerNorm
     return _NormCall(centered, cast(float, norm.eps), quantization)
@@ -377,7 +375,7 @@ def _gradient_quantizations(
             delayed = slots.scales[GRAD], slots.amax_of(GRAD)
         quantizations.append(_Quantization(spec.grad, delayed, layer.weight.requires_grad))
     gate, up = quantizations
-    if gate.spec != up.spec or gate.columnwise != up.columnwise:
+    if gate.spec is not up.spec or gate.columnwise != up.columnwise:
         return None
     return gate, up
 
