@@ -46,7 +46,7 @@ def sharded(variant: str, layers: int, device: torch.device) -> Any:
         recipe: Any = "current" if variant == "masters" else variant
         fp8_weights = variant != "masters"
         fp8rs.convert_to_float8_training(
-            model, recipe=recipe, filter_fqns=["head"], fp8_weights=fp8_weights
+            model, recipe=recipe, gemms="fp8", filter_fqns=["head"], fp8_weights=fp8_weights
         )
     for block in model.blocks:
         fully_shard(block)

@@ -17,6 +17,7 @@ Settings can follow a variant's name, each after a +. They override options of t
 - save-input, save-codes: what layers save for the backward
 - recompute: as --recompute
 - squares: wgrad_input_block=(128, 128), for block variants
+- auto: gemms="auto", the default of a conversion. Other variants of fp8rs have FP8 GEMMs only
 - comm: fp8rs.comm.set_fsdp_comm
 - torch-symm-mem: FSDP2's set_symm_mem_for_comm, since torch 2.12. NCCL uses copy engines if the
   environment has NCCL_CTA_POLICY=2
@@ -110,6 +111,7 @@ MODIFIERS: dict[str, tuple[str, Any]] = {
     "save-codes": ("save_input", False),
     "recompute": ("recompute", True),
     "squares": ("squares", True),
+    "auto": ("gemms", "auto"),
     "comm": ("comm", True),
     "torch-symm-mem": ("torch_symm_mem", True),
     **{
@@ -315,6 +317,7 @@ def _prepare(
             model,
             recipe=recipe,
             filter_fqns=HIGH_PRECISION,
+            gemms=arguments.get("gemms", "fp8"),
             fp8_weights=fp8,
             preserve_high_precision_init_val=masters,
         )

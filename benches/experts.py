@@ -391,6 +391,7 @@ def _convert(model: nn.Module, base: str, settings: set[str]) -> None:
         convert_to_float8_training(
             model,
             recipe="current",
+            gemms="fp8",
             experts=base,  # type: ignore[arg-type]
             filter_fqns=["lm_head"],
             module_filter_fn=chosen,

@@ -101,7 +101,7 @@ def train(kind: str, recipe: str, experts: str, corpus: Corpus, steps: int) -> R
                 parameter.mul_(1 + 1e-3 * torch.randn_like(parameter))
     if fp8:
         fp8rs.convert_to_float8_training(
-            model, recipe=recipe, experts=experts, filter_fqns=["lm_head"]
+            model, recipe=recipe, gemms="fp8", experts=experts, filter_fqns=["lm_head"]
         )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:

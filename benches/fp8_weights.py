@@ -98,6 +98,7 @@ def train(settings: Settings, recipe: Any, kind: str, report: Report) -> dict[st
     convert_to_float8_training(
         model,
         recipe=recipe,
+        gemms="fp8",
         filter_fqns=HIGH_PRECISION,
         fp8_weights=fp8_weights,
         preserve_high_precision_init_val=masters,

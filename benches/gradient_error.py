@@ -94,7 +94,7 @@ def gradient_error(
     exact_loss, exact = _gradients(exact_model, batch)
     compute = copy.deepcopy(trained).to(dtype)
     converted = convert_to_float8_training(
-        copy.deepcopy(compute), recipe=chosen, filter_fqns=HIGH_PRECISION
+        copy.deepcopy(compute), recipe=chosen, filter_fqns=HIGH_PRECISION, gemms="fp8"
     )
     fp8_loss, fp8 = _gradients(converted, batch)
     simulated_loss, simulated = _gradients(simulate(compute, chosen), batch)

@@ -185,7 +185,7 @@ def model_of(
         return nn.Sequential(*(Bare(BARE[recipe], layer.weight.detach()) for layer in plain))
     model = nn.Sequential(*plain)
     if recipe is not None:
-        fp8rs.convert_to_float8_training(model, recipe=recipe)
+        fp8rs.convert_to_float8_training(model, recipe=recipe, gemms="fp8")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for _ in range(4):  # initializes the scales of delayed scaling
             model(torch.randn(rows, features, **made)).sum().backward()

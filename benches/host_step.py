@@ -43,6 +43,7 @@ def training(variant: str, device: str, layers: int) -> tuple[Llama, torch.optim
         convert_to_float8_training(
             model,
             recipe=recipe,
+            gemms="fp8",
             filter_fqns=HIGH_PRECISION,
             fp8_weights=fp8_weights,
             preserve_high_precision_init_val=False,

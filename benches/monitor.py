@@ -44,7 +44,9 @@ class Bench:
         with self.device:
             self.model = Llama(config)
             self.tokens = torch.randint(config.vocabulary, (1, TOKENS[device] + 1))
-        fp8rs.convert_to_float8_training(self.model, recipe=recipe, filter_fqns=["head"])
+        fp8rs.convert_to_float8_training(
+            self.model, recipe=recipe, filter_fqns=["head"], gemms="fp8"
+        )
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in self.model.blocks:
             if compiled:

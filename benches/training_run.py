@@ -421,6 +421,7 @@ def _convert(model: torch.nn.Module, variant: Variant, device: str) -> Any:
         convert_to_float8_training(
             model,
             recipe=recipe,
+            gemms="fp8",
             filter_fqns=HIGH_PRECISION,
             fp8_weights=fp8,
             preserve_high_precision_init_val=fp8,

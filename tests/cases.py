@@ -6,6 +6,8 @@ import torch
 import fp8rs
 from fp8rs.gemm.operands import contracted_multiple
 from fp8rs.nn import function
+from fp8rs.quantize import recipes
+from fp8rs.quantize.recipes import resolve_recipe
 from oracle.elements import FORMATS, WIDE
 
 ops = torch.ops.fp8rs
@@ -20,6 +22,24 @@ RECIPES = {
     "mxfp8 of 1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
     "rowwise_with_gw_hp": "rowwise_with_gw_hp",
 }
+# The others come last, because the order decides which combinations of parameters run.
+for _name, _make in recipes.RECIPES.items():
+    if _make() not in map(resolve_recipe, RECIPES.values()):
+        RECIPES[_name] = _name
+
+#: Those with a scale for each row or block.
+BLOCK_RECIPES = {}
+for _name, _recipe in RECIPES.items():
+    if not resolve_recipe(_recipe).block_format("weight").per_tensor:
+        BLOCK_RECIPES[_name] = resolve_recipe(_recipe)
+
+#: Those whose weights have a plane in each direction, because blocks lie along the rows. FSDP2
+#: shards batches of such weights along dimension 0 only.
+TWO_PLANES = []
+for _name, _recipe in BLOCK_RECIPES.items():
+    _format = _recipe.block_format("weight")
+    if not _format.square and not _format.per_row:
+        TWO_PLANES.append(_name)
 
 
 def each_recipe(*short, of=RECIPES):

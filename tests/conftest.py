@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from covering import covering
+from fp8rs.gemm import estimates
 
 NO_GPU = "needs a CUDA GPU"
 
@@ -219,6 +220,12 @@ def pytest_terminal_summary(terminalreporter, config):
 def _reason(report):
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     return reason.removeprefix("Skipped: ")
+
+
+@pytest.fixture(autouse=True)
+def _always_fp8(monkeypatch):
+    """Let small layers have FP8 GEMMs on a GPU too, where gemms="auto" chooses high precision."""
+    monkeypatch.setattr(estimates, "MEASURED_DEVICES", ())
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -48,8 +48,8 @@ __all__ = [
     "own_store",
     "quantize_operand",
     "refuse",
-    "replace_convert_logger",
     "replace_devices",
+    "replace_notice_logger",
     "replace_quantize_operand",
     "reshard",
     "run_in_fp8",
@@ -177,10 +177,9 @@ def replace_quantize_operand(monkeypatch, quantize) -> None:
     monkeypatch.setattr(function, "_quantize", quantize)
 
 
-def replace_convert_logger(monkeypatch, logger) -> None:
-    """Replace the logger of conversions."""
-    # The attribute `convert` of the package is the function.
-    monkeypatch.setattr(importlib.import_module("fp8rs.convert.convert"), "_log", logger)
+def replace_notice_logger(monkeypatch, logger) -> None:
+    """Replace the logger of notices, such as that of a conversion."""
+    monkeypatch.setattr(importlib.import_module("fp8rs.model.notice"), "_log", logger)
 
 
 def replace_devices(monkeypatch, devices: list[doctor.Device]) -> None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import cases
 import fp8rs
 from fp8rs.quantize import formats
+from fp8rs.quantize.recipes import resolve_recipe
 from fp8rs.tensor.quantized import QuantizedTensor
 
 E4M3 = torch.float8_e4m3fn
@@ -34,15 +36,11 @@ def quantizer_of(
 FORMATS = {name: partial(quantizer_of, name) for name in formats.FORMATS}
 #: A recipe whose weights have the format. For 1x128, the inputs have it: recipes use it for no
 #: weights.
-RECIPES = {
-    "tensor": fp8rs.Float8CurrentScaling(),
-    "row": fp8rs.Float8RowwiseScaling(),
-    "1x128": fp8rs.Float8BlockScaling(),
-    "128x128": fp8rs.Float8BlockScaling(),
-    "1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
-    "32x32": fp8rs.MXFP8BlockScaling(),
-}
-SQUARE = ("tensor", "128x128", "32x32")
+RECIPES = {}
+for _role in ("weight", "input"):
+    for _recipe in map(resolve_recipe, cases.RECIPES.values()):
+        RECIPES.setdefault(_recipe.block_format(_role).name, _recipe)
+SQUARE = [format.name for format in formats.FORMATS.values() if format.square]
 
 PLANES = {
     "both": {"rowwise": True, "columnwise": True},

@@ -2,8 +2,8 @@
 
     python tools/figures.py   # requires matplotlib
 
-weight.svg and step.svg illustrate docs/weight.md and docs/fsdp2.md. linear_shapes.svg shows
-linear_shapes.json in the same folder, if benches/linear_shapes.py --json has written it.
+weight.svg and step.svg illustrate docs/weight.md and docs/fsdp2.md. linear_shapes.svg and
+pays_off.svg show JSON files in the same folder, which the benchmarks of these names write.
 benches/training_run.py draws training.svg.
 """
 
@@ -48,6 +48,33 @@ def draw_shapes(measured: dict[str, Any], path: Path) -> None:
     panels[0].set_ylim(lines[-1] + 0.6, -1.2)
     panels[0].set_ylabel("tokens x inputs x outputs")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.suptitle(f"{measured['device']}, torch {measured['torch']}", fontsize=9)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def draw_pays_off(measured: dict[str, Any], path: Path) -> None:
+    """Draw the speed of training steps over bf16, by width and tokens, as heat maps."""
+    variants = {"current": "gemms='fp8'", "current-auto": "gemms='auto'"}
+    modes = list(dict.fromkeys(row["mode"] for row in measured["rows"]))
+    figure = Figure(figsize=(10, 1.2 + 2.8 * len(modes)), layout="constrained")
+    panels = figure.subplots(len(modes), len(variants), squeeze=False)
+    for mode, panels_of_mode in zip(modes, panels, strict=True):
+        rows = [row for row in measured["rows"] if row["mode"] == mode]
+        widths = sorted({row["width"] for row in rows})
+        tokens = sorted({row["tokens"] for row in rows})
+        for axes, (variant, title) in zip(panels_of_mode, variants.items(), strict=True):
+            speeds = [[float("nan")] * len(tokens) for _ in widths]
+            for row in rows:
+                speed = row["ms"]["bf16"] / row["ms"][variant]
+                place = widths.index(row["width"]), tokens.index(row["tokens"])
+                speeds[place[0]][place[1]] = speed
+                axes.text(place[1], place[0], f"{speed:.2f}", ha="center", va="center")
+            axes.imshow(speeds, cmap="RdYlGn", vmin=0.5, vmax=1.5, aspect="auto", origin="lower")
+            axes.set_xticks(range(len(tokens)), [f"{n:,}" for n in tokens])
+            axes.set_yticks(range(len(widths)), [f"{n:,}" for n in widths])
+            axes.set_title(f"{mode}, {title}: times bf16's speed", fontsize=10)
+            axes.set_xlabel("tokens per GPU")
+            axes.set_ylabel("width")
     figure.suptitle(f"{measured['device']}, torch {measured['torch']}", fontsize=9)
     figure.savefig(path, metadata={"Date": None})
 
@@ -139,6 +166,9 @@ def main() -> None:
     shapes = OUT / "linear_shapes.json"
     if shapes.exists():
         draw_shapes(json.loads(shapes.read_text()), shapes.with_suffix(".svg"))
+    pays_off = OUT / "pays_off.json"
+    if pays_off.exists():
+        draw_pays_off(json.loads(pays_off.read_text()), pays_off.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

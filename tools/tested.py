@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from fp8rs.quantize.recipes import describe
+
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 PAGE = ROOT / "docs" / "tested.md"
@@ -27,9 +29,6 @@ INTRODUCTION = """\
 - `make test` runs each value of a parameter that is not marked for the second tier.
 - `make test-all` runs each pair of values of two parameters.
 - `pytest --full FILE` runs all combinations.
-
-The seven recipes are `current`, `delayed`, `rowwise`, `block`, `mxfp8`,
-`MXFP8BlockScaling(weight_block=(1, 32))` and `rowwise_with_gw_hp`.
 """
 
 #: Titles, what holds for every combination, and the tests with their parameters.
@@ -166,10 +165,21 @@ def parameters_of(module: str, test: str) -> list[str]:
             names = ", ".join(names)
         texts = [value_text(value) for value in values]
         if texts == list(import_module("cases").RECIPES):
-            texts = ["all seven"]
+            texts = ["all"]
         separator = "; " if "," in names else ", "
         lines.append(f"    - {names}: {separator.join(texts)}")
     return lines
+
+
+def recipes_text() -> str:
+    """Return the names of the recipes under test, and the fields of those without a short name."""
+    texts = []
+    for name, recipe in import_module("cases").RECIPES.items():
+        text = f"`{name}`"
+        if recipe != name:
+            text += f" (`{describe(recipe)}`)"
+        texts.append(text)
+    return f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
 def tests_of(file: str, prefixes: tuple[str, ...]) -> list[str]:
@@ -185,7 +195,7 @@ def tests_of(file: str, prefixes: tuple[str, ...]) -> list[str]:
 
 def text() -> str:
     """Return the page."""
-    lines = [INTRODUCTION]
+    lines = [INTRODUCTION, f"The recipes are {recipes_text()}.", ""]
     for title, result, tests in COMBINATIONS:
         lines += [f"## {title}", "", result, ""]
         for module, test in tests:

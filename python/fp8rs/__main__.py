@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
     report = commands.add_parser(
         "report",
-        help="estimate communication volume and memory of a model",
+        help="estimate speed, communication volume and memory of a model",
         description="Print the layers that would be converted, the bytes that a step would gather "
         "and the memory of a rank. The model is built on the meta device.",
     )
@@ -100,6 +100,11 @@ def _add_report(report: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="exclude layers with this in their name (filter_fqns); may be repeated",
     )
+    report.add_argument(
+        "--tokens",
+        type=_positive,
+        help="batch size times sequence length on each GPU, to estimate whether FP8 pays off",
+    )
     report.add_argument("--ranks", type=_positive, default=8, help="number of shards; default: 8")
     report.add_argument(
         "--optimizer",
@@ -146,6 +151,7 @@ def _report(options: argparse.Namespace) -> int:
             recipe=options.recipe,
             filter_fqns=options.leave_out,
             world_size=options.ranks,
+            tokens=options.tokens,
             optimizer=options.optimizer,
             fp8_weights=options.weights == "fp8",
         )

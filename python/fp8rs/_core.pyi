@@ -9,7 +9,7 @@ what the outputs hold is not known.
 """
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "adamw",
+    "block_formats",
     "check_offsets",
     "cpu_features",
     "multi_quantize",
@@ -32,6 +33,13 @@ __all__ = [
 
 _Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 
+class _BlockFormat(TypedDict):
+    name: str
+    block: tuple[int, int]
+    scale_dtype: Literal["float32", "float8_e8m0fnu"]
+    scales_by_columns: bool
+    in_adamw: bool
+
 __version__: str
 
 class CudaError(RuntimeError):
@@ -43,6 +51,12 @@ class UnsupportedError(RuntimeError): ...
 
 def cpu_features() -> Literal["scalar", "avx2", "avx512"]: ...
 def set_cpu_simd(level: Literal["scalar", "avx2", "avx512"] | None) -> None: ...
+def block_formats() -> list[_BlockFormat]:
+    """Return the crate's table of formats: all but that with one scale per tensor.
+
+    A size of -1 in a block is the whole extent.
+    """
+
 def register_kernels(tensor: type[Tensor], raiser: object) -> list[str]:
     """Register the operators' kernels with torch, once; gives the operators that have one.
 

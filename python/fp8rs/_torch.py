@@ -323,9 +323,12 @@ def depends_on_data(*sizes: int) -> bool:
 
     A branch on such a size ends the trace with an error.
     """
+    traced_sizes = [size for size in sizes if type(size) is not int]
+    if not traced_sizes:
+        return False
     from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
-    return any(type(size) is not int and has_free_unbacked_symbols(size) for size in sizes)
+    return any(map(has_free_unbacked_symbols, traced_sizes))
 
 
 def real_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
@@ -622,6 +625,11 @@ def fsdp_groups(root: Any) -> Iterator[tuple[str, Any]]:
                 if id(group) not in ids:
                     ids.add(id(group))
                     yield name, group
+
+
+def was_gathered(fsdp_param: Any) -> bool:
+    """Return whether FSDP2 has gathered a parameter at least once."""
+    return hasattr(fsdp_param, "_unsharded_param")
 
 
 def fsdp_is_initialized(root: Any) -> bool:

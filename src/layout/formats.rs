@@ -129,9 +129,20 @@ mod tests {
             "(1, 32) or (32, 32)"
         );
         assert_eq!(BlockFormat::list_blocks(|format| format.name == "row"), "(1, all)");
-        assert_eq!(block_extents(), [1, 32, 128, Block::ALL]);
         assert_eq!(narrowest_block(), 32);
         assert!(holds_whole_blocks(128, 512) && !holds_whole_blocks(128, 64));
+    }
+
+    #[test]
+    fn extents_of_blocks_are_those_of_the_table_in_ascending_order() {
+        let extents = block_extents();
+        assert!(extents.is_sorted_by(|smaller, larger| smaller < larger));
+        for format in &FORMATS {
+            assert!(extents.contains(&format.block.rows) && extents.contains(&format.block.cols));
+        }
+        for extent in extents {
+            assert!(FORMATS.iter().any(|format| [format.block.rows, format.block.cols].contains(&extent)));
+        }
     }
 
     #[test]

@@ -18,6 +18,7 @@ macro_rules! functions {
 
 mod adamw;
 mod errors;
+mod formats;
 mod groups;
 mod lists;
 mod machine;
@@ -33,7 +34,14 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("CudaError", py.get_type::<errors::CudaError>())?;
     module.add("UnsupportedError", py.get_type::<errors::UnsupportedError>())?;
-    let registers = [machine::register, lists::register, groups::register, adamw::register, rows::register];
+    let registers = [
+        machine::register,
+        formats::register,
+        lists::register,
+        groups::register,
+        adamw::register,
+        rows::register,
+    ];
     for register in registers {
         register(module)?;
     }

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import fp8rs
-from cases import each_kind_of_recipe
+from cases import TWO_PLANES, each_kind_of_recipe
 from checkpoint.layouts import KEPT, batch, contents, lay_out, size_of, state_of
 from distributed import ranks
 from distributed.folders import shared_folder
@@ -26,6 +26,7 @@ from distributed.models import HIDDEN, RECIPES, UNEVEN, make, same_bytes, train
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError, Model
 from fp8rs.optim import AdamW, MasterWeights
+from fp8rs.quantize.recipes import resolve_recipe
 
 FP8 = "FP8 weights, AdamW with masters"
 #: With --full, every optimizer of each kind of weights.
@@ -114,26 +115,20 @@ for folder, (rows, columns) in json.loads(sys.argv[1]).items():
     torch.save(values.view(512, 256), folder + "/values")
     print(*sorted(found))
 """
-BLOCKS = {
-    "current": (512, 256),
-    "delayed": (512, 256),
-    "rowwise": (1, 256),
-    "block": (128, 128),
-    "mxfp8": (32, 32),
-    "mxfp8 of 1x32": (1, 32),
-}
 
 
 def test_files_contain_plain_one_byte_tensors_that_load_without_fp8rs(tmp_path):
     """One process reads the files of all recipes, because it takes seconds to import torch."""
     folders, weights = {}, {}
-    for recipe, block in BLOCKS.items():
+    for recipe in RECIPES:
+        height, width = resolve_recipe(RECIPES[recipe]).block_format("weight").block
+        block = (512 if height == -1 else height, 256 if width == -1 else width)
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(256, 512))
         fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe], fp8_weights=True)
         folder = tmp_path / recipe
         checkpoint.save({"model": Model(model)}, folder)
-        elements = 512 * 256 * (2 if recipe == "mxfp8 of 1x32" else 1)
+        elements = 512 * 256 * (2 if recipe in TWO_PLANES else 1)
         state = Model(model).state_dict()
         others = sum(t.nbytes for t in state.values() if t.dtype != torch.float8_e4m3fn)
         assert elements < size_of(folder) < elements + others + 2000 * len(state), recipe
@@ -149,7 +144,7 @@ def test_files_contain_plain_one_byte_tensors_that_load_without_fp8rs(tmp_path):
         names = {"0.bias", "0.weight", "0.weight_scale"}
         if recipe == "delayed":
             names |= {"0.fp8_scale", "0.fp8_amax", "0.fp8_amax_history"}
-        if recipe == "mxfp8 of 1x32":
+        if recipe in TWO_PLANES:
             names |= {"0.weight_columnwise", "0.weight_columnwise_scale"}
         assert set(line.split()) == {f"model.{name}" for name in names}, recipe
 
@@ -287,6 +282,25 @@ def test_a_converted_module_is_saved_and_loaded_as_a_model(tmp_path, fp8_weights
     checkpoint.load(state, tmp_path / "module")
     assert state["model"] is other
     assert same(Model(other).state_dict(), expected)
+
+
+@pytest.mark.parametrize("fp8_weights", [False, True], ids=["master weights", "FP8 weights"])
+def test_a_model_that_is_one_layer_has_histories_without_a_prefix(tmp_path, fp8_weights):
+    models = []
+    for _ in range(2):
+        model = torch.nn.Linear(32, 32)
+        fp8rs.convert_to_float8_training(model, recipe="delayed", fp8_weights=fp8_weights)
+        models.append(model)
+    saved, loaded = models
+    saved(torch.ones(16, 32)).sum().backward()
+    fp8rs.optimizer_stepped(saved)
+    expected = {name: value.clone() for name, value in Model(saved).state_dict().items()}
+    histories = [name for name in expected if "fp8_" in name]
+    assert sorted(histories) == ["fp8_amax", "fp8_amax_history", "fp8_scale"]
+
+    checkpoint.save({"model": saved}, tmp_path / "saved")
+    checkpoint.load({"model": loaded}, tmp_path / "saved")
+    assert same(Model(loaded).state_dict(), expected)
 
 
 @ranks(1)

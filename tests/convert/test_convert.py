@@ -34,7 +34,7 @@ from fp8rs.quantize.recipes import (
     Float8RowwiseScaling,
     resolve_recipe,
 )
-from internals import replace_convert_logger, state_of
+from internals import replace_notice_logger, state_of
 from language_models import llama, train_on
 from saving import reloaded
 
@@ -1036,7 +1036,7 @@ def test_a_weight_that_a_device_cannot_quantize_leaves_the_model_unchanged(monke
 def unconfigured(monkeypatch):
     """Replace the logger by one without handlers. pytest adds handlers to the root logger."""
     logger = logging.Logger("fp8rs", logging.NOTSET)
-    replace_convert_logger(monkeypatch, logger)
+    replace_notice_logger(monkeypatch, logger)
     return logger
 
 

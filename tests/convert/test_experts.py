@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import fp8rs
 import fp8rs.optim
+from cases import TWO_PLANES
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import RECIPES, same_bytes
@@ -610,10 +611,10 @@ def test_sharded_mixtures_train_as_unsharded_ones(rig, kind, recipe):
 
 
 @ranks(2)
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "mxfp8 of 1x32"])
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r not in TWO_PLANES])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_experts_are_gathered_at_half_of_the_bytes_of_bf16(rig, recipe, dim):
-    """Blocks of 1x32 gather two planes."""
+    """Blocks along the rows gather two planes."""
     model = mixture("mixtral", rig.device, hidden_size=256, intermediate_size=256)
     convert(model, recipe=RECIPES[recipe], filter_fqns=["lm_head"])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

@@ -423,3 +423,39 @@ def test_a_layer_that_replaced_a_converted_one_is_reported_and_logged(
             model(torch.randn(16, 32))
     (record,) = caplog.records
     assert record.getMessage().startswith("1 has replaced a converted layer and runs in high")
+
+
+def wide() -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(4096, 14336), nn.Linear(14336, 4096), nn.Linear(4096, 256))
+
+
+def test_the_speed_of_linear_layers_with_a_number_of_tokens() -> None:
+    report = fp8rs.report(wide(), tokens=8192)
+    assert report.speed.run_in_fp8
+    assert list(report.speed.factors) == ["0", "1", "2"]
+    assert report.speed.factors["0"] > 1.1 > 1.0 > report.speed.factors["2"]
+    assert report.speed.factor is not None and report.speed.factor > 1.1
+    table = str(report)
+    assert f"from {report.speed.min_tokens:,} tokens per GPU on" in table
+    assert "with 8,192 tokens they run in FP8." in table
+
+
+def test_few_tokens_run_in_high_precision_unless_fp8_is_fixed() -> None:
+    assert "with 64 tokens they run in high precision" in str(fp8rs.report(wide(), tokens=64))
+    assert "with 64 tokens they run in FP8" in str(fp8rs.report(wide(), tokens=64, gemms="fp8"))
+    converted = fp8rs.convert_to_float8_training(wide(), gemms="fp8")
+    assert fp8rs.report(converted, tokens=64).speed.run_in_fp8
+
+
+def test_layers_that_are_never_faster_in_fp8() -> None:
+    with torch.device("meta"):
+        layers = nn.Sequential(nn.Linear(256, 256))
+    assert "FP8 is slower than bf16 with any number of tokens" in str(fp8rs.report(layers))
+
+
+def test_tokens_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.py"
+    file.write_text("from torch import nn\nmodel = nn.Linear(4096, 4096, device='meta')\n")
+    assert main(["report", str(file), "--tokens", "8192"]) == 0
+    assert "with 8,192 tokens they run in FP8" in capsys.readouterr().out

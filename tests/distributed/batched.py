@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import fp8rs
+from cases import TWO_PLANES
 from fp8rs.convert.fp8_weights import quantize_weight
 from fp8rs.nn.fp8_params import add_fp8_params
 from fp8rs.quantize.planes import Plane
@@ -22,7 +23,7 @@ from .models import RECIPES, same_bytes, whole_planes
 NAMES = ("gate_up", "down")
 
 #: Recipes with the dimensions that FSDP2 can shard batched weights along.
-SHARDINGS = [(r, dim) for r in RECIPES for dim in (0, 1) if (r, dim) != ("mxfp8 of 1x32", 1)]
+SHARDINGS = [(r, dim) for r in RECIPES for dim in ((0,) if r in TWO_PLANES else (0, 1))]
 
 
 class Batch(NamedTuple):
@@ -173,8 +174,7 @@ def make_any(
     model = build(
         device, recipe, hidden.experts, fp8_weights=fp8_weights, seed=seed, keep_init=keep_init
     )
-    # Weights in 1x32 blocks are not sharded along rows.
-    model.dim = hidden.dim if recipe != "mxfp8 of 1x32" else 0
+    model.dim = 0 if recipe in TWO_PLANES else hidden.dim
     return model
 
 
@@ -244,4 +244,4 @@ def check_planes(gathered: Any, values: torch.Tensor, recipe: str) -> None:
         if col is not None:
             assert same_bytes(gathered.columnwise.data[i], col)
             assert same_bytes(gathered.columnwise.scale[i], col_scale)
-    assert (gathered.columnwise is not None) == (recipe == "mxfp8 of 1x32")
+    assert (gathered.columnwise is not None) == (recipe in TWO_PLANES)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import cases
 import fp8rs
 from fp8rs.quantize.recipes import resolve_recipe
 from fp8rs.tensor.quantized import TENSOR_TYPES
@@ -50,16 +51,10 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-BLOCKS = {
-    "rowwise": fp8rs.Float8RowwiseScaling(),
-    "block": fp8rs.Float8BlockScaling(),
-    "mxfp8": fp8rs.MXFP8BlockScaling(),
-    "mxfp8 of 1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
-    "rowwise_with_gw_hp": resolve_recipe("rowwise_with_gw_hp"),
-}
+BLOCKS = cases.BLOCK_RECIPES
 """Recipes with a scale for each row or block."""
 
-RECIPES = {"current": "current", "delayed": "delayed", **BLOCKS}
+RECIPES = {**cases.RECIPES, **BLOCKS}
 
 EVEN, UNEVEN, EMPTY = (64, 48), (50, 27), (5, 3)
 """Hidden sizes whose shards are even, uneven and partly empty on 2 and 4 ranks."""

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import fp8rs
+from cases import TWO_PLANES
 from distributed import ranks
 from distributed.batched import BATCHES, build
 from distributed.batched import shard as shard_batched
 from distributed.models import RECIPES, assert_same_bytes, same_bytes, whole_planes
+from export.own_formats import OWN, with_own_format
 from fp8rs.export import load, save_pretrained, tensors
 from fp8rs.export.formats import FORMATS, serving_format
 from internals import storage_of
@@ -37,17 +39,6 @@ NAMES = {
 }
 every_kind = pytest.mark.parametrize("kind", list(NAMES))
 
-#: For each recipe, the format that stores its weights byte for byte.
-OWN = {
-    "current": "fp8-tensor",
-    "delayed": "fp8-tensor",
-    "rowwise": "fp8-row",
-    "rowwise_with_gw_hp": "fp8-row",
-    "block": "fp8-block",
-    "mxfp8": "mxfp8",
-    "mxfp8 of 1x32": "mxfp8",
-}
-every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
 every_format = pytest.mark.parametrize("format", list(FORMATS))
 both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
 
@@ -139,7 +130,7 @@ def test_each_expert_has_the_names_that_servers_read(kind, format):
     assert LAYER + router in found
 
 
-@every_recipe
+@with_own_format
 @both_weights
 def test_codes_of_experts_are_stored_unchanged(recipe, fp8_weights):
     model = converted("qwen3_moe", recipe, width=128, fp8_weights=fp8_weights)
@@ -230,7 +221,7 @@ def test_one_ranks_experts_are_not_exported(tmp_path):
 
 
 @every_kind
-@every_recipe
+@with_own_format
 def test_fp8_weights_of_experts_get_the_exported_codes_and_scales(kind, recipe, tmp_path):
     options = {"width": 128, "fp8_weights": True}
     model = converted(kind, recipe, **options)
@@ -324,11 +315,11 @@ def test_files_without_one_expert_are_refused(change, tmp_path):
 def stacked(batch, recipe, **options):
     """Return a model with batched weights whose sizes are multiples of 32, as MXFP8 requires."""
     model = build(options.pop("device", "cpu"), recipe, batch.experts, hidden=64, **options)
-    model.dim = batch.dim if recipe != "mxfp8 of 1x32" else 0
+    model.dim = 0 if recipe in TWO_PLANES else batch.dim
     return model
 
 
-@every_recipe
+@with_own_format
 @both_weights
 def test_stacked_weights_keep_their_names_and_codes(recipe, fp8_weights, tmp_path):
     batch = BATCHES["3 experts"]
@@ -358,7 +349,7 @@ def test_stacked_weights_keep_their_names_and_codes(recipe, fp8_weights, tmp_pat
         assert torch.equal(weight.dequantize() if fp8_weights else weight.detach(), values)
 
 
-@every_recipe
+@with_own_format
 @both_weights
 def test_weights_of_four_dimensions_are_batches_of_matrices(recipe, fp8_weights, tmp_path):
     batch = BATCHES["3 experts"]
@@ -384,7 +375,7 @@ def test_weights_of_four_dimensions_are_batches_of_matrices(recipe, fp8_weights,
 
 
 @ranks(2)
-@every_recipe
+@with_own_format
 @both_weights
 @pytest.mark.parametrize("hidden", list(BATCHES))
 def test_sharded_stacks_give_and_load_the_bytes_of_unsharded_ones(rig, recipe, fp8_weights, hidden):

@@ -33,6 +33,7 @@ from distributed.models import (
     train,
     whole_planes,
 )
+from export.own_formats import OWN, with_own_format
 from fp8rs.export import load, save_pretrained, tensors
 from fp8rs.export.formats import FORMATS
 from fp8rs.export.stored import StoredTensors
@@ -47,16 +48,6 @@ E4M3 = torch.float8_e4m3fn
 #: Sizes of several blocks in each format. MXFP8 needs multiples of 32.
 SIZES = (320, 160)
 
-#: For each recipe, the export format that stores its weights without a second rounding.
-OWN = {
-    "current": "fp8-tensor",
-    "delayed": "fp8-tensor",
-    "rowwise": "fp8-row",
-    "rowwise_with_gw_hp": "fp8-row",
-    "block": "fp8-block",
-    "mxfp8": "mxfp8",
-    "mxfp8 of 1x32": "mxfp8",
-}
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
 both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
 
@@ -141,7 +132,7 @@ def state(model):
 # --- files of save_pretrained --------------------------------------------------------------------
 
 
-@every_recipe
+@with_own_format
 def test_fp8_weights_get_the_exported_codes_and_scales(recipe, tmp_path):
     options = {"recipe": RECIPES[recipe], "fp8_weights": True}
     model = make(SIZES, **options)
@@ -187,7 +178,7 @@ def test_master_weights_get_the_values_rounded_once_to_their_dtype(recipe, forma
         )
 
 
-@every_recipe
+@with_own_format
 @pytest.mark.parametrize("format", list(FORMATS))
 def test_fp8_weights_of_another_format_are_quantized_once_from_the_values(recipe, format, tmp_path):
     if OWN[recipe] == format:
@@ -638,7 +629,7 @@ def meta(sizes, recipe, rig, fp8_weights):
 
 
 @ranks(1, 2)
-@every_recipe
+@with_own_format
 @both_weights
 @pytest.mark.parametrize("sizes", list(SHARDED))
 def test_a_sharded_model_loads_the_values_of_an_unsharded_one(rig, recipe, fp8_weights, sizes):

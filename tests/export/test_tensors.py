@@ -31,6 +31,7 @@ from distributed.models import (
     train,
     whole_planes,
 )
+from export.own_formats import OWN, with_own_format
 from fp8rs.export import load, save_pretrained, tensors
 from fp8rs.export.formats import FORMATS, serving_format
 
@@ -41,17 +42,6 @@ OF_32 = {"even": (64, 128), "uneven": (96, 32), "empty": (32, 32)}
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
 every_format = pytest.mark.parametrize("format", list(FORMATS))
 both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
-
-#: For each recipe, the format that stores its weights byte for byte.
-ITS_OWN = {
-    "current": "fp8-tensor",
-    "delayed": "fp8-tensor",
-    "rowwise": "fp8-row",
-    "rowwise_with_gw_hp": "fp8-row",
-    "block": "fp8-block",
-    "mxfp8": "mxfp8",
-    "mxfp8 of 1x32": "mxfp8",
-}
 
 
 class Odd(nn.Module):
@@ -92,12 +82,12 @@ def expand_scale(scale, rows, cols):
 # --- one process ---------------------------------------------------------------------------------
 
 
-@every_recipe
+@with_own_format
 @both_weights
 def test_the_codes_of_the_recipe_are_stored_unchanged(recipe, fp8_weights):
     model = make((64,), recipe=RECIPES[recipe], fp8_weights=fp8_weights)
     values = make((64,), recipe=None)
-    found = exported(model, ITS_OWN[recipe])
+    found = exported(model, OWN[recipe])
     for name, layer in linears(values).items():
         codes, scale, *_ = whole_planes(layer.weight.detach(), recipe)
         assert same_bytes(found[f"{name}.weight"], codes)
@@ -107,7 +97,7 @@ def test_the_codes_of_the_recipe_are_stored_unchanged(recipe, fp8_weights):
                 scale = scale.repeat_interleave(32, 0)
         elif not scale.dim():
             scale = scale.view(1)
-        suffix = serving_format(ITS_OWN[recipe]).scale_name
+        suffix = serving_format(OWN[recipe]).scale_name
         assert same_bytes(found[f"{name}.{suffix}"], scale)
         assert same_bytes(found[f"{name}.bias"], layer.bias.detach().bfloat16())
 
@@ -321,14 +311,14 @@ def test_an_export_between_steps_does_not_change_training(rig, recipe):
         for n in range(4):
             found += train(model, optimizer, [batch(rig, n)])
             if exports:
-                exported(model, ITS_OWN[recipe])
+                exported(model, OWN.get(recipe, "bf16"))
         return found
 
     assert losses(True) == losses(False)
 
 
 @ranks(2)
-@every_recipe
+@with_own_format
 @both_weights
 def test_at_most_one_unit_is_unsharded_and_none_afterwards(rig, recipe, fp8_weights):
     model = make((64, 32), recipe=RECIPES[recipe], device=rig.device, fp8_weights=fp8_weights)
@@ -344,7 +334,7 @@ def test_at_most_one_unit_is_unsharded_and_none_afterwards(rig, recipe, fp8_weig
         }
 
     assert whole() == {"blocks.0", "blocks.1", "root"}
-    for name, _ in tensors(model, ITS_OWN[recipe]):
+    for name, _ in tensors(model, OWN[recipe]):
         assert whole() == {".".join(name.split(".")[:2]) if name.startswith("blocks") else "root"}
     assert whole() == set()
     for _ in tensors(model, "bf16"):
@@ -369,7 +359,7 @@ def test_codes_are_gathered_if_the_format_stores_them(rig, fp8_weights):
 @pytest.mark.parametrize("format", ["fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "bf16"])
 @both_weights
 def test_tensor_parallel_weights_are_exported_in_full(rig, format, fp8_weights):
-    recipe = {own: r for r, own in ITS_OWN.items() if r != "delayed"}.get(format, "current")
+    recipe = {own: r for r, own in OWN.items() if r != "delayed"}.get(format, "current")
     recipe = "mxfp8" if format == "mxfp8" else recipe
     options = {"recipe": RECIPES[recipe], "device": rig.device, "fp8_weights": fp8_weights}
     wanted = exported(make((128,), **options), format)
@@ -391,7 +381,7 @@ def test_tensor_parallel_weights_are_exported_in_full(rig, format, fp8_weights):
 
 
 @ranks(2)
-@every_recipe
+@with_own_format
 @both_weights
 @pytest.mark.parametrize("hidden", [128, 96])
 def test_scales_of_tensor_parallel_shards_are_not_exported(rig, recipe, fp8_weights, hidden):
@@ -406,7 +396,7 @@ def test_scales_of_tensor_parallel_shards_are_not_exported(rig, recipe, fp8_weig
     with torch.no_grad():
         for layer in (model.blocks[0].up, model.blocks[0].down):
             layer.weight.mul_(rig.rank + 1)
-    for format in {ITS_OWN[recipe], "fp8-row"}:
+    for format in {OWN[recipe], "fp8-row"}:
         found = exported(model, format)
         for name, layer in linears(model).items():
             values = layer.weight.detach()

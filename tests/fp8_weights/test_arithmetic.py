@@ -216,9 +216,12 @@ def test_other_writes_do_not_warn(recipe, keep):
 
 
 @pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
-def test_arithmetic_between_steps_without_masters_warns():
+@pytest.mark.parametrize("copied", [False, True], ids=["converted", "copied"])
+def test_arithmetic_between_steps_without_masters_warns(copied):
     """Steps have a warning of their own."""
     model = model_of("current")
+    if copied:
+        model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     for _ in range(2):
         step(model, optimizer)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8rs
 import fp8rs.optim
+from cases import TWO_PLANES
 from distributed import ranks
 from distributed.batched import (
     NAMES,
@@ -95,7 +96,7 @@ def test_gathers_are_half_of_bf16(rig, recipe, dim):
         model.experts.unshard()
     # An all-reduce sends and receives as much as two gathers of its size.
     nbytes = seen.nbytes("gather") + 2 * seen.nbytes("reduce")
-    planes = 2 if recipe == "mxfp8 of 1x32" else 1
+    planes = 2 if recipe in TWO_PLANES else 1
     assert 0.5 * planes <= nbytes / (2 * numel) <= 0.52 * planes
 
 

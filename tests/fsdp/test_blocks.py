@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fp8rs
+from cases import TWO_PLANES
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import (
@@ -51,7 +52,7 @@ def check(model, whole, block):
         gathered = model.get_submodule(name).weight
         check_planes(gathered, weight, block)
         assert gathered.rowwise.scale.is_contiguous()
-        assert (gathered.columnwise is not None) == (block == "mxfp8 of 1x32")
+        assert (gathered.columnwise is not None) == (block in TWO_PLANES)
 
 
 @ranks(1, 2, 4)

@@ -66,6 +66,14 @@ def test_no_two_elements_have_one_number(rows, cols, parts, ranks, tensor_dim, d
         assert sorted(seen) == list(range(rows * cols))
 
 
+def by_rows(plane):
+    """Return a plane with contiguous scales."""
+    if plane is None:
+        return None
+    scale = plane.scale.clone(memory_format=torch.contiguous_format)
+    return Plane(plane.data, scale, plane.format)
+
+
 def cut(plane, p, height, dim):
     """Return a shard's rows or columns of a whole weight's plane, with their scales."""
     start, end = p.shard_offset, p.shard_offset + length(p)
@@ -85,7 +93,7 @@ def cut(plane, p, height, dim):
     rows,
     cols,
     counts,
-    st.sampled_from([name for name in FORMATS if name != "1x128"]),  # which no weight has
+    st.sampled_from(list(FORMATS)),
     st.sampled_from([E4M3, E5M2]),
 )
 def test_what_is_gathered_is_read_as_the_whole_weights_planes(rows, cols, ranks, name, fp8_dtype):
@@ -93,6 +101,8 @@ def test_what_is_gathered_is_read_as_the_whole_weights_planes(rows, cols, ranks,
     layout = AllGatherLayout(format, fp8_dtype)
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * cols)).exp()
     row, col = quantize_planes(QuantSpec(format, fp8_dtype), x, True, layout.columnwise)
+    # Scales of 1x128 are stored by columns for its GEMM. No recipe has such a format for weights.
+    row, col = by_rows(row), by_rows(col)
     sent = []
     for rank in range(ranks):
         p = placement(ranks, rank, (rows, cols))

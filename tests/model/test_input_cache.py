@@ -11,14 +11,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fp8rs
-from cases import skip_without_block_gemms
+from cases import RECIPES, skip_without_block_gemms
 from fp8rs.model.input_cache import QuantizedInputCache, input_token
 from fp8rs.quantize.recipes import resolve_recipe
 from internals import notify_freed
 from saving import reloaded
 
-RECIPES = ("current", "delayed", "rowwise", "block", "mxfp8", "rowwise_with_gw_hp")
-every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+every_recipe = pytest.mark.parametrize(
+    "recipe", [recipe for recipe in RECIPES.values() if isinstance(recipe, str)]
+)
 SAVED = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fp8rs
+from cases import TWO_PLANES
 from distributed import ranks
 from distributed.batched import BATCHES, build, shard
 from distributed.collectives import Collectives
@@ -99,7 +100,7 @@ def test_shards_have_the_statistics_of_the_whole_weight(rig, recipe, hidden):
     }
     plain = build(rig.device, recipe, sizes.experts)
     for each in (model, plain):
-        shard(each, rig, sizes.dim if recipe != "mxfp8 of 1x32" else 0)
+        shard(each, rig, 0 if recipe in TWO_PLANES else sizes.dim)
     monitor = fp8rs.monitor(model, every=2)
     for step in range(3):
         calls = []

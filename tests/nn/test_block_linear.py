@@ -9,10 +9,9 @@ from torch import nn
 
 import fp8rs
 from calls import Calls
-from cases import skip_without_block_gemms
+from cases import BLOCK_RECIPES, skip_without_block_gemms
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.model.state import ModelState
-from fp8rs.quantize.recipes import RECIPES
 from oracle.blocks import quantize
 from oracle.compare import relative
 from oracle.elements import E4M3, E5M2
@@ -20,11 +19,8 @@ from oracle.linear import Blocks, blocks_of, linear, tensor_core_error, tensor_c
 from tensor_formats import quantizer_of
 
 CHOSEN = {
-    "rowwise": RECIPES["rowwise"](),
-    "block": RECIPES["block"](),
+    **BLOCK_RECIPES,
     "block of squares": fp8rs.Float8BlockScaling(wgrad_input_block=(128, 128)),
-    "mxfp8": RECIPES["mxfp8"](),
-    "rowwise_with_gw_hp": RECIPES["rowwise_with_gw_hp"](),
     "block of exact dgrad": fp8rs.Float8BlockScaling(high_precision_gemms=("dgrad",)),
 }
 NAMES = list(CHOSEN)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fp8rs
-from cases import RECIPES
+from cases import BLOCK_RECIPES, RECIPES
 from distributed import ranks
 from fp8rs.optim import AdamW
 
@@ -223,7 +223,7 @@ def test_parts_of_fp8_weights_are_parts_of_their_codes(rig, recipe, source, widt
     split = copy.deepcopy(model)
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     parallelize_module(split, rig.mesh(names=("tp",)), plan, src_data_rank=source)
-    blocks = recipe in ("block", "mxfp8", "mxfp8 of 1x32")
+    blocks = recipe in BLOCK_RECIPES and not recipe.startswith("rowwise")
     for dim, (layer, whole) in enumerate(zip(split, model, strict=True)):
         part, values = layer.weight.to_local(), whole.weight.dequantize().chunk(2, dim)[rig.rank]
         assert isinstance(part, fp8rs.QuantizedTensor)

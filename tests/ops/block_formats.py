@@ -3,17 +3,13 @@
 import pytest
 import torch
 
+from fp8rs.quantize import formats
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E8M0, F32 = torch.float8_e8m0fnu, torch.float32
 ops = torch.ops.fp8rs
 #: Every format, as (block, dtype of its scales).
-FORMATS = [
-    ((1, 32), E8M0),
-    ((32, 32), E8M0),
-    ((1, 128), F32),
-    ((128, 128), F32),
-    ((1, -1), F32),
-]
+FORMATS = [(f.block, f.scale_dtype) for f in formats.FORMATS.values() if not f.per_tensor]
 every_format = pytest.mark.parametrize("block, scale_dtype", FORMATS)
 every_dtype = pytest.mark.parametrize("dtype", [F32, torch.bfloat16, torch.float16])
 every_type = pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])

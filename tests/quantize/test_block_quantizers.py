@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fp8rs
-from fp8rs.quantize.formats import format_of
+from fp8rs.quantize.formats import FORMATS, format_of
 from oracle import blocks as reference
 from tensor_formats import bits, quantizer_of
 
@@ -12,14 +12,12 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 #: (format, options of its spec, the options of the oracle)
 KINDS = {
-    "row": ("row", {}, {}),
-    "1x128": ("1x128", {}, {}),
-    "128x128": ("128x128", {}, {}),
     "1x128 of 2": ("1x128", {"power_2_scale": True}, {"power_2_scale": True}),
-    "1x32": ("1x32", {}, {"rounding": "ceil"}),
-    "32x32": ("32x32", {}, {"rounding": "ceil"}),
     "1x32 floor": ("1x32", {"scale_rounding": "floor"}, {"rounding": "floor"}),
 }
+for _name, _format in FORMATS.items():
+    if not _format.per_tensor:
+        KINDS[_name] = (_name, {}, {"rounding": "ceil"} if _format.microscaled else {})
 every_kind = pytest.mark.parametrize("kind", list(KINDS))
 every_type = pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
 every_usage = pytest.mark.parametrize(

@@ -85,10 +85,13 @@ class Model:
                 "are multiples of the block's",
                 stacklevel=2,
             )
-        for name, layer in _layers_with_histories(self.model):
+        # A layer with an FP8 weight has copied its histories into the state dict. For other layers,
+        # whose state dict is that of the unconverted layer, copy them here.
+        for prefix, layer in _layers_with_histories(self.model):
             keep_local(layer._buffers)
             for buffer in BUFFERS:
-                plain[f"{name}.{buffer}"] = layer.get_buffer(buffer).clone()
+                if prefix + buffer not in plain:
+                    plain[prefix + buffer] = layer.get_buffer(buffer).clone()
         return plain
 
     @torch.no_grad()
@@ -108,16 +111,16 @@ class Model:
                 suffixes = parts_of(value) or ()
                 parts_by_weight[name] = {suffix: plain.pop(name + suffix) for suffix in suffixes}
         histories: dict[str, dict[str, Any]] = {}
-        for name, _ in _layers_with_histories(self.model):
-            histories[name] = {buffer: plain.pop(f"{name}.{buffer}", None) for buffer in BUFFERS}
+        for prefix, _ in _layers_with_histories(self.model):
+            histories[prefix] = {buffer: plain.pop(prefix + buffer, None) for buffer in BUFFERS}
 
         set_model_state_dict(self.model, plain, options=StateDictOptions(strict=False))
         for name, parts in parts_by_weight.items():
             load_parts(current[name], parts)
         _sync_scales(current)
-        for name, layer in _layers_with_histories(self.model):
-            if histories[name]["fp8_scale"] is not None:
-                load_histories(layer, histories[name])
+        for prefix, layer in _layers_with_histories(self.model):
+            if histories[prefix]["fp8_scale"] is not None:
+                load_histories(layer, histories[prefix])
 
 
 class Optimizer:
@@ -293,12 +296,15 @@ def _sync_scales(state: dict[str, Any]) -> None:
 
 
 def _layers_with_histories(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the names and layers of delayed scaling. A layer may have several names."""
+    """Yield the prefixes of names and the layers of delayed scaling. A layer may have several.
+
+    The prefix of a layer X is "X.", and that of a model that is one layer is empty.
+    """
     for path, layer in model.named_modules():
         if isinstance(layer, Float8Linear) and layer._fp8_state.delayed is not None:
             (weight,) = layer._fp8_params
-            for name in sorted(names_of(model, f"{path}.{weight}".lstrip("."))):
-                yield name.removesuffix(f".{weight}"), layer
+            for weight_name in sorted(names_of(model, f"{path}.{weight}".lstrip("."))):
+                yield weight_name.removesuffix(weight), layer
 
 
 def load_parts(value: Tensor, parts: dict[str, Tensor]) -> None:

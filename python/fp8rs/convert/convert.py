@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
-import torch.distributed as dist
 from torch import nn
 
 from fp8rs.convert.expert_selection import convert_experts
 from fp8rs.convert.fp8_weights import check_weight, quantize_weight
 from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.select import FILTERED, SHARDED, Selection, converted, listed, record, select
-from fp8rs.model.state import ModelState, state_of
+from fp8rs.model.notice import notice
+from fp8rs.model.state import Gemms, ModelState, state_of
 from fp8rs.nn.fp8_params import add_fp8_params, float8_class
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_bool, check_module
-from fp8rs.scaling import steps
-
-_log = logging.getLogger("fp8rs")
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -38,6 +32,7 @@ def convert_to_float8_training(
     fp8_weights: bool = False,
     preserve_high_precision_init_val: bool = False,
     experts: ExpertsMode = "auto",
+    gemms: Gemms = "auto",
     config: Any = None,
 ) -> M:
     """Convert the ``nn.Linear`` layers and the experts of ``module`` to train in FP8.
@@ -93,6 +88,12 @@ def convert_to_float8_training(
             or more dimensions in all modules that are not torch's own. "auto": experts of
             transformers and torchtitan, and ``GroupedLinear``. If the recipe has FP8 GEMMs,
             each call chooses the faster GEMMs for its number of rows (`fp8rs.report` names them).
+        gemms: which GEMMs of linear layers run on FP8 operands on a GPU. "fp8": all. "auto": those
+            of forwards with enough tokens for FP8 to be faster, as estimated from the sizes of the
+            layers; others run in high precision. If the first training forward has fewer tokens,
+            FSDP2 also gathers the layers in high precision from then on, unless
+            ``enable_fsdp_float8_all_gather`` is given. The choice is logged. Devices that are not
+            GPUs always have FP8 operands.
         config: a torchao Float8LinearConfig, instead of ``recipe``.
 
     Returns:
@@ -116,6 +117,7 @@ def convert_to_float8_training(
         amax_reduction_group,
         fp8_weights,
         experts,
+        gemms,
     ).resolved()
     check_bool("preserve_high_precision_init_val", preserve_high_precision_init_val)
     if preserve_high_precision_init_val and not fp8_weights:
@@ -188,11 +190,17 @@ def convert_model(root: nn.Module, options: Options, selected: Selection, keep_i
     """
     if not selected.weights():
         return
-    state = ModelState(options.recipe, amax_reduction_group=options.amax_reduction_group)
+    state = ModelState(
+        options.recipe,
+        amax_reduction_group=options.amax_reduction_group,
+        gemms=options.gemms,
+    )
     state.fp8_gather = bool(options.enable_fsdp_float8_all_gather)
+    state.chooses_gathers = options.chooses_gathers
     state.experts = options.experts
     _convert(state, selected, options.fp8_weights, keep_init)
     state.attach(root)
+    state.find_min_tokens()
     record(root, selected.unconverted)
     _log_conversion(root, options.recipe)
 
@@ -228,16 +236,11 @@ def _convert(state: ModelState, selected: Selection, fp8_weights: bool, keep_ini
                 handle = cast(Any, layer)._fp8_params["weight"]
                 scale = handle.quant_spec.scale_from_amax(amax.float())
                 handle.fit_history(scale, amax.float(), exact=True)
-        steps.subscribe(state)
         warn_without_masters()
 
 
 def _log_conversion(root: nn.Module, recipe: Recipe) -> None:
-    """Log the converted layers, and the reasons for the others, at level INFO.
-
-    If the program has not configured logging, rank 0 prints the first line to stderr, so that a
-    conversion is visible by default. A level above INFO on the logger silences it.
-    """
+    """Log the converted layers, and the reasons for the others."""
     selection = converted(root)
     converted_numel = sum(weight.parameter.numel() for weight in selection.weights())
     model_numel = 0
@@ -255,13 +258,10 @@ def _log_conversion(root: nn.Module, recipe: Recipe) -> None:
     if selection.experts and recipe.delayed:
         summary += "; experts have current scales, because their rows have no history"
 
-    if _log.hasHandlers():
-        lines = [summary]
-        for text, names in _log_details(selection).items():
-            lines.append(f"  {text}: {listed(names)}")
-        _log.info("%s", "\n".join(lines))
-    elif _log.level <= logging.INFO and _rank() == 0:
-        print(f"fp8rs: {summary}", file=sys.stderr)
+    lines = []
+    for text, names in _log_details(selection).items():
+        lines.append(f"  {text}: {listed(names)}")
+    notice(summary, lines)
 
 
 def _log_details(selection: Selection) -> dict[str, list[str]]:
@@ -275,13 +275,6 @@ def _log_details(selection: Selection) -> dict[str, list[str]]:
     for name, reason in selection.unconverted.items():
         names_by_text.setdefault(f"left in high precision ({reason})", []).append(name)
     return names_by_text
-
-
-def _rank() -> int:
-    """Return this process's rank, even before the default process group exists."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
 
 
 def optimizer_stepped(module: nn.Module) -> None:

@@ -13,6 +13,7 @@ from fp8rs._torch import own_part
 from fp8rs.convert.torchao import from_float8_linear_config
 from fp8rs.gemm.grouped import reads_format
 from fp8rs.model.linear_spec import grouped_fp8_gemms
+from fp8rs.model.state import Gemms
 from fp8rs.nn.fp8_params import Float8Params
 from fp8rs.quantize.recipes import Recipe, check_bool, describe, resolve_recipe
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -33,6 +34,9 @@ class Options:
     amax_reduction_group: Any = None
     fp8_weights: bool = False
     experts: ExpertsMode = "auto"
+    gemms: Gemms = "auto"
+    #: Whether the number of tokens of the first forward decides how weights are gathered.
+    chooses_gathers: bool = False
 
     def resolved(self) -> Options:
         """Return the options with a Recipe and without None.
@@ -60,6 +64,7 @@ class Options:
                 f"not {type(group).__name__}"
             )
         gather = self.enable_fsdp_float8_all_gather
+        chooses_gathers = self.gemms == "auto" and gather is None and self.config is None
         if self.config is None:
             recipe = resolve_recipe("current" if self.recipe is None else self.recipe)
             gather = gather is None or gather
@@ -78,6 +83,8 @@ class Options:
                 "enable_fsdp_float8_all_gather=False cannot be combined with fp8_weights=True: FP8 "
                 "weights have no high-precision values to gather"
             )
+        if self.gemms not in get_args(Gemms):
+            raise ValueError(f"gemms must be 'auto' or 'fp8', not {self.gemms!r}")
         if self.experts not in get_args(ExpertsMode):
             modes = ", ".join(map(repr, get_args(ExpertsMode)))
             raise ValueError(f"experts must be one of {modes}, not {self.experts!r}")
@@ -94,7 +101,11 @@ class Options:
                 "gathered in FP8 and their GEMMs run in high precision"
             )
         return replace(
-            self, recipe=recipe, filter_fqns=filters, enable_fsdp_float8_all_gather=gather
+            self,
+            recipe=recipe,
+            filter_fqns=filters,
+            enable_fsdp_float8_all_gather=gather,
+            chooses_gathers=chooses_gathers,
         )
 
     def names(self, fqn: str) -> bool:
@@ -117,6 +128,7 @@ class Options:
                 self.enable_fsdp_float8_all_gather,
             )
             values["amax_reduction_group"] = (state.group, self.amax_reduction_group)
+            values["gemms"] = (state.gemms, self.gemms)
             if not isinstance(module, nn.Linear):
                 values["experts"] = (state.experts, self.experts)
             weights = [own_part(module._parameters[name]) for name in module._fp8_params]

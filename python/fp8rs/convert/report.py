@@ -19,8 +19,10 @@ from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import Selection, converted, select
 from fp8rs.convert.sizes import Group, Layouts, groups_of, is_sharded_by_fsdp, layouts_of
+from fp8rs.convert.speed import linear_speed
 from fp8rs.model.shard_spec import ShardSpec
-from fp8rs.quantize.recipes import Recipe, RecipeName, check_module, describe
+from fp8rs.model.state import Gemms
+from fp8rs.quantize.recipes import Recipe, RecipeName, check_int, check_module, describe
 
 #: Rows per expert for which a report names GEMMs.
 ROWS_PER_EXPERT = (128, 1024, 8192)
@@ -45,8 +47,12 @@ def report(
     optimizer: str | float | None = None,
     fp8_weights: bool = False,
     experts: ExpertsMode = "auto",
+    gemms: Gemms = "auto",
+    tokens: int | None = None,
 ) -> Report:
-    """Estimate communication volume and memory of ``model`` under FSDP2, without changing it.
+    """Estimate speed, communication volume and memory of ``model`` under FSDP2.
+
+    The model does not change.
 
     Parameters may be on the meta device. A converted model is reported as it is, with the reasons
     that its conversion had. For a sharded model, groups, ranks and resharding come from FSDP2.
@@ -82,6 +88,9 @@ def report(
             else "adamw".
         fp8_weights: as in ``convert_to_float8_training``.
         experts: as in ``convert_to_float8_training``.
+        gemms: as in ``convert_to_float8_training``.
+        tokens: batch size times sequence length on each GPU, for which the report estimates the
+            speed of each linear layer.
 
     Warns:
         UserWarning: a string in ``filter_fqns`` matches no linear layer and no experts.
@@ -99,7 +108,10 @@ def report(
         enable_fsdp_float8_all_gather=enable_fsdp_float8_all_gather,
         fp8_weights=fp8_weights,
         experts=experts,
+        gemms=gemms,
     )
+    if tokens is not None:
+        check_int("tokens", tokens, 1)
     selection, options, layouts = _modules(model, options)
     world_size = _ranks(world_size, model)
     groups_with_layouts = partial(
@@ -118,10 +130,10 @@ def report(
     states = _states(optimizer)
 
     weights = selection.weights()
-    gemms: dict[str, dict[int, str]] = {}
+    expert_gemms: dict[str, dict[int, str]] = {}
     gemm_reasons: dict[str, str] = {}
     for experts_module in selection.experts:
-        gemms.update(_gemms(experts_module, options.recipe))
+        expert_gemms.update(_gemms(experts_module, options.recipe))
         if experts_module.reason:
             gemm_reasons.update(dict.fromkeys(experts_module.fqns, experts_module.reason))
 
@@ -137,7 +149,8 @@ def report(
         # A parametrized weight is an attribute.
         converted_parameters=sum(getattr(w.module, w.name).numel() for w in weights),
         parameters=sum(p.numel() for p in model.parameters()),
-        gemms=gemms,
+        speed=linear_speed(options.recipe, dict(selection.layers), options.gemms, tokens),
+        gemms=expert_gemms,
         gemm_reasons=gemm_reasons,
         left=_unconverted(model, selection),
         units=tuple(group.name for group in groups),
@@ -197,7 +210,8 @@ def _modules(model: nn.Module, options: Options) -> tuple[Selection, Options, La
                 f"the model has modules with different recipes ({', '.join(sorted(recipes))}): "
                 "report on them one by one"
             )
-        options = Options(states[0].recipe, experts=states[0].experts)  # of experts, if any
+        state = states[0]  # of experts, if any
+        options = Options(state.recipe, experts=state.experts, gemms=state.gemms)
     else:
         options = options.resolved()
         selection = select(model, options)

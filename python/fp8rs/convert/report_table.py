@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from fp8rs.convert.expert_selection import IF_CALLED
 from fp8rs.convert.memory import Memory
 from fp8rs.convert.select import counted, listed
+from fp8rs.convert.speed import LinearSpeed
 from fp8rs.gemm.estimates import CHOICE
 from fp8rs.quantize.recipes import Recipe, describe
 
@@ -50,6 +52,7 @@ class Report:
         converted_parameters: number of elements of their weights.
         parameters: number of elements of all parameters.
         experts: the argument, or the mode in which the model was converted.
+        speed: the estimated speed of the linear layers.
         gemms: by name of a weight of experts, its GEMMs on Hopper by rows per expert: "FP8", "FP8,
             high-precision wgrad" or "high precision".
         gemm_reasons: by name of a weight of experts, why all its GEMMs run in high precision, or
@@ -73,6 +76,7 @@ class Report:
     converted: tuple[str, ...]
     converted_parameters: int
     parameters: int
+    speed: LinearSpeed
     gemms: dict[str, dict[int, str]]
     gemm_reasons: dict[str, str]
     left: tuple[Left, ...]
@@ -101,6 +105,7 @@ class Report:
             share = elements / max(self.parameters, 1)
             lines.append(f"  {label:<{width}}{elements:>18,}{share:>8.1%}  {names}".rstrip())
 
+        lines += _linear_layers(self.speed)
         lines += _gemms(self)
 
         plain = self.memory_high_precision
@@ -130,6 +135,31 @@ class Report:
         for name in ("param_dtype", "reduce_dtype"):
             fields[name] = None if fields[name] is None else _dtype(fields[name])
         return fields
+
+
+def _linear_layers(speed: LinearSpeed) -> list[str]:
+    """Return the lines about the speed of linear layers."""
+    if speed.min_tokens == 0:
+        return []  # there are none
+    if speed.min_tokens == inf:
+        where = "FP8 is slower than bf16 with any number of tokens"
+    else:
+        where = f"FP8 is faster than bf16 from {speed.min_tokens:,} tokens per GPU on"
+    lines = ["", "linear layers, estimated for Hopper", f"  {where}"]
+    if speed.factor is None:
+        return lines
+
+    choice = "FP8" if speed.run_in_fp8 else "high precision (gemms='auto')"
+    lines.append(
+        f"  with {speed.tokens:,} tokens they run in {choice}. FP8 is {speed.factor:.2f} times as "
+        "fast as bf16:"
+    )
+    names_by_factor: dict[str, list[str]] = {}
+    for name, factor in speed.factors.items():
+        names_by_factor.setdefault(f"{factor:.2f}", []).append(name)
+    for factor_text, names in sorted(names_by_factor.items(), reverse=True):
+        lines.append(f"  {factor_text}  {counted(len(names), 'layer')}, such as {names[0]}")
+    return lines
 
 
 def _gemms(report: Report) -> list[str]:

@@ -71,7 +71,6 @@ def min_speedup(
             raises TypeError for a module that is not an nn.Linear.
     """
     recipe = resolve_recipe(recipe)
-    name = "current" if recipe.name == "delayed" else recipe.name
     high_precision_gemms = len(recipe.high_precision_gemms)
     check_int("tokens", tokens, 1)
 
@@ -83,7 +82,7 @@ def min_speedup(
             )
         n = module.out_features
         k = module.in_features
-        us = linear_us(name, tokens, n, k, high_precision_gemms)
+        us = linear_us(recipe.name, tokens, n, k, high_precision_gemms)
         return linear_us("bf16", tokens, n, k) >= speedup * us
 
     return keep

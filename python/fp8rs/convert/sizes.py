@@ -25,6 +25,7 @@ from fp8rs._torch import (
     reshards_after_forward,
 )
 from fp8rs.fsdp.layout import AllGatherLayout
+from fp8rs.model.handle import local_of
 from fp8rs.model.shard_spec import ShardSpec
 from fp8rs.quantize.recipes import Recipe, quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -197,6 +198,8 @@ def groups_of(
         if param_dtype and gathered_dtype.is_floating_point:
             gathered_dtype = param_dtype
         layout = layouts.get((id(member.module), member.name))
+        if is_sharded and isinstance(parameter, DTensor) and local_of(parameter) is None:
+            layout = None  # a tie or the number of tokens has decided for high precision
         is_fp8 = fp8_weights or isinstance(own_part(parameter), QuantizedTensor)
         return ShardedParameter(
             parameter, spec, gathered_dtype, layout, layout is not None and is_fp8

@@ -20,8 +20,15 @@ from fp8rs._torch import unwrapped
 from fp8rs.quantize.recipes import check_choice, check_module
 
 from .formats import FORMATS, serving_format
-from .names import layout_of
-from .tensors import is_layer, kept_layers, named_modules, parameters_of, quantized_parameters
+from .names import Layout, layout_of
+from .tensors import (
+    Stored,
+    is_layer,
+    kept_layers,
+    named_modules,
+    parameters_of,
+    quantized_parameters,
+)
 
 #: Engines whose rules for names `compare_layers` applies.
 ENGINES = ("vllm", "transformers")
@@ -105,6 +112,41 @@ class _Layer(NamedTuple):
     is_expert: bool
 
 
+@dataclass(frozen=True)
+class _LayerNames:
+    """A layer under all its names.
+
+    Attributes:
+        in_model: the layer under its name in the model.
+        in_files: the layers that the model's files have for it, such as one for each expert.
+        in_configs: the layer under each name that a config's ignore list may have for it. Lists
+            have names of all kinds, because engines differ in what they compare.
+    """
+
+    in_model: _Layer
+    in_files: list[_Layer]
+    in_configs: list[_Layer]
+
+
+def _names_of(weight: Stored, layout: Layout) -> _LayerNames:
+    """Derive the names of a layer from the name of its weight."""
+    is_expert = weight.parameter.dim() > 2
+    module_name = weight.name.rpartition(".")[0]
+
+    in_files = []
+    for part in layout.files_of(weight.name):
+        in_files.append(_Layer(part.name.removesuffix(".weight"), part.module, is_expert))
+
+    names = {weight.name.removesuffix(".weight"), module_name}
+    for layer in in_files:
+        names |= {layer.name, layer.module}
+    return _LayerNames(
+        in_model=_Layer(module_name, module_name, is_expert),
+        in_files=in_files,
+        in_configs=[_Layer(name, name, is_expert) for name in names],
+    )
+
+
 def compare_layers(
     model: nn.Module,
     config: Mapping[str, Any],
@@ -145,20 +187,12 @@ def compare_layers(
     for parameter in parameters:
         if not is_layer(parameter):
             continue
-        is_expert = parameter.parameter.dim() > 2
-        module_name = parameter.name.rpartition(".")[0]
-        model_layers = [_Layer(module_name, module_name, is_expert)]
-        file_layers = []
-        names = {parameter.name.removesuffix(".weight"), module_name}
-        for part in layout.files_of(parameter.name):
-            file_layers.append(_Layer(part.name.removesuffix(".weight"), part.module, is_expert))
-            names |= {part.name.removesuffix(".weight"), part.module}
-        # Configs list names of all kinds, because engines differ in what they compare.
-        for name in names:
-            matched_patterns.update(matcher.patterns_of(_Layer(name, name, is_expert)))
+        names = _names_of(parameter, layout)
+        for layer in names.in_configs:
+            matched_patterns.update(matcher.patterns_of(layer))
 
         in_training = parameter.name in trained_in_fp8
-        for layer in model_layers if engine == "transformers" else file_layers:
+        for layer in [names.in_model] if engine == "transformers" else names.in_files:
             in_engine = matcher.is_target(layer) and not matcher.patterns_of(layer)
             if in_training and not in_engine:
                 only_in_training[layer.name] = None

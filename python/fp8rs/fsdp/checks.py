@@ -15,8 +15,10 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from math import inf
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -26,6 +28,7 @@ from fp8rs._torch import fsdp_groups, fsdp_place, own_store
 from fp8rs.model.handle import local_of
 from fp8rs.model.state import ModelState
 from fp8rs.quantize.recipes import describe
+from fp8rs.scaling.reductions import mesh_groups
 from fp8rs.tensor.quantized import is_fp8
 
 from .float8_shard import Float8Shard
@@ -166,6 +169,22 @@ def _wait(store: Any, keys: list[str], key_of_rank: Mapping[int, str]) -> None:
                 raise TimeoutError(problem) from error
             if joined[0] == dist.get_rank():
                 warnings.warn(f"{problem}. An error is raised after {limit}", stacklevel=2)
+
+
+def most_tokens(tokens: int | None, mesh: DeviceMesh) -> float:
+    """Return the largest number of tokens of the ranks of a mesh.
+
+    All ranks of the mesh call this function, after they have compared their conversions.
+
+    Args:
+        tokens: this rank's number, or None if it is not known, which counts as the largest.
+        mesh: the mesh.
+    """
+    number = inf if tokens is None else float(tokens)
+    most = torch.tensor(number, dtype=torch.float64, device=mesh.device_type)
+    for group in mesh_groups(mesh):
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return most.item()
 
 
 # --- settings of FSDP2 ----------------------------------------------------------------------------

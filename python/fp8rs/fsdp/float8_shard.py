@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from fp8rs.tensor.rounding import rounds_to_codes
 
 from .hooks import PreAllGather, post_all_gather
 from .layout import AllGatherLayout
+
+#: Kinds of writes whose values do not depend on the values from before.
+_REPLACING_WRITES = (WriteKind.VALUES, WriteKind.COPY)
 
 
 class Float8Shard(QuantizedTensor):
@@ -160,28 +163,29 @@ class Float8ParamHandle(ParamHandle):
         if tensor.is_meta:
             return
 
+        # Keep the values from before rounding up to date.
         if write.kind is WriteKind.EXACT_ARITHMETIC:
             self._store_exact_values(tensor, cast(Tensor, write.values))
         elif self.keep_init:  # until an optimizer reads them
             self._update_init_value(tensor, write)
 
-        storage = tensor._storage
+        # The scale that the values were rounded with may change at the synchronization. Keep the
+        # values until then, to round them again.
         shares_scales = self.shares_scales
-        replaces = write.kind in (WriteKind.VALUES, WriteKind.COPY) and tensor.is_whole
-        if shares_scales and replaces:
-            row = storage.rowwise
-            shape = storage.matrix if row is None else row.data.shape
-            self.pending = cast(Tensor, write.values).reshape(shape).clone()
+        replaces_shard = write.kind in _REPLACING_WRITES and tensor.is_whole
+        if replaces_shard and shares_scales:
+            self.pending = _as_planes_of(tensor, cast(Tensor, write.values)).clone()
+
+        # With delayed scaling, the next scale must fit these values too. If the scale is shared, or
+        # if only a part of the weight was written, other elements may have a larger amax. The
+        # synchronization fits the history to the values of all ranks.
         if self.slots is not None and tensor.numel():
-            # The synchronization fits the history to the values of all ranks.
-            partial = shares_scales or not tensor.is_whole
-            amax = codes_amax(storage) if write.values is None else values_amax(write.values)
-            scale = storage.any_plane.scale
+            is_partial = shares_scales or not tensor.is_whole
             self.fit_history(
-                scale,
-                amax,
-                exact=replaces and not partial,
-                partial=partial,
+                tensor._storage.any_plane.scale,
+                _amax_after(tensor, write),
+                exact=replaces_shard and not is_partial,
+                partial=is_partial,
                 changed=write.changed,
             )
 
@@ -264,37 +268,43 @@ class Float8ParamHandle(ParamHandle):
         self._init_value = None if value is None else value.contiguous()
 
     def _update_init_value(self, tensor: QuantizedTensor, write: Write) -> None:
-        """Replace the initial values of the elements that a write changed.
+        """Replace the initial values of the elements that a write changed, or drop all of them.
 
         A copy of the weight's own rounded values, such as DDP's first broadcast, changes none.
         """
         storage = tensor._storage
-        values = write.values
-        init = self.init_value
         if is_traced(storage.any_plane.data):
-            self.init_value = None  # compiled code writes without a notification
-            return
-        if init is None:
-            if values is not None and tensor.is_whole:
-                self.init_value = values.detach().to("cpu", copy=True)
-            return
-        if init.numel() != math.prod(storage.matrix) or not tensor.is_contiguous():
-            self.init_value = None  # DCP loads columns of a shard, for example
+            # Compiled code writes without a notification, so the values cannot be kept up to date.
+            self.init_value = None
             return
 
-        part = elements_of(init, tensor)
-        unchanged = write.unchanged
-        if write.kind in (WriteKind.CODES, WriteKind.ARITHMETIC):
-            unchanged = rounds_to(part.to(tensor.device, torch.float32), tensor)
-        if values is None:
-            values = tensor.dequantize(torch.float32)
-        values = values.detach().cpu()
+        init_value = self.init_value
+        if init_value is None:
+            # The values of the whole weight are its new initial values.
+            if write.values is not None and tensor.is_whole:
+                self.init_value = write.values.detach().to("cpu", copy=True)
+            return
+
+        # The values are found by position, so the written elements must be consecutive. Columns of
+        # a shard, which DCP may load, are not.
+        if init_value.numel() != math.prod(storage.matrix) or not tensor.is_contiguous():
+            self.init_value = None
+            return
+
+        old_values = elements_of(init_value, tensor)
+        written_values = write.values
+        if written_values is None:
+            written_values = tensor.dequantize(torch.float32)
+        new_values = written_values.detach().cpu()
+        unchanged = _unchanged_elements(tensor, write, old_values)
         if unchanged is not None:
-            values = torch.where(unchanged.cpu(), part, values)
+            new_values = torch.where(unchanged.cpu(), old_values, new_values)
+
         if tensor.is_whole:
-            self.init_value = values.reshape(init.shape).clone()  # it may have another dtype
+            # Replace the tensor, because the written values may have another dtype.
+            self.init_value = new_values.reshape(init_value.shape).clone()
         else:
-            part.copy_(values)
+            old_values.copy_(new_values)
 
     def forget_values(self) -> None:
         """Free the values that the codes were rounded from, because the weight moved to meta.
@@ -309,6 +319,35 @@ class Float8ParamHandle(ParamHandle):
         """Free the values from before the first rounding, and keep no others."""
         self.init_value = None
         self.keep_init = False
+
+
+def _as_planes_of(tensor: QuantizedTensor, values: Tensor) -> Tensor:
+    """View the values of a whole weight in the shape in which its planes store them."""
+    storage = tensor._storage
+    if storage.rowwise is None:
+        return values.reshape(storage.matrix)
+    return values.reshape(storage.rowwise.data.shape)
+
+
+def _amax_after(tensor: QuantizedTensor, write: Write) -> Tensor:
+    """Return the amax () of written values, or of the codes if a write has no values. fp32."""
+    if write.values is None:
+        return codes_amax(tensor._storage)
+    return values_amax(write.values)
+
+
+def _unchanged_elements(tensor: QuantizedTensor, write: Write, old_values: Tensor) -> Tensor | None:
+    """Return where a write left the elements of a tensor as they were. None if it replaced all.
+
+    Args:
+        tensor: the tensor, after the write.
+        write: the write.
+        old_values: the values from before rounding that the tensor had before the write.
+    """
+    if write.kind in (WriteKind.CODES, WriteKind.ARITHMETIC):
+        # The write came from rounded values. A value that rounds to the new code has not changed.
+        return rounds_to(old_values.to(tensor.device, torch.float32), tensor)
+    return write.unchanged
 
 
 def values_amax(values: Tensor) -> Tensor:
@@ -345,25 +384,32 @@ def rounds_to(values: Tensor, tensor: QuantizedTensor) -> Tensor:
     return rounds_to_codes(planes, values.view(*batch, *matrix)).view(values.shape)
 
 
-def handle_for(module: nn.Module, name: str, parameter: Any = None) -> ParamHandle:
-    """Return the handle of a module's parameter. The handle of an FP8 weight observes its writes.
+def handle_for(module: nn.Module, name: str, parameter: Tensor | None = None) -> ParamHandle:
+    """Return the handle of a module's parameter, which is created if there is none.
 
     Args:
         module: the module.
         name: the name of the parameter.
         parameter: the tensor that is about to become the parameter. By default, the one that is.
     """
-    local = own_part(module._parameters.get(name) if parameter is None else parameter)
-    if not isinstance(local, QuantizedTensor):
-        current: Any = module.__dict__.get("_fp8_params", {}).get(name)
-        # A copy of a module has the handles of the module that was copied.
-        if type(current) is ParamHandle and current._module() is module:
-            return current
-        return ParamHandle(module, name)
+    if parameter is None:
+        parameter = module._parameters.get(name)
+    local = own_part(parameter)
 
-    observer = local._storage.observer
-    if isinstance(observer, Float8ParamHandle) and observer._module() is module:
-        return observer
-    handle = Float8ParamHandle(module, name)
-    local._storage.observer = handle
-    return handle
+    # The planes of an FP8 weight refer to the handle, which observes writes to them. If the module
+    # or the weight was copied, they may refer to the handle of another module.
+    if isinstance(local, QuantizedTensor):
+        observer = local._storage.observer
+        if isinstance(observer, Float8ParamHandle) and observer.belongs_to(module):
+            return observer
+        float8_handle = Float8ParamHandle(module, name)
+        local._storage.observer = float8_handle
+        return float8_handle
+
+    # The module refers to the handle of any other weight. A weight that was FP8 before has a
+    # `Float8ParamHandle`, and a copied module has the handles of the original.
+    handles: dict[str, ParamHandle] = module.__dict__.get("_fp8_params", {})
+    handle = handles.get(name)
+    if type(handle) is ParamHandle and handle.belongs_to(module):
+        return handle
+    return ParamHandle(module, name)

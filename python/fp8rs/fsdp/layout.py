@@ -26,7 +26,7 @@ from torch import Tensor
 from fp8rs._torch import is_alias, preserve_version_counter
 from fp8rs.model.shard_spec import ShardSpec
 from fp8rs.quantize.formats import BlockFormat, split_batch
-from fp8rs.quantize.planes import Plane, Planes
+from fp8rs.quantize.planes import Plane, Planes, as_bytes
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.plane_storage import PlaneStorage
@@ -351,7 +351,7 @@ class AllGatherLayout:
 
         # Make rows of blocks (ranks * blocks, cols), to select them.
         scales = scales_output.view(self.format.scale_dtype).view(ranks, cols, -1)
-        gathered_blocks = scales.view(torch.uint8).transpose(1, 2).reshape(-1, cols)
+        gathered_blocks = as_bytes(scales).transpose(1, 2).reshape(-1, cols)
         order = scale_order(rows, padded, ranks, self.height)
         blocks = select_rows(gathered_blocks, -(-rows // self.height), order)
 
@@ -360,7 +360,7 @@ class AllGatherLayout:
             columns_of_shards = columnwise.data.split(padded, 1)
             for shard, columns in zip(shards, columns_of_shards, strict=False):
                 columns.copy_(shard[:, : columns.shape[1]])
-            columnwise.scale.view(torch.uint8).copy_(blocks.t())
+            as_bytes(columnwise.scale).copy_(blocks.t())
 
 
 @dataclass(eq=False, slots=True)

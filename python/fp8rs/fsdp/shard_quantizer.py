@@ -170,6 +170,19 @@ class ShardQuantizer:
 # --- one scale per tensor -------------------------------------------------------------------------
 
 
+@dataclass(eq=False, slots=True)
+class ShardCast:
+    """A shard to cast, and where to write its codes.
+
+    Attributes:
+        shard: the shard, in high precision.
+        codes: its codes, in the buffer that FSDP2 gathers.
+    """
+
+    shard: LocalShard
+    codes: Tensor
+
+
 class TensorwiseShardQuantizer(ShardQuantizer):
     """Per-tensor scales, from the amaxes of all shards.
 
@@ -191,7 +204,10 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         specs = [shard.shard_spec for shard in shards]
         shapes = [shard.data.shape for shard in shards]
         padded_shards, codes = self.layout.allocate(specs, shapes, shards[0].device)
-        self._cast_into(shards, codes)
+        casts = []
+        for shard, shard_codes in zip(shards, codes, strict=True):
+            casts.append(ShardCast(shard, shard_codes))
+        self._cast_shards(casts)
 
         inputs: list[tuple[Tensor, ...]] = []
         for shard, padded_shard in zip(shards, padded_shards, strict=True):
@@ -203,10 +219,12 @@ class TensorwiseShardQuantizer(ShardQuantizer):
                 inputs.append((padded_shard,))
         return inputs
 
-    def _cast_into(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
+    def _cast_shards(self, casts: Sequence[ShardCast]) -> None:
         """Quantize shards with the scales on their handles, in one launch."""
-        scales = torch.hstack([_scale_of(shard) for shard in shards])
-        _multi_quantize([shard.data for shard in shards], scales, codes, True)
+        values = [shard_cast.shard.data for shard_cast in casts]
+        scales = torch.hstack([_scale_of(shard_cast.shard) for shard_cast in casts])
+        codes = [shard_cast.codes for shard_cast in casts]
+        _multi_quantize(values, scales, codes, True)
 
     @override
     def quantize(self, shards: Sequence[LocalShard]) -> list[Planes]:
@@ -269,30 +287,23 @@ class DelayedShardQuantizer(TensorwiseShardQuantizer):
         set_scales(matrices, scales)
 
     @override
-    def _cast_into(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
+    def _cast_shards(self, casts: Sequence[ShardCast]) -> None:
         # The forward has cast the values that a backward gathers, with the scales on the handles.
         if self._delayed.tracker.in_backward:
-            super()._cast_into(shards, codes)
+            super()._cast_shards(casts)
             return
 
-        batched = []
-        batched_codes = []
-        matrices = []
-        matrix_codes = []
-        for shard, shard_codes in zip(shards, codes, strict=True):
-            if shard.shard_spec.batched:
-                batched.append(shard)
-                batched_codes.append(shard_codes)
-            else:
-                matrices.append(shard)
-                matrix_codes.append(shard_codes)
+        batched = [shard_cast for shard_cast in casts if shard_cast.shard.shard_spec.batched]
         if batched:
-            super()._cast_into(batched, batched_codes)
+            super()._cast_shards(batched)
+        matrices = [shard_cast for shard_cast in casts if not shard_cast.shard.shard_spec.batched]
         if matrices:
-            self._cast_and_record(matrices, matrix_codes)
+            self._cast_and_record(matrices)
 
-    def _cast_and_record(self, shards: Sequence[LocalShard], codes: Sequence[Tensor]) -> None:
+    def _cast_and_record(self, casts: Sequence[ShardCast]) -> None:
         """Cast shards, replace scales of non-finite values, and record the amaxes."""
+        shards = [shard_cast.shard for shard_cast in casts]
+        codes = [shard_cast.codes for shard_cast in casts]
         device = shards[0].device
         layers = layers_of(shards)
         values = [shard.data for shard in shards]

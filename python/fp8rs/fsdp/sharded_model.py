@@ -32,16 +32,17 @@ from fp8rs._torch import (
     set_plainly,
     sharded_local_tensor,
     sharded_parameters,
+    was_gathered,
 )
+from fp8rs.gemm.estimates import is_measured
 from fp8rs.model.handle import ParamHandle, copy_attributes, local_of, mark_replaced
 from fp8rs.model.shard_spec import local_part
 from fp8rs.model.state import ModelState, state_of
 from fp8rs.quantize.recipes import check_module, quant_spec
-from fp8rs.scaling import steps
 from fp8rs.scaling.streams import StreamDependency
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .checks import check_settings, compare_conversions
+from .checks import check_settings, compare_conversions, most_tokens
 from .float8_shard import Float8ParamHandle, Float8Shard, handle_for
 from .gather_unit import GatherUnit, scale_tensors
 from .local_shard import LocalShard
@@ -194,6 +195,41 @@ class ShardedModel:
             stacklevel=3,
         )
         return False
+
+    def choose_gathers(self, tokens: int | None) -> None:
+        """Gather linear layers in high precision if FP8 does not pay off for a number of tokens.
+
+        FSDP2 gathers a parameter always as it did the first time, so this has no effect on weights
+        that it has gathered before. The ranks of a mesh decide together, by the most tokens of any
+        of them.
+
+        Args:
+            tokens: the tokens of this rank's forward, or None if their number is not known.
+        """
+        handles_by_mesh: dict[DeviceMesh, list[ParamHandle]] = {}
+        for _, group in fsdp_groups(self.state.root):
+            for fsdp_param in group.fsdp_params:
+                local = sharded_local_tensor(fsdp_param)
+                if not isinstance(local, MasterWeight) or was_gathered(fsdp_param):
+                    continue
+                handle = local._handle
+                is_linear = isinstance(handle.module, nn.Linear)
+                if is_linear and handle.state_if_any is self.state:
+                    mesh = handle.parameter.device_mesh
+                    handles_by_mesh.setdefault(mesh, []).append(handle)
+
+        for mesh, handles in handles_by_mesh.items():
+            if is_measured(mesh.device_type):
+                self._compare([mesh])
+                if most_tokens(tokens, mesh) < self.state.min_tokens:
+                    for handle in handles:
+                        self._restore_local_tensor(handle)
+
+    def _restore_local_tensor(self, handle: ParamHandle) -> None:
+        """Undo `_replace_local_tensor` of a master weight, which is gathered in high precision."""
+        self._high_precision.add(handle)
+        set_local_tensor(handle.parameter, handle.local.high_precision)
+        self._forget_units()
 
     def _unconverted_ties(self, module: nn.Module, name: str, parameter: Any) -> list[str]:
         """Return the names of modules that have a parameter and do not gather it in FP8.
@@ -430,9 +466,10 @@ class ShardedModel:
     def stepped(self) -> None:
         """Notify that an optimizer with parameters of this model has stepped.
 
-        A compiled step writes to shards without an operator that `MasterWeight` sees. Codes that
-        are kept for a running backward stay valid. The scales of trainable FP8 weights are
-        synchronized, unless the step itself has done it.
+        A compiled step writes to shards without an operator that `MasterWeight` sees, and a forward
+        does not always show that a step came before it: a compiled root is not counted, nor is a
+        method other than the forward. Codes that are kept for a running backward stay valid. The
+        scales of trainable FP8 weights are synchronized, unless the step itself has done it.
         """
         keep_codes = self.state.tracker.in_backward
         for handle in self._all_handles():
@@ -464,9 +501,6 @@ def sharded_model(state: ModelState) -> ShardedModel:
     """Return the FSDP2 side of a converted model, created on first use."""
     if state.sharded_model is None:
         state.sharded_model = ShardedModel(state)
-        # No operator shows the writes of a compiled step, and not every forward of a model is
-        # counted: a root that is compiled, or another method of it, is not.
-        steps.subscribe(state)
     return cast(ShardedModel, state.sharded_model)
 
 

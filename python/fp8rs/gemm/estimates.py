@@ -9,7 +9,8 @@ a time per element. The costs are least-squares fits of relative errors, on one 
 
 from __future__ import annotations
 
-from math import inf
+from collections.abc import Iterable, Sequence
+from math import ceil, inf
 from typing import NamedTuple
 
 
@@ -52,15 +53,72 @@ def linear_us(name: str, tokens: int, n: int, k: int, high_precision_gemms: int 
     not measured.
 
     Args:
-        name: a key of `LINEAR`.
+        name: a key of `LINEAR`, or "delayed", which is estimated as "current" and is faster.
         tokens: rows of the input.
         n: out_features.
         k: in_features.
         high_precision_gemms: the number of GEMMs that run in high precision, of three.
     """
     size = (1, 2 * tokens * n * k, tokens * (n + k) + n * k)
-    us = LINEAR[name].us(*size)
+    us = LINEAR["current" if name == "delayed" else name].us(*size)
     return us + high_precision_gemms / 3 * (LINEAR["bf16"].us(*size) - us)
+
+
+#: Microseconds that the host takes for a linear layer of a transformer, with everything around it,
+#: in a training step with FP8. Where bf16 GEMMs take less, the device waits for the host, so that
+#: FP8 GEMMs gain nothing, and their launches take time. Blocks with widths of 512 to 8,192 broke
+#: even at 600 to 1,100 us on one H200, eager and compiled (`benches/pays_off.py`).
+HOST_US = 900
+
+#: The devices whose GEMMs were measured.
+MEASURED_DEVICES = ("cuda",)
+
+
+def is_measured(device_type: str) -> bool:
+    """Return whether a type of devices has measured GEMMs, so that estimates apply to it."""
+    return device_type in MEASURED_DEVICES
+
+
+def min_tokens(
+    name: str, weights: Sequence[tuple[int, int]], high_precision_gemms: int = 0
+) -> float:
+    """Return the least number of tokens from which a model is faster in FP8 than in bf16.
+
+    Below it, the host is estimated to be slower than the device, or FP8 GEMMs with their
+    quantization slower than bf16 GEMMs.
+
+    Args:
+        name: a name as for `linear_us`.
+        weights: (out_features, in_features) of each linear layer.
+        high_precision_gemms: the number of GEMMs that run in high precision, of three.
+
+    Returns:
+        A whole number, or inf if FP8 is slower with any number of tokens. 0 without weights.
+    """
+    if not weights:
+        return 0
+
+    # Estimates are linear in the number of tokens.
+    bf16_us, bf16_us_per_token = _us_and_slope("bf16", weights)
+    fp8_us, fp8_us_per_token = _us_and_slope(name, weights, high_precision_gemms)
+    if fp8_us_per_token >= bf16_us_per_token:
+        return inf
+
+    to_occupy_the_device = (HOST_US * len(weights) - bf16_us) / bf16_us_per_token
+    to_pay_for_quantization = (fp8_us - bf16_us) / (bf16_us_per_token - fp8_us_per_token)
+    return ceil(max(to_occupy_the_device, to_pay_for_quantization, 0))
+
+
+def _us_and_slope(
+    name: str, weights: Iterable[tuple[int, int]], high_precision_gemms: int = 0
+) -> tuple[float, float]:
+    """Return the microseconds of layers without tokens, and of each token."""
+    us = 0.0
+    us_of_one_token = 0.0
+    for n, k in weights:
+        us += linear_us(name, 0, n, k, high_precision_gemms)
+        us_of_one_token += linear_us(name, 1, n, k, high_precision_gemms)
+    return us, us_of_one_token - us
 
 
 # --- grouped GEMMs of experts --------------------------------------------------------------------

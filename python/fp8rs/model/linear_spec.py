@@ -42,6 +42,8 @@ class LinearSpec:
             codes. None: only if the input is traced.
         high_precision: whether forward, dgrad and wgrad run in high precision. Their operands are
             dequantized if they are already quantized.
+        min_tokens: with fewer rows of the input, all GEMMs run in high precision on devices whose
+            GEMMs were measured, and nothing is quantized.
     """
 
     weight: QuantSpec
@@ -53,6 +55,7 @@ class LinearSpec:
     delayed: bool
     save_input: bool | None
     high_precision: HighPrecision = (False, False, False)
+    min_tokens: float = 0
 
     def with_high_precision(self, gemms: HighPrecision) -> LinearSpec:
         """Return a spec whose ``gemms`` run in high precision too."""
@@ -61,26 +64,37 @@ class LinearSpec:
 
 
 class _Registration(NamedTuple):
-    """A recipe, and the name of the group that per-tensor amaxes are reduced over."""
+    """What a key stands for.
+
+    Attributes:
+        recipe: the recipe.
+        group: the name of the group that per-tensor amaxes are reduced over.
+        min_tokens: see `LinearSpec`.
+    """
 
     recipe: Recipe
     group: str | None
+    min_tokens: float
 
 
 _REGISTRATIONS: dict[str, _Registration] = {}  # by key
 
 
-def register(recipe: Recipe, group: str | None) -> str:
-    """Return the key of a recipe and a reduction group."""
-    key = f"{recipe!r} over {group}" if group else repr(recipe)
-    _REGISTRATIONS[key] = _Registration(recipe, group)
+def register(recipe: Recipe, group: str | None, min_tokens: float = 0) -> str:
+    """Return the key of a recipe, a reduction group and a least number of tokens."""
+    key = repr(recipe)
+    if group:
+        key += f" over {group}"
+    if min_tokens:
+        key += f" from {min_tokens} tokens"
+    _REGISTRATIONS[key] = _Registration(recipe, group, min_tokens)
     return key
 
 
 @lru_cache(maxsize=256)
 def spec_for(key: str, device: torch.device) -> LinearSpec:
     """Return the spec of a key on a device."""
-    recipe, group = _REGISTRATIONS[key]
+    recipe, group, min_tokens = _REGISTRATIONS[key]
 
     def operand(role: Role, format: BlockFormat) -> QuantSpec:
         # MXFP8 on a GPU without MXFP8 GEMMs has one power of two per row.
@@ -101,6 +115,7 @@ def spec_for(key: str, device: torch.device) -> LinearSpec:
         delayed=recipe.delayed,
         save_input=recipe.save_input,
         high_precision=(forward, dgrad, wgrad),
+        min_tokens=min_tokens,
     )
 
 

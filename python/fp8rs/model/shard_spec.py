@@ -98,33 +98,52 @@ class ShardSpec:
 
     @property
     def element_offsets(self) -> tuple[int, ...]:
-        """The index of the shard's first element, unique among the elements of the parameter.
+        """The number of the shard's first element. Its other elements have the next numbers.
 
-        A shard with rows of all matrices of a batch has one index per matrix, counted in the whole
-        parameter. For any other shard, elements are numbered part by part: if a (4, 4) parameter is
-        split into two column halves, the left one has the indices 0 to 7 and the right one 8 to 15.
+        Each element of the parameter has a number of its own, which selects its random numbers. If
+        a (4, 4) parameter is split into two halves by columns, the left half has the numbers 0 to 7
+        and the right half 8 to 15.
+
+        If the shard has some rows of each matrix of a batch, there is one number for each matrix,
+        because rows of other ranks lie between them.
         """
-        global_shape = self.global_shape
-        unsharded_shape = self.unsharded_shape
-        if self.batched and self.shard_dim == 1 and unsharded_shape[1:] == global_shape[1:]:
-            matrix_numel = prod(global_shape[1:])
-            first_in_matrix = self.shard_offset * prod(global_shape[2:])
-            first_matrix = self.global_offset[0]
-            return tuple(
-                matrix * matrix_numel + first_in_matrix
-                for matrix in range(first_matrix, first_matrix + unsharded_shape[0])
-            )
+        if self._has_rows_of_each_matrix:
+            return self._first_elements_of_matrices()
 
+        # Where the shard begins in the parameter, and how long it is, for each dimension.
+        shard_dim = self.shard_dim
         shard_start = list(self.global_offset)
-        shard_start[self.shard_dim] += self.shard_offset
-        shard_shape = list(unsharded_shape)
-        shard_shape[self.shard_dim] = min(
-            self.padded_length, unsharded_shape[self.shard_dim] - self.shard_offset
-        )
-        offset = 0
+        shard_start[shard_dim] += self.shard_offset
+        length_after_start = self.unsharded_shape[shard_dim] - self.shard_offset
+        shard_shape = list(self.unsharded_shape)
+        shard_shape[shard_dim] = min(self.padded_length, length_after_start)
+
+        # Count the elements with smaller numbers. Of a matrix, these are all columns on the left of
+        # the shard, and in the shard's own columns the rows above it:
+        #     first_column * rows of the parameter + first_row * columns of the shard
+        # With more dimensions, each one adds such a product.
+        first_element = 0
         for dim, start in enumerate(shard_start):
-            offset += prod(global_shape[:dim]) * start * prod(shard_shape[dim + 1 :])
-        return (offset,)
+            numel_in_front = prod(self.global_shape[:dim])
+            numel_behind = prod(shard_shape[dim + 1 :])
+            first_element += numel_in_front * start * numel_behind
+        return (first_element,)
+
+    @property
+    def _has_rows_of_each_matrix(self) -> bool:
+        """Whether FSDP2 divides a batch's matrices by rows, and nothing else divides them."""
+        divided_by_tensor_parallelism = self.unsharded_shape[1:] != self.global_shape[1:]
+        return self.batched and self.shard_dim == 1 and not divided_by_tensor_parallelism
+
+    def _first_elements_of_matrices(self) -> tuple[int, ...]:
+        """Return the number of the shard's first element in each matrix of a batch."""
+        matrix_numel = prod(self.global_shape[1:])
+        numel_before_shard = self.shard_offset * prod(self.global_shape[2:])
+        first_matrix = self.global_offset[0]
+        first_elements = []
+        for matrix in range(first_matrix, first_matrix + self.unsharded_shape[0]):
+            first_elements.append(matrix * matrix_numel + numel_before_shard)
+        return tuple(first_elements)
 
     @classmethod
     def from_dtensor(cls, parameter: DTensor) -> ShardSpec:

@@ -10,7 +10,8 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, cast
+from math import inf
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from fp8rs._torch import (
     outside_selective_checkpoints,
     sharded_parameters,
 )
+from fp8rs.gemm.estimates import is_measured
 from fp8rs.quantize.formats import FP8_MAX
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, quant_spec, resolve_recipe
 from fp8rs.scaling import steps
@@ -31,11 +33,16 @@ from fp8rs.scaling.histories import BUFFERS
 from fp8rs.scaling.steps import StepTracker
 from fp8rs.tensor.quantized import is_fp8
 
+from .gemm_choice import min_tokens_of, tokens_of
 from .input_cache import this_thread
 from .linear_spec import ROLES, register
 from .lost_writes import LostWrites
+from .notice import notice
 
 _log = logging.getLogger("fp8rs")
+
+#: Which GEMMs of linear layers run on FP8 operands: all, or each where FP8 is faster.
+Gemms = Literal["auto", "fp8"]
 
 
 class FSDPObserver(Protocol):
@@ -56,6 +63,9 @@ class FSDPObserver(Protocol):
     def sync_module(self, module: nn.Module) -> None:
         """Synchronize the scales of a module's FP8 weights, which shards share."""
 
+    def choose_gathers(self, tokens: int | None) -> None:
+        """Gather master weights in high precision if the first forward has few tokens."""
+
 
 class ModelState:
     """The state of one converted model.
@@ -65,6 +75,7 @@ class ModelState:
         amax_reduction_group: see ``convert_to_float8_training``.
         standalone: its layers were made with a ``recipe`` and not by a conversion. FSDP2 gathers
             their weights as they are.
+        gemms: see ``convert_to_float8_training``.
 
     Attributes:
         recipe: the recipe of every layer.
@@ -73,6 +84,8 @@ class ModelState:
         linears: weak references to the layers, by index.
         names: their fully qualified names, for messages.
         fp8_gather: whether weights are quantized before FSDP gathers them.
+        chooses_gathers: whether the first forward decides about ``fp8_gather`` of linear layers.
+        min_tokens: the number of tokens from which linear layers have FP8 GEMMs. 0 for any number.
         group: the ``amax_reduction_group``.
         experts: the conversion's ``experts``, for reports and later conversions.
         delayed: the state of delayed scaling, or None for other recipes.
@@ -86,6 +99,7 @@ class ModelState:
         *,
         amax_reduction_group: Any = None,
         standalone: bool = False,
+        gemms: Gemms = "fp8",
     ) -> None:
         self.recipe = resolve_recipe(recipe)
         if amax_reduction_group is not None and not self.recipe.block_format("input").per_tensor:
@@ -96,6 +110,9 @@ class ModelState:
         self.linears: list[Callable[[], nn.Module | None]] = []
         self.names: list[str] = []
         self.fp8_gather = False
+        self.chooses_gathers = False
+        self.gemms = gemms
+        self.min_tokens: float = 0
         self.experts = "off"
         self.sharded_model: FSDPObserver | None = None
         self.standalone = standalone
@@ -106,16 +123,39 @@ class ModelState:
 
     def _begin(self) -> None:
         """Create the state that is not copied or pickled."""
-        group = self.group
-        by_tensor = group is not None and not self.recipe.delayed
-        self.key = register(self.recipe, group.group_name if by_tensor else None)
+        self._register()
         self.tracker = StepTracker()
         self.lost_writes = LostWrites()
         self.delayed: DelayedScalingState | None = None
         if isinstance(self.recipe, DelayedScaling):
             specs = [quant_spec(self.recipe, role) for role in ROLES]
-            self.delayed = DelayedScalingState(self.recipe, specs, self.tracker, self.layers, group)
+            self.delayed = DelayedScalingState(
+                self.recipe, specs, self.tracker, self.layers, self.group
+            )
+        # `stepped` notifies delayed scaling, the sharded model and the warning of lost writes. A
+        # layer that is not part of a conversion has only the first of these.
+        if not self.standalone or self.delayed is not None:
             steps.subscribe(self)
+
+    def _register(self) -> None:
+        """Set the key, which compiled graphs contain."""
+        group_name = self.group.group_name if self._reduces_each_amax else None
+        self.key = register(self.recipe, group_name, self.min_tokens)
+
+    @property
+    def _reduces_each_amax(self) -> bool:
+        """Whether each quantization of an activation or a gradient is a collective."""
+        return self.group is not None and not self.recipe.delayed
+
+    def find_min_tokens(self) -> None:
+        """Find the number of tokens from which linear layers have FP8 GEMMs, for their sizes now.
+
+        If quantizations are collectives, ranks with different numbers of tokens must not differ in
+        their GEMMs.
+        """
+        if self.gemms == "auto" and not self._reduces_each_amax:
+            self.min_tokens = min_tokens_of(self.recipe, self.layers())
+            self._register()
 
     # --- layers and the root ---------------------------------------------------------------------
 
@@ -170,6 +210,7 @@ class ModelState:
             number += 1
         name: Any = f"fp8rs {number}"
         pre_hooks[name] = RootHook(self, "begin_forward", root)
+        root._forward_pre_hooks_with_kwargs[name] = True
         hooks[name] = RootHook(self, "end_forward", root)
         root._forward_hooks_always_called[name] = True
         self.move_hooks_first()
@@ -188,6 +229,7 @@ class ModelState:
             return
         for name in self._hook_names():
             del root._forward_pre_hooks[name], root._forward_hooks[name]
+            del root._forward_pre_hooks_with_kwargs[name]
             del root._forward_hooks_always_called[name]
         if not any(isinstance(hook, RootHook) for hook in root._forward_pre_hooks.values()):
             # It was the last state with this root.
@@ -237,17 +279,17 @@ class ModelState:
         if self.linears[index]() is None:
             self.linears[index] = weakref.ref(layer)
 
-    def begin_forward(self, module: nn.Module, args: Any) -> None:
+    def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a forward of the model, as the root's forward pre-hook."""
         if torch.compiler.is_compiling():
             if self.delayed is not None:
                 note_compiled(self.delayed.mark, "model")
         else:
-            self._begin_eager_forward(module)
+            self._begin_eager_forward(module, args, kwargs)
 
     # A recomputation of the whole model does not count as a forward, and skips most of this.
     @outside_selective_checkpoints
-    def _begin_eager_forward(self, module: nn.Module) -> None:
+    def _begin_eager_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a forward of the model that is not compiled."""
         if self._root is None or not self.linears:
             self._link(module)
@@ -256,7 +298,7 @@ class ModelState:
         if not self.standalone or len(self.names) > 1:
             this_thread.input_cache.clear()
         if not self.tracker.forward_id:
-            self._log_replaced_layers()
+            self._begin_first_forward(module, args, kwargs)
 
         is_new_forward = self.tracker.begin_forward(
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
@@ -266,6 +308,24 @@ class ModelState:
         self.lost_writes.poll()
         if is_new_forward and self.sharded_model is not None:
             self.sharded_model.forward_begins(module)
+
+    def _begin_first_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin the first forward of the model."""
+        self._log_replaced_layers()
+        # Tensor parallelism may have divided the layers since the conversion.
+        self.find_min_tokens()
+        if not self.min_tokens or not module.training or not torch.is_grad_enabled():
+            return
+        tokens = tokens_of(args, kwargs)
+        if self.chooses_gathers and self.sharded_model is not None:
+            self.sharded_model.choose_gathers(tokens)
+        device_type = next(module.parameters()).device.type
+        if tokens is not None and tokens < self.min_tokens and is_measured(device_type):
+            reason = _where_fp8_is_faster(self.min_tokens)
+            notice(
+                f"linear layers run in high precision: {reason}, and the first forward has "
+                f"{tokens:,}. To run them in FP8 anyway, convert with gemms='fp8'"
+            )
 
     def _log_replaced_layers(self) -> None:
         names = self.replaced_layers()
@@ -359,6 +419,12 @@ class ModelState:
         del state["tracker"]
         del state["lost_writes"]
         return state
+
+
+def _where_fp8_is_faster(min_tokens: float) -> str:
+    if min_tokens == inf:
+        return "layers of these sizes are estimated to be slower in FP8 with any number of tokens"
+    return f"FP8 is estimated to be faster from {min_tokens:,} tokens on"
 
 
 def _dead_reference() -> None:

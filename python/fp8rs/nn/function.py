@@ -21,11 +21,13 @@ from torch import Tensor
 
 from fp8rs._torch import (
     allow_in_graph,
+    depends_on_data,
     dispatch_when_traced,
     gradients_needed,
     has_tangent,
     is_traced,
 )
+from fp8rs.gemm.estimates import is_measured
 from fp8rs.gemm.operands import contracted_multiple, dgrad_column_scale, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.model.input_cache import input_token, this_thread
@@ -48,6 +50,12 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .backward import gathered_weight, read_weight, refuse_double_backward
 from .grouped_function import gated_mlp, grouped
+from .high_precision import (
+    high_precision_dgrad,
+    high_precision_linear,
+    high_precision_wgrad,
+    values_of,
+)
 from .observe import OperandStats
 
 _amax = torch.ops.fp8rs.amax.default
@@ -167,6 +175,8 @@ def _plain_call(key: str, device: torch.device, out_dtype: torch.dtype) -> Linea
 
 def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
     """Compute `linear` with arguments from `linear_call`."""
+    if prefers_high_precision(call.spec, x):
+        return high_precision_linear(x, weight, bias, call.out_dtype)
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
@@ -180,6 +190,24 @@ def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall)
         )
     y, _, _ = _forward(call, x, weight, bias, False)
     return y
+
+
+def prefers_high_precision(spec: LinearSpec, x: Tensor) -> bool:
+    """Return whether all GEMMs of an input run in high precision, because it has few tokens.
+
+    A graph has a guard on the comparison, and so at most two versions. An input that is quantized
+    already, and one whose size a compiler does not know, have FP8 GEMMs.
+
+    Args:
+        spec: the spec of the layer.
+        x: (..., in_features).
+    """
+    if not spec.min_tokens or not is_measured(x.device.type):
+        return False
+    if isinstance(x, QuantizedTensor):
+        return False
+    tokens = math.prod(x.shape[:-1])  # Size.numel would specialize a symbolic size
+    return not depends_on_data(tokens) and tokens < spec.min_tokens
 
 
 @functools.cache
@@ -563,36 +591,6 @@ class _Linear(torch.autograd.Function):
             rows = dy.flatten(0, -2) if dy.dim() > 1 else dy.unsqueeze(0)
             db = rows.sum(0, dtype=ctx.bias_dtype)
         return dx, dw, db, None
-
-
-def values_of(operand: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an operand in high precision. Quantized operands are dequantized."""
-    if isinstance(operand, QuantizedTensor):
-        return operand.dequantize(dtype)
-    return operand.to(dtype)
-
-
-def high_precision_dgrad(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of the input, computed in ``dtype``.
-
-    Args:
-        dy: (..., out_features), the gradient of the output.
-        weight: (out_features, in_features).
-        dtype: dtype of the operands and of the result.
-    """
-    return values_of(dy, dtype) @ values_of(weight, dtype)
-
-
-def high_precision_wgrad(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of the weight, computed in ``dtype``.
-
-    Args:
-        dy: (..., out_features), the gradient of the output.
-        x: (..., in_features), the input in ``dtype``.
-        dtype: dtype of the operands and of the result.
-    """
-    rows = values_of(dy, dtype)
-    return rows.reshape(-1, rows.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
 def _weight_for_dgrad(

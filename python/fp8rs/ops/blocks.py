@@ -1,13 +1,14 @@
-"""Operators of block formats: rows, 1x128 and 128x128 with float32 scales, and MXFP8.
+"""Operators of block formats, which have a scale for each row or block of a matrix.
 
 The rules of `fp8rs.ops.tensorwise` hold here too. In addition:
 
-- ``block`` is (rows, columns) of one scale, with -1 for the whole extent. It means the same in both
-  directions: rowwise blocks of (1, n) run along the rows of the matrix, columnwise blocks along the
-  rows of its transpose, which is the columnwise plane's matrix.
+- ``block`` is (rows, columns) of one scale, with -1 for the whole extent. Together with the dtype
+  of scales, it is a row of the crate's table of formats. It means the same in both directions:
+  rowwise blocks of (1, n) run along the rows of the matrix, columnwise blocks along the rows of its
+  transpose, which is the columnwise plane's matrix.
 - Scales have one element for each block of their plane's matrix: (rows of blocks, columns of
-  blocks). Scales of (1, 128) have stride (1, rows), the layout of ``torch._scaled_mm``. All others
-  are contiguous.
+  blocks). Scales that are stored by columns, such as those of 1x128, have stride (1, rows), which
+  ``torch._scaled_mm`` requires. All others are contiguous.
 - Packed E8M0 scales are a vector of the 128x4 tiles of Blackwell's block-scaled GEMM, row-major,
   each as 32 rows of 16 bytes, padded with 0 bytes.
 """
@@ -19,10 +20,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fp8rs._core import block_formats
 from fp8rs.ops.define import native_op
 from fp8rs.ops.shapes import allocate_codes, block_count, split_batch
 
 _F32 = torch.float32
+
+#: (block, dtype of scales) of the formats whose scales are stored by columns. It is not a set,
+#: because the sizes of a block may be symbolic in a trace.
+_STORED_BY_COLUMNS = [
+    (format["block"], getattr(torch, format["scale_dtype"]))
+    for format in block_formats()
+    if format["scales_by_columns"]
+]
 
 
 def _packed_size(rows: int, columns: int) -> int:
@@ -40,7 +50,7 @@ def _scales(
     """Allocate scales for a grid of blocks. If ``packed``, ``grid`` starts with the rows."""
     if packed:
         return x.new_empty(_packed_size(*grid), dtype=dtype)
-    if block == (1, 128):
+    if (block, dtype) in _STORED_BY_COLUMNS:
         return x.new_empty((*batch, grid[1], grid[0]), dtype=dtype).transpose(-1, -2)
     return x.new_empty((*batch, *grid), dtype=dtype)
 
@@ -80,7 +90,7 @@ def quantize_blocks(
     Args:
         x: the values.
         fp8_dtype: dtype of the codes.
-        block: (1, -1), (1, 128) or (128, 128) with float32 scales, (1, 32) or (32, 32) with E8M0.
+        block: the block of a format.
         scale_dtype: float32 or float8_e8m0fnu.
         rowwise: whether to make rowwise codes and scales.
         columnwise: whether to make columnwise codes and scales.

@@ -1,8 +1,9 @@
 """The table of quantized formats: one row is one way to scale a matrix.
 
 A block shape and a scale dtype define a format. Tensors, all-gathers, layers and optimizers are
-written for any of them. CONTRIBUTING.md lists what a new format needs. Each matrix of a batch is
-scaled by itself.
+written for any of them. All formats but ``tensor`` are also in the crate's table
+(``src/layout/formats.rs``). CONTRIBUTING.md lists what a new format needs. Each matrix of a batch
+is scaled by itself.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ FORMATS: dict[str, BlockFormat] = {}
 class BlockFormat:
     """How a matrix of codes is divided into blocks, each with one scale.
 
-    There are six: ``tensor``, ``row``, ``1x128`` and ``128x128`` with float32 scales, ``1x32`` and
-    ``32x32`` with float8_e8m0fnu. `Quantizer.format` and `Plane.format` give them.
+    `Quantizer.format` and `Plane.format` are formats. A name is the shape of a block, such as
+    ``1x128``, or ``tensor`` or ``row``.
 
     ``block`` is (rows, columns) of one scale; -1 means the whole extent. A columnwise plane is
     the transposed matrix stored contiguously, and ``block`` applies to *that* matrix, so both
