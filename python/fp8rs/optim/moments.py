@@ -159,7 +159,7 @@ def encode(values: Tensor, moment: MomentFormat) -> tuple[Tensor, Tensor]:
     if not blocks.numel():
         codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
         return codes, blocks.new_zeros(range_shape(values.shape))
-    bits = blocks.view(torch.int32).long()
+    bits = blocks.contiguous().view(torch.int32)
     magnitudes = bits & 0x7FFFFFFF
 
     largest = magnitudes.amax(-1, keepdim=True)
@@ -174,24 +174,23 @@ def encode(values: Tensor, moment: MomentFormat) -> tuple[Tensor, Tensor]:
     steps = (largest - magnitudes).float() * (1.0 / step.float())
     # 1.5 * 2^23, whose neighbours are the integers: the difference rounds to nearest.
     counted = (_INTEGERS + moment.top) - steps.clamp(max=moment.top - 1)
-    codes = (counted - _INTEGERS).long().where(magnitudes >= cut, 0)
+    codes = (counted - _INTEGERS).int().where(magnitudes >= cut, 0)
     if moment.is_signed:
         codes |= (bits >> 24) & 0x80
     codes = codes.where(is_finite, moment.top)
 
     ranges = torch.cat((largest, smallest), -1).where(is_finite, _NAN_BITS)
-    ranges = ranges.int().view(torch.float32)
-    return codes.to(torch.uint8).view(values.shape), ranges
+    return codes.to(torch.uint8).view(values.shape), ranges.view(torch.float32)
 
 
 def decode(codes: Tensor, ranges: Tensor, moment: MomentFormat) -> Tensor:
     """Return the values (float32) of codes and ranges."""
-    blocks = codes.reshape((*ranges.shape[:-1], BLOCK)).long()
-    largest, smallest = ranges.contiguous().view(torch.int32).long().split(1, -1)
+    blocks = codes.reshape((*ranges.shape[:-1], BLOCK)).int()
+    largest, smallest = ranges.contiguous().view(torch.int32).split(1, -1)
     magnitudes = blocks & moment.top
     bits = largest - (moment.top - magnitudes) * _step(largest, smallest, moment)
     bits = bits.where(magnitudes > 0, 0)
-    values = bits.int().view(torch.float32)
+    values = bits.view(torch.float32)
     if moment.is_signed:
         values = values.where(blocks < 0x80, -values)
     return cast(Tensor, values.view(codes.shape))
