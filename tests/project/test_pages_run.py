@@ -69,6 +69,7 @@ SMALLER = {
 #: Blocks that do not run here, with the reason.
 ELSEWHERE = {
     "docs/clients/": "tests/clients runs them",
+    "docs/clients.md": "tests/clients runs them",
     "docs/getting-started.md#0": "tests/project/test_getting_started.py runs it",
     "docs/monitor.md": "tests/monitoring/test_page.py runs them",
     "docs/modules.md#1": "reads a checkpoint of Llama",
