@@ -10,7 +10,7 @@ are "torchao" (one scale per tensor, with its FP8 all-gather), "torchao-rowwise"
 Settings can follow a variant's name, each after a +. They override options of the same names:
 
 - no-masters, masters: masters of fp8rs.optim.AdamW
-- bf16-state, fp32-state: dtype of its moments
+- bf16-state, fp32-state, fp8-state: dtype of its moments
 - bf16-reduce, fp32-reduce: dtype of the reduce-scatter
 - bf16-params, fp32-params: dtype of stored parameters and sharded gradients; the logical dtype of
   FP8 weights
@@ -27,6 +27,8 @@ Settings can follow a variant's name, each after a +. They override options of t
     python benches/end_to_end.py --variants bf16-compiled,rowwise-compiled,\
 rowwise_with_gw_hp-compiled,torchao-rowwise_with_gw_hp-compiled
     python benches/end_to_end.py --variants bf16,current-fp8,current-fp8+no-masters+bf16-reduce
+    python benches/end_to_end.py --variants current-fp8+no-masters+bf16-state+bf16-params,\
+current-fp8+no-masters+fp8-state+bf16-params,current-fp8+fp8-state
     python benches/end_to_end.py --ranks 2 --profile --variants bf16-compiled,bf16-compiled+comm
     python benches/end_to_end.py --device cpu --ranks 2 --dim 256 --layers 2 --sequence 64 \
         --vocabulary 512 --steps 2                     # a smoke run without a GPU
@@ -72,6 +74,8 @@ LEARNING_RATE = 3e-4
 
 #: Dtypes by the names in options.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: The state_dtype of fp8rs.optim.AdamW by the names in options.
+STATE_DTYPES = {**DTYPES, "fp8": "fp8"}
 
 
 @dataclass(frozen=True)
@@ -115,10 +119,10 @@ MODIFIERS: dict[str, tuple[str, Any]] = {
         for dtype in DTYPES
         for kind, option in (
             ("reduce", "reduce_dtype"),
-            ("state", "state_dtype"),
             ("params", "param_dtype"),
         )
     },
+    **{f"{dtype}-state": ("state_dtype", dtype) for dtype in STATE_DTYPES},
 }
 
 
@@ -282,7 +286,7 @@ def _optimizer(model: Llama, variant: Variant, arguments: dict[str, Any]) -> tor
         return AdamW(
             model.parameters(),
             lr=LEARNING_RATE,
-            state_dtype=DTYPES[arguments["state_dtype"]],
+            state_dtype=STATE_DTYPES[arguments["state_dtype"]],
             master_weights=arguments["masters"],
         )
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -561,7 +565,8 @@ def _options() -> argparse.Namespace:
         ("reduce", "dtype of the reduce-scatter"),
         ("param", "dtype of stored parameters and of their sharded gradients"),
     ):
-        parser.add_argument(f"--{name}-dtype", choices=DTYPES, default="fp32", help=what)
+        choices = STATE_DTYPES if name == "state" else DTYPES
+        parser.add_argument(f"--{name}-dtype", choices=choices, default="fp32", help=what)
     parser.add_argument(
         "--limit", type=float, default=240, help="time limit of a variant in seconds"
     )

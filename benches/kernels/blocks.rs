@@ -64,7 +64,7 @@ impl Variant {
             E8M0 => BlockScale::E8m0(Rounding::Ceil),
             _ => BlockScale::F32(ScaleRule::default()),
         };
-        BlockSpec { block: self.format.block, scale, row_offset: 0, packed: self.packed }
+        BlockSpec { block: self.format.block, scale, row_offset: 0, packed: self.packed, divide: false }
     }
 }
 

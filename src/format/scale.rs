@@ -44,7 +44,11 @@ impl ScaleRule {
     }
 }
 
-/// Returns the factor q to quantize with: code = encode(x * q).
+/// Returns the factor q to quantize with: code = encode(x * q). A call that divides ([`BlockSpec::divide`])
+/// has code = encode(x / scale) instead, with IEEE division. The two differ in few codes, because the factor is
+/// rounded.
+///
+/// [`BlockSpec::divide`]: crate::spec::BlockSpec::divide
 #[must_use]
 pub(crate) fn reciprocal(scale: f32) -> f32 {
     1.0 / scale

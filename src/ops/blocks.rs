@@ -53,7 +53,7 @@ pub fn block_amax(
 /// Quantizes with a scale for each block, in one or both directions from one read.
 ///
 /// fp32 scales follow [`crate::ScaleRule::scale`]; E8M0 scales follow `format::e8m0::from_amax`. Codes are
-/// encode(x * (1 / scale)). If a block holds a NaN or an infinity, its scale is NaN (E8M0: byte 255) and all
+/// encode(x * (1 / scale)), or encode(x / scale) with [`BlockSpec::divide`]. If a block holds a NaN or an infinity, its scale is NaN (E8M0: byte 255) and all
 /// its codes are 0x7F. Neighbouring blocks are not affected.
 pub fn quantize_blocks(
     x: View,
@@ -203,7 +203,7 @@ pub fn rebase(
 }
 
 fn check_spec(spec: BlockSpec) -> Result<(), Error> {
-    let BlockSpec { block, scale, row_offset, packed } = spec;
+    let BlockSpec { block, scale, row_offset, packed, divide } = spec;
     if let BlockScale::F32(rule) = scale {
         check_rule_without_margin(rule, "0 for block scales")?;
     }
@@ -214,6 +214,8 @@ fn check_spec(spec: BlockSpec) -> Result<(), Error> {
         return Err(block.unsupported(format!("{blocks} with {dtype} scales")));
     }
 
+    let is_row = block == Block::ROW;
+    check_number("divide", divide, !divide || is_row, "false unless blocks are (1, all)")?;
     match scale {
         BlockScale::F32(_) => check_number("packed", packed, !packed, "false with float32 scales"),
         BlockScale::E8m0(_) => {

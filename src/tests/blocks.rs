@@ -9,7 +9,7 @@ const MX: Block = Block { rows: 1, cols: 32 };
 const MX_SQUARE: Block = Block { rows: 32, cols: 32 };
 
 fn mx(block: Block, rounding: Rounding) -> BlockSpec {
-    BlockSpec { block, scale: BlockScale::E8m0(rounding), row_offset: 0, packed: false }
+    BlockSpec { block, scale: BlockScale::E8m0(rounding), row_offset: 0, packed: false, divide: false }
 }
 
 /// Returns the row-major codes and scale bytes of one direction.
@@ -221,7 +221,7 @@ fn shards_with_reduced_maxima_match_the_whole_tensor() {
             }
             .unwrap();
             let codes_view = ViewMut::from_bytes(&mut codes, DType::E4m3, x.rows(), x.cols()).unwrap();
-            let spec = BlockSpec { block, scale, row_offset, packed: false };
+            let spec = BlockSpec { block, scale, row_offset, packed: false, divide: false };
             let given = BlockInputs {
                 amax: (!given.is_empty()).then(|| View::from_slice(given, grid.0, grid.1).unwrap()),
                 ..Default::default()
@@ -339,7 +339,13 @@ fn per_row_scales_with_and_without_column_scale() {
         let rule = ScaleRule { power_of_2, ..Default::default() };
         ops::quantize_blocks(
             View::from_slice(&x, 2, 2).unwrap(),
-            BlockSpec { block: Block::ROW, scale: BlockScale::F32(rule), row_offset: 0, packed: false },
+            BlockSpec {
+                block: Block::ROW,
+                scale: BlockScale::F32(rule),
+                row_offset: 0,
+                packed: false,
+                divide: false,
+            },
             BlockInputs {
                 column_scale: column_scale.map(|f| View::from_slice(f, 1, 2).unwrap()),
                 ..Default::default()

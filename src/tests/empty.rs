@@ -102,7 +102,7 @@ fn blocks() {
         };
         for (rows, cols) in SHAPES {
             let x = wide(rows, cols);
-            let spec = BlockSpec { block, scale, row_offset: 0, packed: false };
+            let spec = BlockSpec { block, scale, row_offset: 0, packed: false, divide: false };
             let [(down, across), (down_t, across_t)] = spec.grids(rows, cols);
             let (mut row, mut row_scale) = (codes(rows, cols), Owned::new(scale_dtype, down, across));
             let (mut col, mut col_scale) = (codes(cols, rows), Owned::new(scale_dtype, down_t, across_t));

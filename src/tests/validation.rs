@@ -460,6 +460,7 @@ fn packed_scales_must_be_e8m0_and_contiguous() {
         scale: BlockScale::F32(ScaleRule::default()),
         row_offset: 0,
         packed: true,
+        divide: false,
     };
     refused(
         quantize(spec, packed.view_mut(), BlockInputs::default()),
@@ -469,7 +470,13 @@ fn packed_scales_must_be_e8m0_and_contiguous() {
     // SAFETY: the view stays inside the memory, which is borrowed mutably.
     let spread =
         unsafe { ViewMut::from_raw(bytes.as_mut_ptr(), DType::E8m0, Device::Cpu, (1, 512), (1024, 2)) };
-    let spec = BlockSpec { block: MX, scale: BlockScale::E8m0(Rounding::Ceil), row_offset: 0, packed: true };
+    let spec = BlockSpec {
+        block: MX,
+        scale: BlockScale::E8m0(Rounding::Ceil),
+        row_offset: 0,
+        packed: true,
+        divide: false,
+    };
     refused(
         quantize(spec, spread, BlockInputs::default()),
         "columnwise_scale is strided; it must be contiguous, because scales are packed",
@@ -484,7 +491,13 @@ fn packed_scales_must_be_e8m0_and_contiguous() {
 
 #[test]
 fn unused_given_maxima_are_an_error() {
-    let spec = BlockSpec { block: MX, scale: BlockScale::E8m0(Rounding::Ceil), row_offset: 0, packed: false };
+    let spec = BlockSpec {
+        block: MX,
+        scale: BlockScale::E8m0(Rounding::Ceil),
+        row_offset: 0,
+        packed: false,
+        divide: false,
+    };
     let (amax, mut scales) = (Owned::dense(DType::F32, (4, 2)).random(1), Owned::dense(DType::E8m0, (64, 1)));
     refused(
         quantize(spec, scales.view_mut(), BlockInputs { amax: Some(amax.view()), ..BlockInputs::default() }),
@@ -496,7 +509,13 @@ fn unused_given_maxima_are_an_error() {
 fn block_scales_reject_margins_and_block_amax_rejects_other_sizes() {
     let rule = ScaleRule { margin: 1, ..ScaleRule::default() };
     let mut scales = Owned::dense(DType::F32, (64, 1));
-    let spec = BlockSpec { block: ONE_128, scale: BlockScale::F32(rule), row_offset: 0, packed: false };
+    let spec = BlockSpec {
+        block: ONE_128,
+        scale: BlockScale::F32(rule),
+        row_offset: 0,
+        packed: false,
+        divide: false,
+    };
     refused(
         quantize(spec, scales.view_mut(), BlockInputs::default()),
         "margin is 1; it must be 0 for block scales",

@@ -411,6 +411,11 @@ def test_a_name_that_matches_nothing_is_a_warning():
             r"experts='fp8' contradicts high_precision_gemms=\('dgrad',\)",
         ),
         (
+            Titan,
+            {"experts": "fp8", "recipe": fp8rs.Float8RowwiseScaling.for_serving()},
+            "experts='fp8' contradicts input_amax_epsilon and divide_input of the recipe: grouped",
+        ),
+        (
             lambda: Unknown(4, 40, 64),
             {"experts": "fp8"},
             r"the root: batch has matrices of 40 x 64",

@@ -233,6 +233,15 @@ def test_experts_run_forward_and_dgrad_with_one_precision(device, gemm):
     assert all(torch.equal(a, b) for a, b in zip(results, exact, strict=True))
 
 
+@pytest.mark.parametrize("options", [{"input_amax_epsilon": 1 / 512}, {"divide_input": True}])
+def test_experts_run_in_high_precision_with_options_for_inputs(device, options):
+    x, weight, bias, offs, dy = operands(device, "uneven")
+    recipe = fp8rs.Float8RowwiseScaling(**options)
+    results = run(x, weight, bias, offs, dy, recipe=recipe)
+    exact = run(x, weight, bias, offs, dy, recipe="block")
+    assert all(torch.equal(a, b) for a, b in zip(results, exact, strict=True))
+
+
 def test_rows_of_four_dimensions_are_those_of_one_matrix(device):
     x, weight, bias, offs, dy = operands(device, "uneven")
     expected = run(x, weight, bias, offs, dy)

@@ -333,6 +333,16 @@ BAD = {
         "amax_epsilon",
         lambda x: ops.quantize_blocks(x, E4M3, [1, 128], F32, amax_epsilon=-1.0),
     ),
+    "divide": (
+        ValueError,
+        "divide",
+        lambda x: ops.quantize_blocks(x, E4M3, [1, 128], F32, divide=True),
+    ),
+    "divide E8M0": (
+        ValueError,
+        "divide",
+        lambda x: ops.quantize_blocks(x, E4M3, [1, 32], E8M0, divide=True),
+    ),
     "amax shape": (
         ValueError,
         "amax",

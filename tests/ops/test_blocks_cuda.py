@@ -284,6 +284,60 @@ def test_rebase_of_columns_of_zeros_and_nans(block_rows, fp8_dtype):
     assert (cuda[1].flatten()[::3] == 1.0).all()
 
 
+@every_type
+@every_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_division_gives_the_bytes_of_the_cpu(fp8_dtype, dtype, shape):
+    x = wild(*shape, dtype=dtype)
+    column_scale = data("cpu", shape[-1], seed=1).abs()
+    amax = x.float().abs().amax(-1, keepdim=True).nan_to_num(1.0)
+    arguments = (fp8_dtype, (1, -1), F32)
+    for options in (
+        {},
+        {"power_2_scale": True, "amax_epsilon": 1e-3},
+        {"amax_epsilon": 1 / 512},
+        {"column_scale": column_scale},
+        {"amax": amax},
+    ):
+        for columnwise in (False, True):
+            got = both(ops.quantize_blocks, x, *arguments, True, columnwise, divide=True, **options)
+            same(*got)
+
+
+@every_dtype
+def test_division_of_strided_inputs_gives_the_bytes_of_the_cpu(dtype):
+    base = wild(280, 660, dtype=dtype)
+    on_cuda = base.cuda()
+    views = [
+        lambda t: t[:, ::2],
+        lambda t: t.t(),
+        lambda t: t[3:, 8:400],
+        lambda t: t[1:, 5:300],
+        lambda t: t[1:2].expand(150, -1),
+        lambda t: t[:, 7:8].expand(-1, 150),
+        lambda t: t.t()[16:400, 3:],
+        lambda t: t[:0],
+        lambda t: t[:, :0],
+    ]
+    for view in views:
+        for directions in ((True, False), (False, True), (True, True)):
+            arguments = (E4M3, (1, -1), F32, *directions)
+            same(
+                ops.quantize_blocks(view(base), *arguments, divide=True),
+                ops.quantize_blocks(view(on_cuda), *arguments, divide=True),
+            )
+
+
+def test_division_of_a_batch_gives_the_bytes_of_the_cpu():
+    x = wild(3, 50, 200, dtype=torch.bfloat16)
+    for directions in ((True, False), (True, True)):
+        same(
+            *both(
+                ops.quantize_blocks, x, E4M3, (1, -1), F32, *directions, divide=True, batched=True
+            )
+        )
+
+
 @every_dtype
 @pytest.mark.parametrize("shape", [(1030, 770), (129, 4096)], ids=str)
 def test_both_directions_of_a_row_over_many_tiles(dtype, shape):

@@ -118,6 +118,17 @@ def test_lists_of_fast_accumulation_become_tuples():
         (lambda: Float8CurrentScaling(amax_epsilon=-1.0), ValueError, "amax_epsilon"),
         (lambda: Float8CurrentScaling(amax_epsilon=float("nan")), ValueError, "amax_epsilon"),
         (lambda: Float8CurrentScaling(amax_epsilon="0"), TypeError, "amax_epsilon"),
+        (
+            lambda: Float8RowwiseScaling(input_amax_epsilon=-1.0),
+            ValueError,
+            "input_amax_epsilon must be finite",
+        ),
+        (
+            lambda: Float8RowwiseScaling(input_amax_epsilon="0"),
+            TypeError,
+            "input_amax_epsilon must be a float",
+        ),
+        (lambda: Float8RowwiseScaling(divide_input=1), TypeError, "divide_input must be a bool"),
         (lambda: DelayedScaling(margin=0.5), TypeError, "margin"),
         (lambda: DelayedScaling(margin=1000), ValueError, "margin"),
         (lambda: DelayedScaling(amax_history_len=0), ValueError, "amax_history_len"),

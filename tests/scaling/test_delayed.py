@@ -703,7 +703,7 @@ def test_known_scales_skip_reading_the_data(device):
             assert not func._schema.name.startswith("fp8rs::amax")
             return func(*args, **(kwargs or {}))
 
-    state_of(model.a).begin_forward(model, ())
+    state_of(model.a).begin_forward(model, (), {})
     with NoAmax():
         model.forward(batch(device)).sum().backward()
 

@@ -273,6 +273,8 @@ def _why_no_fp8_gemms(module: nn.Module, names: Sequence[str], recipe: Recipe) -
     """Return why grouped GEMMs cannot run on FP8 operands, or an empty string."""
     if not has_fp8_gemms(recipe):
         return f"recipe {recipe.name!r} has no grouped FP8 GEMMs"
+    if recipe.input_options:
+        return f"{' and '.join(recipe.input_options)} of the recipe do not apply to experts"
     if not grouped_fp8_gemms(recipe).rows:
         gemms = " and ".join(gemm for gemm in recipe.high_precision_gemms if gemm != "wgrad")
         return f"recipe {recipe.name!r} runs {gemms} in high precision"

@@ -88,6 +88,12 @@ class Options:
         if self.experts not in get_args(ExpertsMode):
             modes = ", ".join(map(repr, get_args(ExpertsMode)))
             raise ValueError(f"experts must be one of {modes}, not {self.experts!r}")
+        if self.experts == "fp8" and recipe.input_options:
+            raise ValueError(
+                f"experts='fp8' contradicts {' and '.join(recipe.input_options)} of the recipe: "
+                "grouped FP8 GEMMs quantize inputs and gradients with the same options. Use "
+                "experts='gather'"
+            )
         if self.experts == "fp8" and not grouped_fp8_gemms(recipe).rows:
             raise ValueError(
                 f"experts='fp8' contradicts high_precision_gemms={recipe.high_precision_gemms} of "

@@ -138,8 +138,11 @@ def grouped_fp8_gemms(recipe: Recipe) -> GroupedChoice:
     """Return which grouped GEMMs a recipe allows on FP8 operands.
 
     Forward and dgrad of experts have the same precision, so both run in high precision if the
-    recipe names one of them.
+    recipe names one of them. Inputs and gradients are quantized with the same options, so the GEMMs
+    also run in high precision if the recipe has options for inputs.
     """
+    if recipe.input_options:
+        return HIGH_PRECISION
     high_precision = recipe.high_precision_gemms
     if "forward" in high_precision or "dgrad" in high_precision:
         return HIGH_PRECISION

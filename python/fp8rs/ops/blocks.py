@@ -77,6 +77,7 @@ def quantize_blocks(
     rounding: str = "ceil",
     power_2_scale: bool = False,
     amax_epsilon: float = 0.0,
+    divide: bool = False,
     packed: bool = False,
     row_offset: int = 0,
     amax: Tensor | None = None,
@@ -97,6 +98,8 @@ def quantize_blocks(
         rounding: "ceil" or "floor" for E8M0 scales. "floor" is the rule of the OCP specification.
         power_2_scale: round float32 scales up to powers of two.
         amax_epsilon: lower bound of the maxima that float32 scales are computed from.
+        divide: divide by the rowwise scales, and do not multiply by their reciprocals. A few codes
+            differ. Requires blocks of a whole row. The columnwise output does not depend on it.
         packed: write E8M0 scales in the 128x4 layout.
         row_offset: the row of the whole matrix that row 0 of ``x`` corresponds to. Block boundaries
             refer to the whole matrix.

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from fp8rs.quantize import formats
 from fp8rs.quantize.formats import BlockFormat
@@ -76,14 +76,12 @@ def check_gemms(name: str, value: Any) -> tuple[Gemm, ...]:
     return tuple(gemm for gemm in GEMMS if gemm in names)
 
 
-def check_amax_epsilon(epsilon: Any) -> float:
+def check_amax_epsilon(epsilon: Any, name: str = "amax_epsilon") -> float:
     """Return ``epsilon`` as a float if it can bound an amax, else raise TypeError or ValueError."""
     if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
-        raise TypeError(f"amax_epsilon must be a float, not {epsilon!r}")
+        raise TypeError(f"{name} must be a float, not {epsilon!r}")
     if not 0.0 <= epsilon <= torch.finfo(torch.float32).max:
-        raise ValueError(
-            f"amax_epsilon must be finite in float32 and not negative, not {epsilon!r}"
-        )
+        raise ValueError(f"{name} must be finite in float32 and not negative, not {epsilon!r}")
     return float(epsilon)
 
 
@@ -154,6 +152,19 @@ class Recipe:
                 "save_input=False contradicts high_precision_gemms with 'wgrad': that GEMM reads "
                 "the input, and its codes are not enough. Omit save_input"
             )
+
+    def role_amax_epsilon(self, role: Role) -> float:
+        """Return the lower bound of the amax of an operand."""
+        return self.amax_epsilon
+
+    def divides(self, role: Role) -> bool:
+        """Whether an operand is divided by its scales, not multiplied by the reciprocals."""
+        return False
+
+    @property
+    def input_options(self) -> tuple[str, ...]:
+        """The names of the fields in use that apply to inputs, and not to gradients."""
+        return ()
 
     def fp8_dtype(self, role: Role) -> torch.dtype:
         """Return the element type of an operand."""
@@ -226,9 +237,54 @@ class Float8RowwiseScaling(Recipe):
     ``power_2_scale=True``.
 
     ``recipe="rowwise_with_gw_hp"`` is this recipe with ``high_precision_gemms=("wgrad",)``.
+
+    Args:
+        input_amax_epsilon: lower bound of the amax of inputs. Weights and gradients have
+            ``amax_epsilon`` only: a bound that suits activations would turn small gradients to 0.
+        divide_input: divide inputs by their scales in the forward, as inference servers do.
+            Otherwise they are multiplied by the reciprocals, as the other operands are. Casts of
+            inputs take longer.
     """
 
     name: ClassVar[str] = "rowwise"
+
+    input_amax_epsilon: float = 0.0
+    divide_input: bool = False
+
+    @classmethod
+    def for_serving(cls, **options: Any) -> Self:
+        """Return the recipe whose forward has the codes of an FP8_DYNAMIC server.
+
+        The server, such as vLLM with a compressed-tensors model, scales weights per output channel
+        and activations per token. The scale of a token is max(amax / 448, 1 / (448 * 512)), and
+        activations are divided by it. Gradients are quantized as with the default recipe.
+
+        Args:
+            options: fields of the recipe. They replace those of the preset.
+        """
+        return cls(**{"input_amax_epsilon": 1 / 512, "divide_input": True, **options})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        epsilon = check_amax_epsilon(self.input_amax_epsilon, "input_amax_epsilon")
+        object.__setattr__(self, "input_amax_epsilon", epsilon)
+        check_bool("divide_input", self.divide_input)
+
+    @override
+    def role_amax_epsilon(self, role: Role) -> float:
+        if role == "input":
+            return max(self.amax_epsilon, self.input_amax_epsilon)
+        return self.amax_epsilon
+
+    @property
+    @override
+    def input_options(self) -> tuple[str, ...]:
+        names = ("input_amax_epsilon", "divide_input")
+        return tuple(name for name in names if getattr(self, name))
+
+    @override
+    def divides(self, role: Role) -> bool:
+        return role == "input" and self.divide_input
 
     @override
     def block_format(self, role: Role) -> BlockFormat:
@@ -383,7 +439,8 @@ def quant_spec(
         format,
         recipe.fp8_dtype(role),
         power_2_scale=power_2_scale and not format.microscaled,
-        amax_epsilon=recipe.amax_epsilon,
+        amax_epsilon=recipe.role_amax_epsilon(role),
+        divide=recipe.divides(role) and format.per_row,
         scale_rounding=getattr(recipe, "scale_rounding", "ceil"),
         margin=recipe.margin if isinstance(recipe, DelayedScaling) else 0,
         group=group if format.per_tensor else None,

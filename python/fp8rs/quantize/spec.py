@@ -27,6 +27,8 @@ class QuantSpec:
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         power_2_scale: round fp32 scales up to powers of two.
         amax_epsilon: lower bound of the amaxes that fp32 scales are computed from.
+        divide: divide by the scales of the rowwise plane, for one scale per row. Otherwise values
+            are multiplied by the reciprocal of their scale, as those of the columnwise plane are.
         scale_rounding: "ceil" or "floor", for E8M0 scales.
         margin: with delayed scaling, scales are multiplied by 2**margin.
         group: the name of a process group over which a tensor's amax is reduced, or None.
@@ -38,6 +40,7 @@ class QuantSpec:
     fp8_dtype: torch.dtype
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+    divide: bool = False
     scale_rounding: str = "ceil"
     margin: int = 0
     group: str | None = None
@@ -49,6 +52,7 @@ class QuantSpec:
         options: dict[str, Any] = {"batched": self.batched}
         if not self.format.microscaled:
             options |= {"power_2_scale": self.power_2_scale, "amax_epsilon": self.amax_epsilon}
+            options["divide"] = self.divide
         elif self.scale_rounding != "ceil":
             options["rounding"] = self.scale_rounding
         return {name: value for name, value in options.items() if value}

@@ -133,14 +133,21 @@ impl Filled {
 fn spec() -> impl Strategy<Value = BlockSpec> {
     let format = prop::sample::select(FORMATS.to_vec());
     let e8m0 = (prop_oneof![Just(Rounding::Ceil), Just(Rounding::Floor)], any::<bool>());
-    let f32 = (any::<bool>(), prop_oneof![Just(0.0_f32), Just(1e-3)]);
-    (format, e8m0, f32).prop_map(|(format, (rounding, packed), (power_of_2, amax_epsilon))| {
+    let f32 = (any::<bool>(), prop_oneof![Just(0.0_f32), Just(1e-3)], any::<bool>());
+    (format, e8m0, f32).prop_map(|(format, (rounding, packed), (power_of_2, amax_epsilon, divide))| {
         let block = format.block;
         if format.scale_dtype == DType::E8m0 {
-            return BlockSpec { block, scale: BlockScale::E8m0(rounding), row_offset: 0, packed };
+            return BlockSpec {
+                block,
+                scale: BlockScale::E8m0(rounding),
+                row_offset: 0,
+                packed,
+                divide: false,
+            };
         }
         let rule = ScaleRule { power_of_2, amax_epsilon, margin: 0 };
-        BlockSpec { block, scale: BlockScale::F32(rule), row_offset: 0, packed: false }
+        let divide = divide && block == Block::ROW;
+        BlockSpec { block, scale: BlockScale::F32(rule), row_offset: 0, packed: false, divide }
     })
 }
 
@@ -324,7 +331,7 @@ fn quantize_blocks_over_threads_matches_the_definition() {
             DType::E8m0 => BlockScale::E8m0(if variant { Rounding::Floor } else { Rounding::Ceil }),
             _ => BlockScale::F32(ScaleRule { power_of_2: variant, ..Default::default() }),
         };
-        BlockSpec { block: format.block, scale, row_offset, packed: false }
+        BlockSpec { block: format.block, scale, row_offset, packed: false, divide: false }
     };
     for format in &FORMATS {
         let mut cases = vec![(spec(format, false, 45), false), (spec(format, true, 77), false)];
@@ -333,6 +340,8 @@ fn quantize_blocks_over_threads_matches_the_definition() {
         }
         if format.block == Block::ROW {
             cases.push((spec(format, true, 0), true));
+            cases.push((BlockSpec { divide: true, ..spec(format, false, 0) }, false));
+            cases.push((BlockSpec { divide: true, ..spec(format, false, 0) }, true));
         }
         for (spec, column_scale) in cases {
             for (dtype, lay) in [(DType::Bf16, Lay::Rows), (DType::F32, Lay::Columns)] {

@@ -76,10 +76,12 @@ struct Direction<'a> {
     first: (usize, usize),
     value: &'a dyn Fn(usize, usize) -> f32,
     amax: Option<Matrix<'a>>,
+    /// Whether elements are divided by their scale.
+    divide: bool,
 }
 
 fn quantize_plane(direction: &Direction, spec: &BlockSpec, format: Fp8Format, plane: &BlockPlane) {
-    let Direction { shape: (rows, cols), first, value, amax } = *direction;
+    let Direction { shape: (rows, cols), first, value, amax, divide } = *direction;
     let (codes, scales) = (plane.codes.matrix(), plane.scales.matrix());
     let Block { rows: down, cols: across } = spec.block;
     let grid = (blocks(rows, first.0, down), blocks(cols, first.1, across));
@@ -97,10 +99,12 @@ fn quantize_plane(direction: &Direction, spec: &BlockSpec, format: Fp8Format, pl
             Some(amax) => get(&amax, r, c),
             None => wide::amax(members.iter().map(|(row, col)| value(*row, *col))),
         };
+        let mut divisor = None;
         let factor = match spec.scale {
             BlockScale::F32(rule) => {
                 let scale = rule.scale(amax, format);
                 put(&scales, r, c, scale);
+                divisor = divide.then_some(scale);
                 scale::reciprocal(scale)
             }
             BlockScale::E8m0(rounding) => {
@@ -116,7 +120,8 @@ fn quantize_plane(direction: &Direction, spec: &BlockSpec, format: Fp8Format, pl
             }
         };
         for (row, col) in members {
-            put(&codes, row, col, format.encode(value(row, col) * factor));
+            let x = value(row, col);
+            put(&codes, row, col, format.encode(divisor.map_or(x * factor, |scale| x / scale)));
         }
     }
 }
@@ -132,7 +137,8 @@ pub(super) fn quantize_blocks(call: BlockCall) {
             column_scale.map_or(x, |column_scale| x * get::<f32>(&column_scale, 0, col))
         };
         let (shape, first) = ((x.rows, x.cols), (spec.row_offset, 0));
-        quantize_plane(&Direction { shape, first, value: &value, amax }, &spec, format, &plane);
+        let direction = Direction { shape, first, value: &value, amax, divide: spec.divide };
+        quantize_plane(&direction, &spec, format, &plane);
     }
     if let Some(plane) = columnwise {
         // The transposed matrix. Its columns are the rows of x, so they start inside the whole matrix.
@@ -141,7 +147,8 @@ pub(super) fn quantize_blocks(call: BlockCall) {
             .map(|m| Matrix::new(m.ptr, m.dtype, m.device, (m.cols, m.rows), (m.col_stride, m.row_stride)));
         let amax = if square { transposed } else { inputs.amax_columnwise.map(|amax| amax.matrix()) };
         let (shape, first) = ((x.cols, x.rows), (0, spec.row_offset));
-        quantize_plane(&Direction { shape, first, value: &value, amax }, &spec, format, &plane);
+        let direction = Direction { shape, first, value: &value, amax, divide: false };
+        quantize_plane(&direction, &spec, format, &plane);
     }
 }
 

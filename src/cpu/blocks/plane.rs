@@ -22,6 +22,8 @@ pub(super) struct Plane<'a> {
     pub(super) codes: Matrix<'a>,
     pub(super) scales: Matrix<'a>,
     pub(super) packed: bool,
+    /// Whether elements are divided by their scale, and not multiplied by its reciprocal.
+    pub(super) divide: bool,
 }
 
 impl<'a> Plane<'a> {
@@ -41,6 +43,7 @@ impl<'a> Plane<'a> {
             codes: plane.codes.matrix(),
             scales: plane.scales.matrix(),
             packed: spec.packed,
+            divide: spec.divide,
         });
         let columnwise = call.columnwise.as_ref().map(|plane| Self {
             x: x.matrix().transposed(),
@@ -57,6 +60,7 @@ impl<'a> Plane<'a> {
             codes: plane.codes.matrix(),
             scales: plane.scales.matrix(),
             packed: spec.packed,
+            divide: false,
         });
         [rowwise, columnwise]
     }
@@ -71,7 +75,8 @@ impl<'a> Plane<'a> {
     }
 
     /// Computes and writes the scales of a run of blocks. Block i is at position `at(i)`. If maxima are
-    /// given, they replace `maxima`. Stores the factors that the blocks' elements are multiplied by.
+    /// given, they replace `maxima`. Stores the factors that the blocks' elements are multiplied by, or the
+    /// scales that they are divided by.
     #[inline(always)]
     pub(super) fn finish(
         &self,
@@ -94,7 +99,7 @@ impl<'a> Plane<'a> {
                     let mut scales = [0.0; RUN];
                     for ((amax, scale), factor) in maxima.iter().zip(&mut scales).zip(factors) {
                         *scale = rule.scale(f32::from_bits(*amax), format);
-                        *factor = scale::reciprocal(*scale);
+                        *factor = if self.divide { *scale } else { scale::reciprocal(*scale) };
                     }
                     for (i, scale) in scales[..maxima.len()].iter().enumerate() {
                         let (r, c) = at(i);

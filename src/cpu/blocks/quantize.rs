@@ -80,7 +80,8 @@ impl<'a> Job<'a> {
             lines: Default::default(),
             column_scale,
         };
-        if x.prefers_columns() && block_offset == 0 && job.column_scale.is_none() {
+        let divides = rowwise.is_some_and(|plane| plane.divide); // only planes along rows divide
+        if x.prefers_columns() && block_offset == 0 && job.column_scale.is_none() && !divides {
             (job.x, job.along, job.across) = (x.transposed(), columnwise, rowwise);
         }
         if any.block == Block::ROW {
@@ -302,15 +303,19 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
                 &mut line[..self.cols.len()]
             };
             let along = &factors.along[self.in_strip(row)];
-            match (column_scale, size) {
-                (Some(column_scale), _) => cast_column_scaled::<T, C>(xs, column_scale, along[0], out),
-                (None, NARROWEST) => cast_blocks::<T, C, NARROWEST>(xs, along, out),
-                (None, 128) => cast_blocks::<T, C, 128>(xs, along, out),
-                // Blocks of whole rows.
-                (None, CHUNK) => {
-                    rows::cast::<T, C, false>(xs, along[0], out);
+            if plane.divide {
+                cast_divided::<T, C>(xs, column_scale, along[0], out);
+            } else {
+                match (column_scale, size) {
+                    (Some(column_scale), _) => cast_column_scaled::<T, C>(xs, column_scale, along[0], out),
+                    (None, NARROWEST) => cast_blocks::<T, C, NARROWEST>(xs, along, out),
+                    (None, 128) => cast_blocks::<T, C, 128>(xs, along, out),
+                    // Blocks of whole rows.
+                    (None, CHUNK) => {
+                        rows::cast::<T, C, false>(xs, along[0], out);
+                    }
+                    _ => unreachable!("no instance for blocks of {size} columns"),
                 }
-                _ => unreachable!("no instance for blocks of {size} columns"),
             }
             if !contiguous {
                 for (col, code) in self.cols.clone().zip(line) {
@@ -387,5 +392,19 @@ fn cast_each<T: Element, C: Codes>(xs: &[T], factors: &[f32], out: &mut [u8]) {
 fn cast_column_scaled<T: Element, C: Codes>(xs: &[T], column_scale: &[f32], factor: f32, out: &mut [u8]) {
     for ((x, column_scale), out) in xs.iter().zip(column_scale).zip(out) {
         *out = C::encode(x.widen() * column_scale * factor);
+    }
+}
+
+/// Computes out = encode(x / scale), or encode((x * `column_scale`) / scale).
+#[inline(always)]
+fn cast_divided<T: Element, C: Codes>(xs: &[T], column_scale: Option<&[f32]>, scale: f32, out: &mut [u8]) {
+    let Some(column_scale) = column_scale else {
+        for (x, out) in xs.iter().zip(out) {
+            *out = C::encode(x.widen() / scale);
+        }
+        return;
+    };
+    for ((x, column_scale), out) in xs.iter().zip(column_scale).zip(out) {
+        *out = C::encode(x.widen() * column_scale / scale);
     }
 }

@@ -1,5 +1,5 @@
-//! Rowwise kernels that run at the speed of a copy (`kernels/mx_row.cu`, `kernels/row.cu`), and per-row
-//! scales.
+//! Rowwise kernels that run at the speed of a copy (`kernels/mx_row.cu`, `kernels/row.cu`), per-row
+//! scales, and division by them (`kernels/row_divide.cu`).
 
 use std::ptr;
 
@@ -46,10 +46,31 @@ struct RowArgs {
     unused: u32,
 }
 
-args!(MxRowArgs, RowArgs);
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RowDivideArgs {
+    x: *const u8,
+    codes: *mut u8,
+    scale: *mut u8,
+    amax: *const u8,
+    column_scale: *const u8,
+    x_rs: i64,
+    x_cs: i64,
+    codes_rs: i64,
+    codes_cs: i64,
+    scale_rs: i64,
+    amax_rs: i64,
+    column_scale_cs: i64,
+    cols: i64,
+    rule: Rule,
+    flags: u32,
+}
+
+args!(MxRowArgs, RowArgs, RowDivideArgs);
 
 static MX_ROW_MODULE: Module = module!("mx_row");
 static ROW_MODULE: Module = module!("row");
+static ROW_DIVIDE_MODULE: Module = module!("row_divide");
 
 static MX_ROW: ByTypes = by_types!(MX_ROW_MODULE, "mx_row", MxRowArgs);
 static MX_ROW_PACKED: ByTypes = by_types!(MX_ROW_MODULE, "mx_row_packed", MxRowArgs);
@@ -58,10 +79,16 @@ static ROW_8: ByTypes = by_types!(ROW_MODULE, "row_8", RowArgs);
 static ROW_LONG: ByTypes = by_types!(ROW_MODULE, "row_long", RowArgs);
 static ROW_SCALED: ByTypes = by_types!(ROW_MODULE, "row_fold", RowArgs);
 static ROW_LONG_SCALED: ByTypes = by_types!(ROW_MODULE, "row_long_fold", RowArgs);
+static ROW_DIVIDE: ByTypes = by_types!(ROW_DIVIDE_MODULE, "row_divide", RowDivideArgs);
+
+/// Flags of `RowDivideArgs`, defined in `kernels/row_divide.cu`.
+const X_VECTORS: u32 = 1;
+const CODES_VECTORS: u32 = 2;
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static crate::cuda::modules::Kernel> {
-    let all = [&MX_ROW, &MX_ROW_PACKED, &ROW_4, &ROW_8, &ROW_LONG, &ROW_SCALED, &ROW_LONG_SCALED];
+    let all =
+        [&MX_ROW, &MX_ROW_PACKED, &ROW_4, &ROW_8, &ROW_LONG, &ROW_SCALED, &ROW_LONG_SCALED, &ROW_DIVIDE];
     all.into_iter().flatten().flatten().collect()
 }
 
@@ -123,6 +150,13 @@ pub(super) fn mx_rowwise(job: &Job, rounding: Rounding) -> Result<bool, Error> {
 
 /// Quantizes with one scale per row, and per column for transposed codes.
 pub(super) fn quantize(job: &Job, rule: ScaleRule) -> Result<(), Error> {
+    if job.spec.divide && job.row.is_some() && job.x.numel() > 0 {
+        divide(job, rule)?;
+        if job.col.is_none() {
+            return Ok(());
+        }
+        return quantize(&Job { row: None, column_scale: None, ..*job }, rule);
+    }
     if job.x.numel() > 0 && one_read(job, rule)? {
         return Ok(());
     }
@@ -144,6 +178,37 @@ pub(super) fn quantize(job: &Job, rule: ScaleRule) -> Result<(), Error> {
         }
     }
     if empty { Ok(()) } else { tile::quantize_lines(job, true) }
+}
+
+/// Quantizes rowwise only, with division by the scales. Supports every layout.
+fn divide(job: &Job, rule: ScaleRule) -> Result<(), Error> {
+    let Some(row) = job.row else { return Ok(()) };
+    let Job { x, column_scale, .. } = job;
+    let vector = 16 / x.dtype.size();
+    let flags = [
+        (X_VECTORS, x.col_stride == 1 && rows_aligned(x, 16)),
+        (CODES_VECTORS, row.codes.col_stride == 1 && rows_aligned(&row.codes, vector)),
+    ];
+    let args = RowDivideArgs {
+        x: x.ptr,
+        codes: row.codes.ptr,
+        scale: row.scales.ptr,
+        amax: row.amax.map_or(ptr::null(), |m| m.ptr),
+        column_scale: column_scale.map_or(ptr::null(), |m| m.ptr),
+        x_rs: x.row_stride as i64,
+        x_cs: x.col_stride as i64,
+        codes_rs: row.codes.row_stride as i64,
+        codes_cs: row.codes.col_stride as i64,
+        scale_rs: row.scales.row_stride as i64,
+        amax_rs: row.amax.map_or(0, |m| m.row_stride as i64),
+        column_scale_cs: column_scale.map_or(0, |m| m.col_stride as i64),
+        cols: x.cols as i64,
+        rule: rule.into(),
+        flags: flags.into_iter().filter(|(_, on)| *on).map(|(flag, _)| flag).sum(),
+    };
+    let threads = x.cols.div_ceil(vector).next_multiple_of(32).min(256);
+    let kernel = &ROW_DIVIDE[input_index(x.dtype)][format_index(job.format)];
+    launch(job.device, job.stream, kernel, blocks_of(x.rows, threads), &args)
 }
 
 /// Quantizes rowwise only, with the rows in registers, if the kernels support the layout of the views.

@@ -40,7 +40,7 @@ struct Job<'a> {
     x: Matrix<'a>,
     spec: BlockSpec,
     format: Fp8Format,
-    /// The plane whose codes have the positions of `x`.
+    /// The plane whose codes have the positions of `x`. If the call divides, this is the rowwise plane.
     row: Option<Plane<'a>>,
     /// The plane whose codes are transposed.
     col: Option<Plane<'a>>,
@@ -88,6 +88,7 @@ impl<'a> Job<'a> {
             && job.x.row_stride == 1
             && job.block_offset == 0
             && job.column_scale.is_none()
+            && !(spec.divide && job.row.is_some())
         {
             job.x = job.x.transposed();
             (job.row, job.col) = (job.col, job.row);
