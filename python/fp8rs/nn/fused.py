@@ -363,14 +363,12 @@ def _gradient_quantizations(
     None if a layer does not take a quantized gradient: it has a bias, whose gradient is a sum of
     the values, or would not quantize the gradient with one scale.
     """
-    quantizations = []
+    quantizations: list[_Quantization] = []
     for layer in layers:
         spec = _fp8_spec(layer, dy)
-        if spec is None:
+        if spec is None or getattr(layer, "bias", None) is not None:
             return None
         assert isinstance(layer, Float8Linear)
-        if layer.bias is not None:
-            return None
         slots = _delayed_slots(layer)
         delayed = None
         if slots is not None:
