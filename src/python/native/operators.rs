@@ -113,6 +113,13 @@ impl Codes {
         let dtype = self.format.into();
         Ok([or_empty(self.row, x, dtype)?, or_empty(self.col, x, dtype)?])
     }
+
+    /// Returns the codes as `or_empty` does, with an allocation of its own for each that was not requested.
+    fn or_new_empty(self, x: &Tensor) -> Result<[Tensor; 2], Failure> {
+        let dtype = self.format.into();
+        let or_new = |codes: Option<Tensor>| codes.map_or_else(|| x.allocate(dtype, &[0]), Ok);
+        Ok([or_new(self.row)?, or_new(self.col)?])
+    }
 }
 
 /// Allocates a contiguous output for the transpose of each matrix.
@@ -531,7 +538,9 @@ fn quantize_glu_backward(mut values: Values) -> Results {
     let to_up = up_planes.planes(rule, [up_scale, up_amax])?;
     ops::quantize_glu_backward(glu, dy.view("dy")?, to_gate, to_up, stream)?;
     let mut results = gate_planes.results(&gate)?;
-    results.extend(up_planes.results(&gate)?);
+    // Results must not share memory, not even that of empty ones.
+    let [row, col] = up_planes.codes.or_new_empty(&gate)?;
+    results.extend([row, col, up_planes.scale]);
     Ok(results)
 }
 
