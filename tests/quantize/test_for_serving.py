@@ -23,10 +23,15 @@ def activations(device, dtype=torch.bfloat16):
     return x.to(device, dtype)
 
 
+def over_448(amax):
+    """Return amax / 448. On CUDA, torch multiplies by the reciprocal of a Python number."""
+    return amax / torch.full_like(amax, 448.0)
+
+
 def vllm_scales(x):
     """Return max(amax / 448, 1 / (448 * 512)) of each row."""
     amax = x.float().abs().amax(-1, keepdim=True)
-    return (amax / 448.0).clamp(min=torch.tensor(VLLM_MIN_SCALE).item())
+    return over_448(amax).clamp(min=torch.tensor(VLLM_MIN_SCALE).item())
 
 
 def vllm_codes(x, scales):
@@ -129,7 +134,7 @@ def test_a_layer_multiplies_the_codes_of_fp8_dynamic(device):
     scales = vllm_scales(x)
     values = vllm_codes(x, scales).float() * scales
     weight = layer.weight.detach().float()
-    weight_scales = weight.abs().amax(-1, keepdim=True) / 448.0
+    weight_scales = over_448(weight.abs().amax(-1, keepdim=True))
     weight_codes = (weight * (1.0 / weight_scales)).clamp(-448, 448).to(E4M3)
     expected = values @ (weight_codes.float() * weight_scales).T
     row_scale = expected.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
@@ -178,7 +183,7 @@ def deep_gemm_scales(blocks, is_e8m0):
     The amax is at least 1e-10. With E8M0, amax / 448 is at least 1e-10 and rounded up.
     """
     amax = blocks.float().abs().amax(-1).clamp(min=torch.tensor(1e-10).item())
-    scales = amax / 448.0
+    scales = over_448(amax)
     if not is_e8m0:
         return scales
     mantissa, exponent = torch.frexp(scales.clamp(min=torch.tensor(1e-10).item()))
@@ -222,7 +227,7 @@ def test_block_weights_have_the_codes_of_deep_gemm(device, power_2_scale):
 
     blocks = weight.float().view(2, 128, 3, 128)
     amax = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-4)
-    scales = amax / 448.0
+    scales = over_448(amax)
     if power_2_scale:
         scales = torch.exp2(torch.ceil(torch.log2(scales)))
     codes = (blocks * (1.0 / scales)).to(E4M3).view(256, 384)
