@@ -28,6 +28,7 @@ from torch import Tensor
 
 import fp8rs
 from fp8rs.optim import AdamW
+from fp8rs.optim.moments import BYTES_PER_ELEMENT
 
 E4M3 = torch.float8_e4m3fn
 SHAPES = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
@@ -63,13 +64,17 @@ def quantizers(device: str) -> dict[str, Quantizer]:
     }
 
 
-def bytes_moved(name: str, masters: bool, state: torch.dtype) -> int:
+#: The bytes per element of both moments, by state_dtype.
+MOMENT_BYTES = {torch.float32: 8, torch.bfloat16: 4, "fp8": BYTES_PER_ELEMENT}
+
+
+def bytes_moved(name: str, masters: bool, state: torch.dtype | str) -> float:
     """Return the bytes per element that a step reads and writes.
 
     It reads the gradient, the moments and masters or codes, and writes all except the gradient.
     With current scaling, it reads the masters twice, or everything twice without masters.
     """
-    moments = 2 * state.itemsize
+    moments = MOMENT_BYTES[state]
     if masters:
         return 2 + 2 * moments + 8 + 1 + (4 if name == "current" else 0)
     return 2 + 2 * moments + 2 + (2 + moments + 1 if name == "current" else 0)
@@ -82,13 +87,16 @@ class Rows:
         self.rehearse, self.only = rehearse, only
         self.device = "cpu" if rehearse else "cuda"
         self.kernels = load_benchmark("cuda_kernels")
-        self.copies: dict[int, float] = {}
+        self.copies: dict[float, float] = {}
         self.results: list[dict[str, Any]] = []
         shapes = SHAPES * (1 if rehearse else LAYERS)
         self.shapes = [
             (rows // (140 if rehearse else 14), cols // (16 if rehearse else 1))
             for rows, cols in shapes
         ]
+        if rehearse:
+            # Rows of whole blocks, so that moments are stored in 8 bits.
+            self.shapes = [(rows, cols // 128 * 128) for rows, cols in self.shapes]
         self.n = sum(rows * cols for rows, cols in self.shapes)
 
     def tensors(self, dtype: torch.dtype = torch.float32, scale: float = 0.02) -> list[Tensor]:
@@ -100,13 +108,13 @@ class Rows:
         """Return whether ``--only`` selects a row."""
         return not self.only or any(text in name for text in self.only)
 
-    def measure(self, name: str, per_parameter: int, step: Callable[[], Any]) -> None:
+    def measure(self, name: str, per_parameter: float, step: Callable[[], Any]) -> None:
         """Measure the device time of a graph of ``step``, and its host time."""
         if not self.wanted(name):
             return
         if self.rehearse:
             step()
-            print(f"{name:44} {per_parameter:3} B  ran", flush=True)
+            print(f"{name:44} {per_parameter:5g} B  ran", flush=True)
             return
         step()
         torch.cuda.synchronize()
@@ -118,7 +126,7 @@ class Rows:
             torch.cuda.synchronize()
         took = self.kernels.time_us([step], 9)
         if per_parameter not in self.copies:
-            self.copies[per_parameter] = self.kernels.copy_us(self.n * per_parameter, 1)
+            self.copies[per_parameter] = self.kernels.copy_us(round(self.n * per_parameter), 1)
         copy = self.copies[per_parameter]
         row = {
             "name": name,
@@ -130,16 +138,18 @@ class Rows:
         }
         self.results.append(row)
         print(
-            f"{name:44} {per_parameter:3} B {took:9.1f} us {row['GB/s']:6.0f} GB/s"
+            f"{name:44} {per_parameter:5g} B {took:9.1f} us {row['GB/s']:6.0f} GB/s"
             f"  fraction {row['fraction']:.2f}  host {row['host_ms']:.2f} ms",
             flush=True,
         )
 
-    def ours(self, name: str, masters: bool, state: torch.dtype = torch.float32) -> None:
+    def ours(self, name: str, masters: bool, state: torch.dtype | str = torch.float32) -> None:
         """Measure a step of fp8rs.optim.AdamW."""
         words = f"fp8rs AdamW: {name}, {'masters' if masters else 'stochastic'}"
-        if state != torch.float32:
+        if state == torch.bfloat16:
             words += ", bf16 moments"
+        elif state == "fp8":
+            words += ", FP8 moments"
         if not self.wanted(words):
             return
         make = quantizers(self.device)[name]
@@ -149,16 +159,28 @@ class Rows:
             p.grad_dtype = torch.bfloat16
             p.grad = grad
             params.append(p)
-        optimizer = AdamW(params, capturable=True, master_weights=masters, state_dtype=state)
+        optimizer = AdamW(
+            params,
+            capturable=True,
+            master_weights=masters,
+            state_dtype=state,
+            state_filter=lambda param: True,
+        )
+        if state == "fp8":
+            optimizer.step()
+            assert all("exp_avg_codes" in optimizer.state[p] for p in params), "float32 moments"
         self.measure(words, bytes_moved(name, masters, state), optimizer.step)
 
-    def plain(self) -> None:
+    def plain(self, state: torch.dtype | str = torch.float32) -> None:
         """Measure fp8rs.optim.AdamW with plain fp32 parameters and fp32 gradients."""
         params = [torch.nn.Parameter(x) for x in self.tensors()]
         for p, grad in zip(params, self.tensors(), strict=True):
             p.grad = grad
-        optimizer = AdamW(params, capturable=True)
-        self.measure("fp8rs AdamW: plain fp32", 28, optimizer.step)
+        optimizer = AdamW(
+            params, capturable=True, state_dtype=state, state_filter=lambda param: True
+        )
+        words = "fp8rs AdamW: plain fp32" + (", FP8 moments" if state == "fp8" else "")
+        self.measure(words, 12 + 2 * MOMENT_BYTES[state], optimizer.step)
 
     def theirs(self) -> None:
         """Measure torch's fused AdamW on fp32 masters, followed by quantization."""
@@ -214,7 +236,11 @@ def main() -> None:
         for masters in (True, False):
             rows.ours(name, masters)
     rows.ours("delayed", True, torch.bfloat16)
+    for name in quantizers(rows.device):
+        for masters in (True, False):
+            rows.ours(name, masters, "fp8")
     rows.plain()
+    rows.plain("fp8")
     rows.theirs()
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(rows.results, indent=1))

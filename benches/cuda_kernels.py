@@ -84,7 +84,28 @@ def kernels(xs: list[Tensor]) -> dict[str, tuple[float, list[Callable[[], object
 
         return size + 4 / ranks, each(call)
 
+    weight = torch.ones(xs[0].shape[1], dtype=xs[0].dtype, device="cuda")
+    following = dict(zip(map(id, xs), [*xs[1:], xs[0]], strict=True))
+
+    def norm(centered: bool, **delayed: Tensor) -> Callable[[Tensor, bool], object]:
+        bias = weight if centered else None
+        return lambda x, transpose: ops._quantize_norm(
+            x, weight, bias, centered, 1e-5, E4M3, True, transpose, **delayed
+        )
+
+    def gated(x: Tensor, transpose: bool) -> object:
+        return ops._quantize_glu(x, following[id(x)], "silu", E4M3, True, transpose)
+
+    def gated_backward(x: Tensor) -> object:
+        return ops._quantize_glu_backward(x, following[id(x)], x, "silu", E4M3)
+
     return {
+        **both("RMSNorm, current scaling{}", norm(False)),
+        **both("RMSNorm, delayed{}", norm(False, scale=scale, amax=amax)),
+        **both("LayerNorm, current scaling{}", norm(True)),
+        "SwiGLU, current scaling": (2 * size + 1, each(lambda x: gated(x, False))),
+        "SwiGLU, current scaling + transpose": (2 * size + 2, each(lambda x: gated(x, True))),
+        "SwiGLU's gradients, current scaling + transpose": (3 * size + 4, each(gated_backward)),
         "amax": (size, each(ops.amax)),
         **both("cast{}", lambda x, t: ops.quantize(x, scale, E4M3, True, t)),
         **both(

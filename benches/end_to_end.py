@@ -1,4 +1,4 @@
-"""Time a training step under FSDP2 with fp8rs, bf16 and torchao.
+"""Time a training step under FSDP2 with fp8rs, bf16, torchao and TransformerEngine.
 
 The workload has 16 layers with Llama-3-8B's shapes, vocabulary 32000, sequence length 8192, batch
 size 1 per GPU, fp32 master weights, AdamW, head and embedding in bf16, reduce-scatter in fp32, and
@@ -6,17 +6,20 @@ no activation checkpointing. The loss is measured after 12 steps on one fixed ra
 that end in -fp8 convert with fp8_weights=True and train with fp8rs.optim.AdamW. Variants of torchao
 are "torchao" (one scale per tensor, with its FP8 all-gather), "torchao-rowwise" and
 "torchao-rowwise_with_gw_hp", which gather in bf16, because torchao gathers no scales of rows.
+Variants "te-bf16", "te-current" and "te-delayed" have TransformerEngine's TransformerLayer as
+blocks, whose weights FSDP2 gathers in bf16.
 
 Settings can follow a variant's name, each after a +. They override options of the same names:
 
 - no-masters, masters: masters of fp8rs.optim.AdamW
-- bf16-state, fp32-state: dtype of its moments
+- bf16-state, fp32-state, fp8-state: dtype of its moments
 - bf16-reduce, fp32-reduce: dtype of the reduce-scatter
 - bf16-params, fp32-params: dtype of stored parameters and sharded gradients; the logical dtype of
   FP8 weights
 - save-input, save-codes: what layers save for the backward
 - recompute: as --recompute
 - squares: wgrad_input_block=(128, 128), for block variants
+- modules: blocks are fp8rs.nn.TransformerLayer, as with --blocks modules
 - auto: gemms="auto", the default of a conversion. Other variants of fp8rs have FP8 GEMMs only
 - comm: fp8rs.comm.set_fsdp_comm
 - torch-symm-mem: FSDP2's set_symm_mem_for_comm, since torch 2.12. NCCL uses copy engines if the
@@ -27,14 +30,17 @@ Settings can follow a variant's name, each after a +. They override options of t
     python benches/end_to_end.py --variants bf16-compiled,rowwise-compiled,\
 rowwise_with_gw_hp-compiled,torchao-rowwise_with_gw_hp-compiled
     python benches/end_to_end.py --variants bf16,current-fp8,current-fp8+no-masters+bf16-reduce
+    python benches/end_to_end.py --variants current-fp8+no-masters+bf16-state+bf16-params,\
+current-fp8+no-masters+fp8-state+bf16-params,current-fp8+fp8-state
     python benches/end_to_end.py --ranks 2 --profile --variants bf16-compiled,bf16-compiled+comm
+    python benches/end_to_end.py --ranks 2 --variants bf16,current,current+modules,te-current
     python benches/end_to_end.py --device cpu --ranks 2 --dim 256 --layers 2 --sequence 64 \
         --vocabulary 512 --steps 2                     # a smoke run without a GPU
 
 Each variant runs in separate processes with a time limit. A failure is recorded with its reason,
-and the other variants run. The JSON file is written after each variant. torchao's variants are
-skipped with a message if it cannot be imported. Install it, or add a folder that contains it
-(`pip install --no-deps --target DIR torchao`) to PYTHONPATH.
+and the other variants run. The JSON file is written after each variant. Variants of torchao and of
+TransformerEngine are skipped with a message if the library cannot be imported. Install it, or add a
+folder that contains it (`pip install --no-deps --target DIR torchao`) to PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -47,6 +53,7 @@ import json
 import statistics
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +61,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.distributed as dist
+from blocks import replace_blocks
 from launch import RankFailed, launch
 from meter import Meter, converted_weights, peak_memory
 from torch.autograd import DeviceType
@@ -72,6 +80,8 @@ LEARNING_RATE = 3e-4
 
 #: Dtypes by the names in options.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: The state_dtype of fp8rs.optim.AdamW by the names in options.
+STATE_DTYPES = {**DTYPES, "fp8": "fp8"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,12 @@ def _variants() -> dict[str, Variant]:
     found["torchao"] = Variant("torchao", "tensorwise", False)
     for recipe in ("rowwise", "rowwise_with_gw_hp"):
         found[f"torchao-{recipe}"] = Variant("torchao", recipe, False)
+    for recipe in ("current", "delayed"):
+        found[f"te-{recipe}"] = Variant("transformer_engine", recipe, False)
+    found["te-bf16"] = Variant("transformer_engine", None, False)
     compiled = {f"{k}-compiled": dataclasses.replace(v, compiled=True) for k, v in found.items()}
+    # TransformerEngine's modules are not compiled: they have kernels of their own.
+    compiled = {k: v for k, v in compiled.items() if v.library != "transformer_engine"}
     return {**found, **compiled}
 
 
@@ -108,6 +123,7 @@ MODIFIERS: dict[str, tuple[str, Any]] = {
     "recompute": ("recompute", True),
     "squares": ("squares", True),
     "auto": ("gemms", "auto"),
+    "modules": ("blocks", "modules"),
     "comm": ("comm", True),
     "torch-symm-mem": ("torch_symm_mem", True),
     **{
@@ -115,10 +131,10 @@ MODIFIERS: dict[str, tuple[str, Any]] = {
         for dtype in DTYPES
         for kind, option in (
             ("reduce", "reduce_dtype"),
-            ("state", "state_dtype"),
             ("params", "param_dtype"),
         )
     },
+    **{f"{dtype}-state": ("state_dtype", dtype) for dtype in STATE_DTYPES},
 }
 
 
@@ -143,7 +159,13 @@ def parsed(name: str) -> tuple[Variant, dict[str, Any]]:
         )
     if VARIANTS[base].recipe != "block" and "squares" in own:
         raise ValueError(f"{name}: squares requires a block variant")
+    if VARIANTS[base].library == "transformer_engine" and "blocks" in own:
+        raise ValueError(f"{name}: variants of TransformerEngine have its blocks")
     return VARIANTS[base], own
+
+
+#: Libraries that may be missing, by the names that variants have.
+PEERS = {"torchao": "torchao", "transformer_engine": "TransformerEngine"}
 
 
 def main() -> int:
@@ -176,8 +198,9 @@ def main() -> int:
 
 def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     variant, own = parsed(name)
-    if variant.library == "torchao" and importlib.util.find_spec("torchao") is None:
-        reason = "torchao cannot be imported: add a folder that contains it to PYTHONPATH"
+    if variant.library in PEERS and importlib.util.find_spec(variant.library) is None:
+        peer = PEERS[variant.library]
+        reason = f"{peer} cannot be imported: add a folder that contains it to PYTHONPATH"
         print(f"{name}: skipped: {reason}", flush=True)
         return {"error": reason}
     start = time.perf_counter()
@@ -215,7 +238,12 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     # All ranks initialize equal weights, because they shard one model.
     model.init_weights(torch.Generator(device).manual_seed(0))
     model.to(DTYPES[arguments["param_dtype"]])
+    is_peer = variant.library == "transformer_engine"
+    replace_blocks(model, "te" if is_peer else arguments["blocks"])
     params, weights = parameter_count(model), converted_weights(model)
+    if is_peer:
+        matrices = (name for name, weight in model.named_parameters() if weight.ndim == 2)
+        weights = {name for name in matrices if name.startswith("blocks.")}
     options = {"save_input": arguments["save_input"]}
     if arguments.get("squares"):
         options["wgrad_input_block"] = (128, 128)
@@ -232,7 +260,8 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
 
     def step() -> torch.Tensor:
         with sdpa_kernel(_ATTENTION, set_priority=True):
-            loss = model.loss(batch)
+            with _autocast(variant):
+                loss = model.loss(batch)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -257,7 +286,7 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         step()
     model.reshard()  # type: ignore[operator]
     at_rest = meter.at_rest(model, optimizer, weights)
-    hooked = variant.library != "torch"
+    hooked = variant.library in ("fp8rs", "torchao")
     return {
         "params": params,
         "loss": loss.item() / ranks,
@@ -277,12 +306,24 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
 _ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
+def _autocast(variant: Variant) -> AbstractContextManager[Any]:
+    """Return the context of a forward: TransformerEngine's, for a recipe of it."""
+    if variant.library != "transformer_engine" or variant.recipe is None:
+        return nullcontext()
+    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+    from transformer_engine.pytorch import fp8_autocast
+
+    recipe = DelayedScaling() if variant.recipe == "delayed" else Float8CurrentScaling()
+    context: AbstractContextManager[Any] = fp8_autocast(enabled=True, fp8_recipe=recipe)
+    return context
+
+
 def _optimizer(model: Llama, variant: Variant, arguments: dict[str, Any]) -> torch.optim.Optimizer:
     if variant.fp8_weights:
         return AdamW(
             model.parameters(),
             lr=LEARNING_RATE,
-            state_dtype=DTYPES[arguments["state_dtype"]],
+            state_dtype=STATE_DTYPES[arguments["state_dtype"]],
             master_weights=arguments["masters"],
         )
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -510,6 +551,7 @@ def _workload(options: argparse.Namespace) -> dict[str, Any]:
         "reduce_dtype": options.reduce_dtype,
         "param_dtype": options.param_dtype,
         "recompute": options.recompute,
+        "blocks": options.blocks,
         "profile": options.profile or options.trace is not None,
         "trace": None if options.trace is None else str(options.trace.resolve()),
     }
@@ -556,12 +598,19 @@ def _options() -> argparse.Namespace:
         default=True,
         help="whether fp8rs.optim.AdamW keeps masters, for -fp8 variants",
     )
+    parser.add_argument(
+        "--blocks",
+        choices=("plain", "modules"),
+        default="plain",
+        help="plain layers, or fp8rs.nn.TransformerLayer, which has kernels of its own if eager",
+    )
     for name, what in (
         ("state", "dtype of the moments of fp8rs.optim.AdamW"),
         ("reduce", "dtype of the reduce-scatter"),
         ("param", "dtype of stored parameters and of their sharded gradients"),
     ):
-        parser.add_argument(f"--{name}-dtype", choices=DTYPES, default="fp32", help=what)
+        choices = STATE_DTYPES if name == "state" else DTYPES
+        parser.add_argument(f"--{name}-dtype", choices=choices, default="fp32", help=what)
     parser.add_argument(
         "--limit", type=float, default=240, help="time limit of a variant in seconds"
     )

@@ -17,6 +17,15 @@ Each variant is a process of its own, so several GPUs train side by side:
     done
     wait
 
+One call trains several variants, one after another. The sets are names of lists of variants:
+
+    python benches/training_run.py train OUT moments      # FP8 moments, beta2 0.95
+    python benches/training_run.py train OUT moments-999  # beta2 0.999
+    python benches/training_run.py train OUT 8-bit        # 8-bit optimizers on the bf16 model
+    python benches/training_run.py train OUT fine-tune    # rates of 1e-6, after bf16-0
+
+The fine-tuning variants start from the weights of bf16-0, which has to be trained first.
+
 The variants have equal settings, and equal initial weights and batches except bf16-1 and bf16-2,
 which show how far results depend on the seed. A variant writes OUT/VARIANT.json and a checkpoint in
 OUT/VARIANT, and resumes from them.
@@ -70,6 +79,32 @@ class Variant:
     recipe: str | None = None
     fp8_weights: bool = False
     seed: int = 0
+    #: "torch", "fp8rs", "torchao-8bit", "torchao-fp8" or "bitsandbytes-8bit"; by default fp8rs with
+    #: FP8 weights, else torch.
+    optimizer: str | None = None
+    #: The state_dtype of fp8rs's AdamW.
+    moments: str = "float32"
+    masters: bool = True
+    beta2: float = 0.95
+    #: The variant whose weights it starts from.
+    start: str | None = None
+    #: A constant factor of the learning rate.
+    rate: float = 1.0
+
+    @property
+    def optimizer_name(self) -> str:
+        """The optimizer's library."""
+        return self.optimizer or ("fp8rs" if self.fp8_weights else "torch")
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is a bf16 training with torch's optimizer."""
+        return self.library == "torch" and self.optimizer_name == "torch"
+
+    @property
+    def resumes(self) -> bool:
+        """Whether its optimizer's state can be saved."""
+        return self.optimizer_name in ("torch", "fp8rs")
 
 
 VARIANTS = {
@@ -80,6 +115,84 @@ VARIANTS = {
     "mxfp8": Variant("fp8rs mxfp8", "fp8rs", "mxfp8"),
     "fp8-weights": Variant("fp8rs current, FP8 weights", "fp8rs", "current", fp8_weights=True),
     "torchao": Variant("torchao tensorwise", "torchao"),
+    # FP8 moments. In FP8 weights, the optimizer is fp8rs's.
+    "fp8-moments": Variant(
+        "FP8 weights, FP8 moments", "fp8rs", "current", fp8_weights=True, moments="fp8"
+    ),
+    "fp8-moments-no-masters": Variant(
+        "FP8 weights, FP8 moments, no masters",
+        "fp8rs",
+        "current",
+        fp8_weights=True,
+        moments="fp8",
+        masters=False,
+    ),
+    "bf16-999": Variant("bf16, beta2 0.999", beta2=0.999),
+    "fp8-weights-999": Variant(
+        "FP8 weights, beta2 0.999", "fp8rs", "current", fp8_weights=True, beta2=0.999
+    ),
+    "fp8-moments-999": Variant(
+        "FP8 weights, FP8 moments, beta2 0.999",
+        "fp8rs",
+        "current",
+        fp8_weights=True,
+        moments="fp8",
+        beta2=0.999,
+    ),
+    "fp8-moments-no-masters-999": Variant(
+        "FP8 weights, FP8 moments, no masters, beta2 0.999",
+        "fp8rs",
+        "current",
+        fp8_weights=True,
+        moments="fp8",
+        masters=False,
+        beta2=0.999,
+    ),
+    # 8-bit optimizers on the model in bf16, whose parameters are fp32.
+    "8bit-fp8rs": Variant("bf16, fp8rs AdamW, FP8 moments", optimizer="fp8rs", moments="fp8"),
+    "8bit-torchao": Variant("bf16, torchao AdamW8bit", optimizer="torchao-8bit"),
+    "8bit-torchao-fp8": Variant("bf16, torchao AdamWFp8", optimizer="torchao-fp8"),
+    "8bit-bitsandbytes": Variant("bf16, bitsandbytes AdamW8bit", optimizer="bitsandbytes-8bit"),
+    # Small rates, after bf16-0, with master weights.
+    "tune-fp32": Variant(
+        "fine-tuning, fp32 moments",
+        "fp8rs",
+        "current",
+        optimizer="fp8rs",
+        beta2=0.999,
+        start="bf16-0",
+        rate=1 / 600,
+    ),
+    "tune-fp8-moments": Variant(
+        "fine-tuning, FP8 moments",
+        "fp8rs",
+        "current",
+        optimizer="fp8rs",
+        moments="fp8",
+        beta2=0.999,
+        start="bf16-0",
+        rate=1 / 600,
+    ),
+}
+
+#: Variants that one call trains, by the name of their set.
+SETS = {
+    "moments": [
+        "bf16-0",
+        "bf16-1",
+        "bf16-2",
+        "fp8-weights",
+        "fp8-moments",
+        "fp8-moments-no-masters",
+    ],
+    "moments-999": [
+        "bf16-999",
+        "fp8-weights-999",
+        "fp8-moments-999",
+        "fp8-moments-no-masters-999",
+    ],
+    "8-bit": ["8bit-fp8rs", "8bit-torchao", "8bit-torchao-fp8", "8bit-bitsandbytes"],
+    "fine-tune": ["tune-fp32", "tune-fp8-moments"],
 }
 
 #: Sizes of the model without its vocabulary: 308 M and 973 M parameters, and one for tests. A
@@ -178,6 +291,14 @@ def _tokenizer(training: list[str], vocabulary: int) -> Any:
 
 
 def train(options: argparse.Namespace) -> int:
+    """Train a variant, or the variants of a set, up to the last step or until the time limit."""
+    code = 0
+    for variant in SETS.get(options.variant, [options.variant]):
+        code = max(code, train_one(options, variant))
+    return code
+
+
+def train_one(options: argparse.Namespace, variant: str) -> int:
     """Train one variant up to its last step, or until the time limit."""
     tokens = torch.load(options.out / "tokens.pt", weights_only=True, mmap=True)
     model = LlamaConfig(tokens["vocabulary"], **SIZES[options.size], rope_base=500_000.0)
@@ -187,12 +308,12 @@ def train(options: argparse.Namespace) -> int:
         options.steps,
         options.rows,
         options.length,
-        options.learning_rate,
-        seed=VARIANTS[options.variant].seed,
+        options.learning_rate * VARIANTS[variant].rate,
+        seed=VARIANTS[variant].seed,
     )
     result = launch(
         train_variant,
-        options.variant,
+        variant,
         settings,
         str(options.out),
         {name: getattr(options, name) for name in ("every", "save_every", "compile", "seconds")},
@@ -228,10 +349,12 @@ def train_variant(
     shard(model, settings.device, ranks)
     optimizer = _optimizer(model, settings, variant)
     file, folder = Path(out, f"{name}.json"), Path(out, name)
-    state = {
-        "model": checkpoint.Model(model),
-        "optimizer": checkpoint.Optimizer(model, optimizer),
-    }
+    state: dict[str, Any] = {"model": checkpoint.Model(model)}
+    if variant.start is not None:
+        start = json.loads(Path(out, f"{variant.start}.json").read_text())
+        checkpoint.load({**state}, Path(out, variant.start, f"step-{start['step']}"))
+    if variant.resumes:
+        state["optimizer"] = checkpoint.Optimizer(model, optimizer)
     fixed = {
         "variant": name,
         "title": variant.title,
@@ -244,12 +367,16 @@ def train_variant(
         "device": torch.cuda.get_device_name() if settings.device == "cuda" else "cpu",
     }
     found: dict[str, Any] = {"step": 0, "train": [], "held_out": [], "speeds": [], "peak_memory": 0}
+    is_partial = file.exists() and json.loads(file.read_text())["step"] < settings.steps
+    if is_partial and not variant.resumes:
+        file.unlink()  # its state was not saved, so it begins again
     if file.exists():
         found = json.loads(file.read_text())
         differing = [key for key, value in _plain(fixed).items() if found.get(key) != value]
         if differing:
             raise ValueError(f"{file} is of a run with other {', '.join(differing)}: remove {file}")
-        checkpoint.load({**state}, folder / f"step-{found['step']}")
+        if variant.resumes:
+            checkpoint.load({**state}, folder / f"step-{found['step']}")
     found |= _plain(fixed)
     if found["step"] == 0:
         found["held_out"] = [[0, held_out_loss(model, corpus, settings, HELD_OUT_BATCHES)]]
@@ -273,6 +400,7 @@ def train_variant(
         found["held_out"].append([until, held_out_loss(model, corpus, settings, HELD_OUT_BATCHES)])
         found["speeds"].append((until - first) * settings.rows * settings.length / seconds)
         found["peak_memory"] = max(found["peak_memory"], peak_memory(settings.device))
+        found["state_bytes"] = _state_bytes(optimizer)
         stop = until == settings.steps or _expired(begun, options["seconds"], settings)
         if stop or until % options["save_every"] == 0:
             _save(state, found, folder, file)
@@ -314,9 +442,56 @@ def _convert(model: torch.nn.Module, variant: Variant, device: str) -> Any:
 def _optimizer(
     model: torch.nn.Module, settings: Settings, variant: Variant
 ) -> torch.optim.Optimizer:
-    if not variant.fp8_weights:
-        return make_optimizer(model, settings)
-    return AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    if variant.optimizer_name == "torch":
+        optimizer = make_optimizer(model, settings)
+        for group in optimizer.param_groups:
+            group["betas"] = (0.9, variant.beta2)
+        return optimizer
+
+    options: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": (0.9, variant.beta2),
+        "weight_decay": 0.1,
+    }
+    if variant.optimizer_name == "fp8rs":
+        options["state_dtype"] = "fp8" if variant.moments == "fp8" else torch.float32
+        options["master_weights"] = variant.masters
+        if variant.recipe is None:
+            # As in the converted model: all linear layers except the head.
+            weights = {id(p) for name, p in model.named_parameters() if name.startswith("blocks.")}
+            options["state_filter"] = lambda param: id(param) in weights and param.ndim == 2
+        return AdamW(model.parameters(), **options)
+    if variant.optimizer_name == "bitsandbytes-8bit":
+        import bitsandbytes
+
+        found: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), **options)
+        return found
+    from torchao import optim
+
+    # A changed rate must be a tensor, or the step is compiled again.
+    options["lr"] = torch.tensor(settings.learning_rate, device=settings.device)
+    kind = optim.AdamW8bit if variant.optimizer_name == "torchao-8bit" else optim.AdamWFp8
+    return kind(model.parameters(), **options)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of an optimizer's state on this rank."""
+    count = 0
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                count += _tensor_bytes(value)
+    return count
+
+
+def _tensor_bytes(tensor: Any) -> int:
+    """Return the bytes of a tensor, or of the tensors that a subclass consists of."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_tensor_bytes(getattr(tensor, name)) for name in names)
+    return int(tensor.nbytes)
 
 
 def _plain(values: dict[str, Any]) -> Any:
@@ -347,7 +522,10 @@ def _save(state: dict[str, Any], found: dict[str, Any], folder: Path, file: Path
         shutil.rmtree(path, ignore_errors=True)
         folder.mkdir(exist_ok=True)
     dist.barrier()
-    checkpoint.save({**state}, path)
+    if "optimizer" in state:
+        checkpoint.save({**state}, path)
+    elif first:
+        path.mkdir()
     if first:
         written = file.with_suffix(".partial")
         written.write_text(json.dumps(found, indent=1) + "\n")
@@ -379,38 +557,53 @@ def summary(runs: dict[str, Any]) -> dict[str, Any]:
     """Return the last loss, speed and memory of each run.
 
     The last loss is the mean of the last five evaluations. "above_bf16" is relative to the mean of
-    the bf16 runs.
+    the bf16 runs with the same beta2. Fine-tuning is compared with fp32 moments instead.
     """
     last = {
         name: statistics.fmean(loss for _, loss in run["held_out"][-5:])
         for name, run in runs.items()
     }
-    reference = [loss for name, loss in last.items() if VARIANTS[name].library == "torch"]
-    base = statistics.fmean(reference) if reference else None
-    return {
-        name: {
+    results = {}
+    for name, run in runs.items():
+        references = [last[other] for other in references_of(name) if other in last]
+        base = statistics.fmean(references) if references else None
+        results[name] = {
             "title": VARIANTS[name].title,
             "step": run["step"],
             "loss": last[name],
             "above_bf16": None if base is None else last[name] / base - 1,
             "tokens_per_second": statistics.median(run["speeds"]),
             "peak_memory": run["peak_memory"],
+            "state_bytes_per_parameter": run.get("state_bytes", 0) * run["ranks"] / run["params"],
         }
-        for name, run in runs.items()
-    }
+    return results
+
+
+def references_of(name: str) -> list[str]:
+    """Return the variants that a variant is compared with."""
+    variant = VARIANTS[name]
+    if variant.start is not None:
+        return ["tune-fp32"]
+    return [
+        other
+        for other, reference in VARIANTS.items()
+        if reference.is_reference and reference.beta2 == variant.beta2
+    ]
 
 
 def table(results: dict[str, Any]) -> str:
     """Return the summary as a Markdown table."""
     lines = [
-        "| variant | steps | held-out loss | above mean of bf16 | tokens/s | peak GB |",
-        "|---|---|---|---|---|---|",
+        "| variant | steps | held-out loss | above mean of bf16 | tokens/s | peak GB "
+        "| state, bytes a parameter |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in results.values():
         above = "" if row["above_bf16"] is None else f"{row['above_bf16']:+.2%}"
         lines.append(
             f"| {row['title']} | {row['step']:,} | {row['loss']:.4f} | {above} | "
-            f"{row['tokens_per_second']:,.0f} | {row['peak_memory'] / 1e9:.1f} |"
+            f"{row['tokens_per_second']:,.0f} | {row['peak_memory'] / 1e9:.1f} | "
+            f"{row['state_bytes_per_parameter']:.2f} |"
         )
     return "\n".join(lines)
 
@@ -422,7 +615,8 @@ def draw(runs: dict[str, Any], path: Path) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # for reproducible bytes
     curves = {name: dict(map(tuple, run["held_out"])) for name, run in runs.items()}
-    references = [curves[name] for name in runs if VARIANTS[name].library == "torch"]
+    names = [name for name in runs if VARIANTS[name].is_reference and VARIANTS[name].beta2 == 0.95]
+    references = [curves[name] for name in names]
     common = sorted(set.intersection(*map(set, references))) if references else []
     means = {step: statistics.fmean(curve[step] for curve in references) for step in common}
     figure = Figure(figsize=(10, 3.8), layout="constrained")
@@ -434,7 +628,7 @@ def draw(runs: dict[str, Any], path: Path) -> None:
         )
         apart.fill_between(common, low, high, color="0.85", label="bf16, its seeds")
     for name, curve in curves.items():
-        title, grey = VARIANTS[name].title, VARIANTS[name].library == "torch"
+        title, grey = VARIANTS[name].title, VARIANTS[name].is_reference
         style: dict[str, Any] = {"color": "0.6", "linewidth": 2} if grey else {"linewidth": 1}
         losses.plot(*zip(*curve.items(), strict=True), label=title, **style)
         if not grey:
@@ -462,9 +656,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     data.set_defaults(run=prepare_data)
 
     cuda = torch.cuda.is_available()
-    one = commands.add_parser("train", help="train one variant, or resume it")
+    one = commands.add_parser("train", help="train one variant or a set of them, or resume it")
     one.add_argument("out", type=Path, metavar="OUT")
-    one.add_argument("variant", choices=VARIANTS, metavar="VARIANT", help=", ".join(VARIANTS))
+    choices = [*VARIANTS, *SETS]
+    one.add_argument("variant", choices=choices, metavar="VARIANT", help=", ".join(choices))
     one.add_argument("--size", choices=SIZES, default="350m")
     one.add_argument("--steps", type=int, default=3000)
     one.add_argument("--rows", type=int, default=16, help="global batch size, in sequences")

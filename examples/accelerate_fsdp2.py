@@ -12,13 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fp8rs import convert_to_float8_training
 from fp8rs.integrations.accelerate import fsdp2_on_cpu
-from fp8rs.optim import MasterWeights
+from fp8rs.optim import AdamW, MasterWeights
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", default="current", help="a recipe of fp8rs, or bf16")
     parser.add_argument("--fp8-weights", action="store_true", help="store weights in FP8")
+    parser.add_argument("--fp8-moments", action="store_true", help="AdamW with 8-bit moments")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save", help="where to save the state after the last step")
     parser.add_argument("--resume", help="a state that --save wrote: FOLDER/step_N")
@@ -37,6 +38,8 @@ def main(argv=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if args.fp8_weights:  # without masters, updates smaller than half a code are lost
         optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    if args.fp8_moments:
+        optimizer = AdamW(model.parameters(), lr=1e-3, state_dtype="fp8")
     rows = torch.from_file(argparse.__file__, size=64 * 1024, dtype=torch.uint8).long().view(-1, 64)
     model, optimizer, data = accelerator.prepare(model, optimizer, DataLoader(rows[64:], 4))
     losses, first = [], int(args.resume.rpartition("_")[2]) if args.resume else 0

@@ -7,8 +7,11 @@ torchrun ... -m torchtitan.train --module examples.torchtitan_llama --config lla
 """
 
 import argparse
+from dataclasses import dataclass
+from functools import partial
 
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.llama3 import model_registry
@@ -16,6 +19,21 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from fp8rs.integrations.torchtitan import Float8Converter
+from fp8rs.optim import AdamW
+
+
+class Fp8Optimizers(OptimizersContainer):
+    """torchtitan's optimizers, with 8-bit moments in AdamW."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        pass
+
+    @staticmethod
+    def _resolve_optimizer_factory(name):
+        if name == "AdamW":
+            return partial(AdamW, state_dtype="fp8")
+        return OptimizersContainer._resolve_optimizer_factory(name)
 
 
 def llama3_debugmodel_fp8rs(recipe="current", **parallelism) -> Trainer.Config:
@@ -34,6 +52,7 @@ def main(argv=None):
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel degree")
     parser.add_argument("--replicas", type=int, default=1, help="HSDP's")
+    parser.add_argument("--fp8-moments", action="store_true", help="AdamW with 8-bit moments")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--folder", default="outputs", help="checkpoints; the last one is resumed")
     parser.add_argument("--save-every", type=int, default=5)
@@ -43,6 +62,8 @@ def main(argv=None):
         tensor_parallel_degree=args.tp,
         data_parallel_replicate_degree=args.replicas,
     )
+    if args.fp8_moments:
+        config.optimizer = Fp8Optimizers.Config(param_groups=config.optimizer.param_groups)
     config.training.steps = args.steps
     config.dump_folder = args.folder
     config.activation_checkpoint = SelectiveAC.Config()

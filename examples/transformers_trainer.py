@@ -11,13 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from fp8rs import convert_to_float8_training
 from fp8rs.integrations.accelerate import fsdp2_on_cpu
-from fp8rs.optim import MasterWeights
+from fp8rs.optim import AdamW, MasterWeights
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", default="current", help="a recipe of fp8rs, or bf16")
     parser.add_argument("--fp8-weights", action="store_true", help="store weights in FP8")
+    parser.add_argument("--fp8-moments", action="store_true", help="AdamW with 8-bit moments")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--output", default="trainer-output", help="folder of the checkpoints")
@@ -51,6 +52,9 @@ def main(argv=None):
     if args.fp8_weights:  # without masters, updates smaller than half a code are lost
         options = {"optimizer_class": torch.optim.AdamW, "lr": training.learning_rate}
         chosen = {"optimizer_cls_and_kwargs": (MasterWeights, options)}
+    if args.fp8_moments:
+        options = {"lr": training.learning_rate, "weight_decay": 0.0, "state_dtype": "fp8"}
+        chosen = {"optimizer_cls_and_kwargs": (AdamW, options)}
     rows = torch.tensor(list(inspect.getsource(argparse).encode())[: 64 * 1024]).view(-1, 64)
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(model, training, train_dataset=data[64:], eval_dataset=data[:64], **chosen)

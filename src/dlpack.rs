@@ -140,6 +140,7 @@ impl DLDataType {
             (10, 8, 1) => Some(DType::E4m3),
             (12, 8, 1) => Some(DType::E5m2),
             (14, 8, 1) => Some(DType::E8m0),
+            (1, 8, 1) => Some(DType::U8),
             (0, 32, 1) => Some(DType::I32),
             (0, 64, 1) => Some(DType::I64),
             _ => None,

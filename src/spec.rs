@@ -72,6 +72,73 @@ pub(crate) struct TensorCall<'a> {
     pub(crate) columnwise: Option<ViewMut<'a>>,
 }
 
+/// The outputs of a quantization with one scale per tensor, and how its scale is obtained.
+#[derive(Debug)]
+pub struct TensorPlanes<'a> {
+    /// How the scale is computed from the absolute maximum, unless `delayed` is given.
+    pub rule: ScaleRule,
+    /// With delayed scaling: the scale, and the absolute maximum to raise; fp32, one element each.
+    pub delayed: Option<(View<'a>, ViewMut<'a>)>,
+    /// Output for the scale, or for the scale used with delayed scaling; fp32, one element.
+    pub scale: ViewMut<'a>,
+    /// Codes in the shape of the values. Their dtype selects the format.
+    pub rowwise: Option<ViewMut<'a>>,
+    /// Codes of the transposed values.
+    pub columnwise: Option<ViewMut<'a>>,
+}
+
+impl TensorPlanes<'_> {
+    /// Returns how the scale is obtained.
+    pub(crate) fn scaling(&self) -> Scaling<'_> {
+        let out = self.scale.at(0);
+        match &self.delayed {
+            Some((scale, amax)) => Scaling::Delayed { scale: *scale, amax: amax.at(0), scale_used: out },
+            None => Scaling::Current { rule: self.rule, scale_out: out },
+        }
+    }
+
+    /// Returns the quantization of these values.
+    pub(crate) fn call<'b>(&'b self, x: View<'b>, format: Fp8Format) -> TensorCall<'b> {
+        TensorCall {
+            x,
+            scaling: self.scaling(),
+            format,
+            rowwise: self.rowwise.as_ref().map(|codes| codes.at(0)),
+            columnwise: self.columnwise.as_ref().map(|codes| codes.at(0)),
+        }
+    }
+}
+
+/// A norm over the rows of a matrix (`format::norm`).
+#[derive(Debug)]
+pub struct Norm<'a> {
+    /// The values; fp32, bf16 or fp16.
+    pub x: View<'a>,
+    /// One factor for each column, with the dtype of `x`. If absent, 1.
+    pub weight: Option<View<'a>>,
+    /// One summand for each column, with the dtype of `x`. It requires a weight.
+    pub bias: Option<View<'a>>,
+    /// Whether the mean is subtracted: `LayerNorm`, or `RMSNorm`.
+    pub centered: bool,
+    /// Added to the mean square.
+    pub eps: f32,
+    /// Output for the mean of each row; fp32, (rows, 1), contiguous. Only if `centered`.
+    pub mean: Option<ViewMut<'a>>,
+    /// Output for the reciprocal standard deviation of each row; fp32, (rows, 1), contiguous.
+    pub rstd: ViewMut<'a>,
+}
+
+/// A gated activation of two matrices: activation(gate) * up.
+#[derive(Debug, Clone, Copy)]
+pub struct Glu<'a> {
+    /// The argument of the activation; fp32, bf16 or fp16.
+    pub gate: View<'a>,
+    /// The other factor, with the shape and dtype of `gate`.
+    pub up: View<'a>,
+    /// The function of the gate.
+    pub activation: Activation,
+}
+
 /// The type of a block's scale, and how the scale is computed from the block's absolute maximum.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum BlockScale {
@@ -341,10 +408,14 @@ impl Axis {
 pub struct AdamWTensor<'a> {
     /// The gradient; fp32, bf16 or fp16.
     pub grad: View<'a>,
-    /// The first moment; fp32 or bf16.
+    /// The first moment; fp32, bf16, or 8-bit codes (`format::moments`, uint8).
     pub exp_avg: ViewMut<'a>,
     /// The second moment, with the dtype of `exp_avg`.
     pub exp_avg_sq: ViewMut<'a>,
+    /// The ranges of the codes of both moments, if they are codes. Each has the largest and the smallest
+    /// magnitude of each block of 128 elements of a row: fp32, (rows, 2 * columns / 128). The number of columns
+    /// is a multiple of 128.
+    pub ranges: Option<[ViewMut<'a>; 2]>,
     /// The parameter: fp32, bf16, fp16 or FP8 codes, depending on the [`Target`].
     pub param: ViewMut<'a>,
     /// fp32 master weight. If present, the step reads the parameter's value from it and stores the unrounded
@@ -379,6 +450,7 @@ impl AdamWTensor<'_> {
             grad: self.grad.at(i),
             exp_avg: self.exp_avg.at(i),
             exp_avg_sq: self.exp_avg_sq.at(i),
+            ranges: self.ranges.as_ref().map(|ranges| ranges.each_ref().map(|range| range.at(i))),
             param: self.param.at(i),
             master: self.master.as_ref().map(|master| master.at(i)),
             step: self.step,

@@ -124,6 +124,7 @@ fn no_operation_depends_on_the_callers_flush_to_zero() {
             grad: View::from_slice(&grad, 2, 32).unwrap(),
             exp_avg: ViewMut::from_slice(&mut exp_avg, 2, 32).unwrap(),
             exp_avg_sq: ViewMut::from_slice(floats(out), 2, 32).unwrap(),
+            ranges: None,
             param: ViewMut::from_slice(&mut param, 2, 32).unwrap(),
             master: None,
             step: one(&[1.0]),

@@ -1,7 +1,8 @@
 """The private names of fp8rs that tests use. Other test modules import them from here."""
 
 import importlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from unittest import mock
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from fp8rs.fsdp.gather_unit import GatherUnit, UnitParam
 from fp8rs.model.handle import ParamHandle
 from fp8rs.model.input_cache import QuantizedInputCache
 from fp8rs.model.state import ModelState
-from fp8rs.nn import function
+from fp8rs.nn import function, fused
 from fp8rs.nn.debug import Debug
 from fp8rs.scaling.steps import StepTracker
 from fp8rs.tensor import aten
@@ -29,7 +30,9 @@ from fp8rs.tensor.plane_storage import PlaneStorage
 __all__ = [
     "VIEW_HANDLERS",
     "WRITE_HANDLERS",
+    "composed_modules",
     "core",
+    "counted_fusions",
     "debug_of",
     "dtensor_like",
     "fsdp_param_groups",
@@ -74,6 +77,26 @@ WRITE_HANDLERS = (
     aten._foreach_copy,
     aten._record_stream,
 )
+
+
+def composed_modules() -> AbstractContextManager[object]:
+    """Let transformer modules compose norms and activations in eager mode, as compiled ones do."""
+    return mock.patch.object(fused, "_input_quantization", return_value=None)
+
+
+@contextmanager
+def counted_fusions() -> Iterator[list[bool]]:
+    """Record for each norm and gated activation in a forward of modules whether it is fused."""
+    decide = fused._input_quantization
+    decisions: list[bool] = []
+
+    def recorded(x: Tensor, layers: Sequence[nn.Module]) -> object:
+        quantization = decide(x, layers)
+        decisions.append(quantization is not None)
+        return quantization
+
+    with mock.patch.object(fused, "_input_quantization", recorded):
+        yield decisions
 
 
 def local_of(t: Tensor) -> Tensor:

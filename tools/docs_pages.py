@@ -30,6 +30,12 @@ PAGES = {
     "benches/results/2026-11.md": "results-2026-11.md",
 }
 
+#: Pages for people who change the code or read measurements. A search lists other pages first.
+INTERNALS = {
+    *("weight.md", "formats.md", "tested.md", "saving.md", "gallery.md"),
+    *(name for name in PAGES.values() if name not in ("index.md", "notebook.md")),
+}
+
 #: Folder of the copies of other files.
 SOURCES = "source"
 
@@ -90,6 +96,8 @@ def on_page_markdown(
 ) -> str:
     """Adapt the pages of docs/. Pages of the repository are adapted in `on_files`."""
     name = page.file.src_uri
+    if name in INTERNALS:
+        page.meta["search"] = {"boost": 0.1}
     return markdown if name in PAGES.values() else adapted(markdown, DOCS / name, name)
 
 

@@ -150,6 +150,7 @@ impl Fill {
                 let codes = (0..count).map(|_| (random.bits() >> 56) as u8);
                 codes.map(|code| if code & 0x7F == 0x7F { code ^ 1 } else { code }).collect()
             }
+            (Self::Random, DType::U8) => (0..count).map(|_| (random.bits() >> 56) as u8).collect(),
             (Self::Random, DType::I32) => {
                 (0..count).flat_map(|_| (random.bits() as i32).to_ne_bytes()).collect()
             }

@@ -109,8 +109,9 @@ def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--optimizer",
         metavar="NAME",
-        help="torch's adam, adamw, lion, momentum, muon or sgd; or fp8rs-adamw[-bf16][-no-masters]"
-        "; default: adamw, or fp8rs-adamw if FP8 weights are trained",
+        help="torch's adam, adamw, lion, momentum, muon or sgd; or "
+        "fp8rs-adamw[-bf16|-fp8][-no-masters]; default: adamw, or fp8rs-adamw if FP8 weights are "
+        "trained",
     )
 
 

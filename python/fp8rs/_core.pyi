@@ -86,6 +86,8 @@ def adamw(
     scales: _Tensors,
     new_scales: _Tensors,
     amaxes: _Tensors,
+    exp_avg_ranges: _Tensors,
+    exp_avg_sq_ranges: _Tensors,
     offsets: Sequence[int],
     streams: Sequence[int],
     lr_tensor: Tensor | None = None,

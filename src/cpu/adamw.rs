@@ -15,21 +15,95 @@ use super::tensorwise::{PARALLEL, PIECE};
 use super::types::{with_codes, with_element};
 use super::{pool, rows};
 use crate::format::adamw::{Factors, Hyper};
+use crate::format::moments::{self, FIRST, Moment, SECOND};
 use crate::format::random::Words;
 use crate::format::scale::reciprocal;
 use crate::format::wide::{NAN_BITS, canonical};
 use crate::format::{DType, Fp8Format, e8m0};
-use crate::layout::{Block, Matrix, holds_whole_blocks, narrowest_block};
+use crate::layout::{Block, Matrix, ViewMut, holds_whole_blocks, narrowest_block};
 use crate::spec::{AdamWCall, AdamWTensor, BlockScale, Target};
 
 /// Number of elements that are updated together. It is a multiple of the columns of every square block.
 const CHUNK: usize = 512;
 const _: () = assert!(holds_whole_blocks(CHUNK, CHUNK));
+// Pieces and chunks start where blocks of moments start.
+const _: () = assert!(CHUNK.is_multiple_of(moments::BLOCK) && PIECE.is_multiple_of(CHUNK));
+
+/// A moment in memory, flattened to one row.
+#[derive(Clone, Copy)]
+struct Stored<'a> {
+    moment: Moment,
+    /// fp32, bf16, or codes.
+    elements: Matrix<'a>,
+    /// The ranges of codes: two elements per block.
+    ranges: Option<Matrix<'a>>,
+}
+
+impl<'a> Stored<'a> {
+    fn new(moment: Moment, elements: &'a ViewMut, ranges: Option<&'a ViewMut>) -> Self {
+        let elements = elements.matrix().flat();
+        Self { moment, elements, ranges: ranges.map(|ranges| ranges.matrix().flat()) }
+    }
+
+    /// Loads elements as fp32. If they are codes, the range has whole blocks.
+    ///
+    /// # Safety
+    /// The elements must exist, and no other code may write to them at the same time.
+    #[inline(always)]
+    unsafe fn load(&self, at: Range<usize>, to: &mut [f32]) {
+        let Some(ranges) = self.ranges else {
+            // SAFETY: the caller guarantees that the elements exist.
+            return unsafe { load(&self.elements, at, to) };
+        };
+        let mut unused = Vec::new();
+        // SAFETY: the caller guarantees that the elements exist, and codes are bytes.
+        let codes = unsafe { self.elements.row::<u8>(0, at.clone(), &mut unused) };
+        let blocks = to.chunks_mut(moments::BLOCK).zip(codes.chunks(moments::BLOCK));
+        for (i, (to, codes)) in blocks.enumerate() {
+            let first = 2 * (at.start / moments::BLOCK + i);
+            // SAFETY: `ops` checks that each block has a range, of two fp32 elements.
+            let (largest, smallest) = unsafe { (ranges.read(0, first), ranges.read(0, first + 1)) };
+            let grid = self.moment.grid(moments::Range { largest, smallest });
+            for (to, code) in to.iter_mut().zip(codes) {
+                *to = self.moment.decode(*code, grid);
+            }
+        }
+    }
+
+    /// Stores fp32 values, rounding to nearest. If elements are codes, the range has whole blocks.
+    ///
+    /// # Safety
+    /// The elements must exist, and no other code may access them at the same time.
+    #[inline(always)]
+    unsafe fn store(&self, from: &[f32], at: Range<usize>) {
+        let Some(ranges) = self.ranges else {
+            // SAFETY: the caller guarantees exclusive access to the elements.
+            return unsafe { store(from, &self.elements, at) };
+        };
+        // SAFETY: the caller guarantees exclusive access to the elements, and codes are bytes.
+        let codes = unsafe { self.elements.row_mut::<u8>(0, at.clone()) };
+        let blocks = codes.chunks_mut(moments::BLOCK).zip(from.chunks(moments::BLOCK));
+        for (i, (codes, from)) in blocks.enumerate() {
+            let range = self.moment.range(from);
+            let grid = self.moment.grid(range);
+            for (code, from) in codes.iter_mut().zip(from) {
+                *code = self.moment.encode(*from, grid);
+            }
+            let first = 2 * (at.start / moments::BLOCK + i);
+            // SAFETY: `ops` checks that each block has a range, of two fp32 elements. The caller guarantees
+            // exclusive access to the block.
+            unsafe {
+                ranges.write(0, first, range.largest);
+                ranges.write(0, first + 1, range.smallest);
+            }
+        }
+    }
+}
 
 /// The work on one tensor of a call. Each view is flattened to one row.
 struct Task<'a> {
     grad: Matrix<'a>,
-    moments: [Matrix<'a>; 2],
+    moments: [Stored<'a>; 2],
     param: Matrix<'a>,
     master: Option<Matrix<'a>>,
     scale: Option<Matrix<'a>>,
@@ -51,7 +125,10 @@ impl<'a> Task<'a> {
         let words = |seed| Words { seed, stream: tensor.stream, step: step as u32 };
         Self {
             grad: tensor.grad.matrix().flat(),
-            moments: [tensor.exp_avg.matrix().flat(), tensor.exp_avg_sq.matrix().flat()],
+            moments: [
+                Stored::new(FIRST, &tensor.exp_avg, tensor.ranges.as_ref().map(|ranges| &ranges[0])),
+                Stored::new(SECOND, &tensor.exp_avg_sq, tensor.ranges.as_ref().map(|ranges| &ranges[1])),
+            ],
             param: tensor.param.matrix().flat(),
             master: tensor.master.as_ref().map(|master| master.matrix().flat()),
             scale: tensor.scale.as_ref().map(|scale| scale.matrix().flat()),
@@ -166,8 +243,8 @@ impl Scratch {
         // SAFETY: the caller guarantees that the elements exist and are not accessed by other code.
         unsafe {
             load(&task.grad, at.clone(), grad);
-            load(&task.moments[0], at.clone(), exp_avg);
-            load(&task.moments[1], at.clone(), exp_avg_sq);
+            task.moments[0].load(at.clone(), exp_avg);
+            task.moments[1].load(at.clone(), exp_avg_sq);
             match task.master {
                 Some(master) => load(&master, at.clone(), values),
                 None if task.target == Target::Plain => load(&task.param, at.clone(), values),
@@ -191,8 +268,8 @@ impl Scratch {
         if keep {
             // SAFETY: the caller guarantees that the elements exist and are not accessed by other code.
             unsafe {
-                store(exp_avg, &task.moments[0], at.clone());
-                store(exp_avg_sq, &task.moments[1], at.clone());
+                task.moments[0].store(exp_avg, at.clone());
+                task.moments[1].store(exp_avg_sq, at.clone());
                 if let Some(master) = task.master {
                     store(values, &master, at);
                 }

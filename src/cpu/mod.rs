@@ -5,8 +5,8 @@
 //! - `walk` iterates over a matrix of any strides, and `tile` transposes bytes.
 //! - `pool` distributes work over threads, also in a forked process. `float_env` disables a caller's
 //!   flush-to-zero.
-//! - `tensorwise`, `blocks`, `groups`, `combine`, `codes`, `adamw`, `random` and `sum_rows` implement the
-//!   operations. Their arguments have been validated.
+//! - `tensorwise`, `blocks`, `groups`, `norm`, `glu`, `combine`, `codes`, `adamw`, `random` and `sum_rows`
+//!   implement the operations. Their arguments have been validated.
 
 mod access;
 mod adamw;
@@ -15,7 +15,9 @@ mod codes;
 mod combine;
 mod convert;
 mod float_env;
+mod glu;
 mod groups;
+mod norm;
 mod pool;
 mod random;
 mod rows;
@@ -35,7 +37,9 @@ pub(crate) use adamw::*;
 pub(crate) use blocks::*;
 pub(crate) use codes::*;
 pub(crate) use combine::*;
+pub(crate) use glu::*;
 pub(crate) use groups::*;
+pub(crate) use norm::*;
 pub(crate) use random::*;
 pub(crate) use sum_rows::*;
 pub(crate) use tensorwise::*;

@@ -11,7 +11,7 @@ use crate::layout::{Block, BlockFormat, DType, View, ViewMut};
 use crate::spec::{AdamW, AdamWCall, AdamWTensor, BlockScale, ScaleRule, Stream, Target};
 
 /// Entries of a launch. The parameters of a kernel are limited to 32 KB.
-const ENTRIES: usize = 290;
+const ENTRIES: usize = 255;
 const _: () = assert!(ENTRIES <= PER_CHUNK);
 
 /// Elements per thread block for tensors without block scales.
@@ -42,6 +42,8 @@ struct AdamWEntry {
     scale: *mut u8,
     new_scale: *const u8,
     amax: *mut u8,
+    exp_avg_range: *mut u8,
+    exp_avg_sq_range: *mut u8,
     rows: u64,
     cols: u64,
     offset: u64,
@@ -75,6 +77,7 @@ args!(AdamWArgs);
 
 static ADAMW_MODULE: Module = module!("adamw");
 static ADAMW_BLOCKS_MODULE: Module = module!("adamw_blocks");
+static ADAMW_MOMENTS_MODULE: Module = module!("adamw_moments");
 
 macro_rules! kernels {
     ($($name:ident = $module:ident $entry:literal;)*) => {
@@ -99,6 +102,15 @@ kernels! {
     ROW_TWICE = ADAMW_BLOCKS_MODULE "adamw_row_twice";
     SQUARE_128_TWICE = ADAMW_BLOCKS_MODULE "adamw_square_128_twice";
     SQUARE_32_TWICE = ADAMW_BLOCKS_MODULE "adamw_square_32_twice";
+    FP8_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_f32";
+    FP8_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_bf16";
+    FP8_F16 = ADAMW_MOMENTS_MODULE "adamw_moments_f16";
+    FP8_CODES = ADAMW_MOMENTS_MODULE "adamw_moments_codes";
+    FP8_ROW_4096 = ADAMW_MOMENTS_MODULE "adamw_moments_row_4096";
+    FP8_ROW_16384 = ADAMW_MOMENTS_MODULE "adamw_moments_row_16384";
+    FP8_ROW_TWICE = ADAMW_MOMENTS_MODULE "adamw_moments_row_twice";
+    FP8_SQUARE_128 = ADAMW_MOMENTS_MODULE "adamw_moments_square_128";
+    FP8_SQUARE_32 = ADAMW_MOMENTS_MODULE "adamw_moments_square_32";
 }
 
 /// How a tensor is launched.
@@ -141,17 +153,41 @@ fn block_launch(block: Block, (rows, cols): (usize, usize), vectors: bool) -> Re
     Ok(Launch { kernel, threads, blocks })
 }
 
+/// Returns how a matrix with a scale for each block is launched if its moments are codes. A warp updates
+/// whole blocks of them, so tensors of any alignment have the same kernels.
+fn moments_block_launch(block: Block, (rows, cols): (usize, usize)) -> Result<Launch, Error> {
+    let squares = |side: usize| rows.div_ceil(side) as u64 * cols.div_ceil(side) as u64;
+    let (kernel, threads, blocks) = match (block.rows, block.cols) {
+        (1, Block::ALL) if cols <= 4096 => (&FP8_ROW_4096, 512, rows as u64),
+        (1, Block::ALL) if cols <= 16384 => (&FP8_ROW_16384, 1024, rows as u64),
+        (1, Block::ALL) => (&FP8_ROW_TWICE, 512, rows as u64),
+        (32, 32) => (&FP8_SQUARE_32, 512, squares(32).div_ceil(4)),
+        (128, 128) => (&FP8_SQUARE_128, 1024, squares(128)),
+        _ => return Err(block.unsupported(BlockFormat::list_blocks(|format| format.in_adamw))),
+    };
+    Ok(Launch { kernel, threads, blocks })
+}
+
 /// Returns how a tensor is launched.
 fn launch_of(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Result<Launch, Error> {
     let (rows, cols) = tensor.param.shape();
+    let has_codes = tensor.ranges.is_some();
     if let Target::Blocks(block, _) = target {
-        return block_launch(*block, (rows, cols), vectors);
+        return if has_codes {
+            moments_block_launch(*block, (rows, cols))
+        } else {
+            block_launch(*block, (rows, cols), vectors)
+        };
     }
-    let kernel = match tensor.param.dtype() {
-        DType::F32 => &PLAIN_F32,
-        DType::Bf16 => &PLAIN_BF16,
-        DType::F16 => &PLAIN_F16,
-        _ => &CODES,
+    let kernel = match (tensor.param.dtype(), has_codes) {
+        (DType::F32, false) => &PLAIN_F32,
+        (DType::Bf16, false) => &PLAIN_BF16,
+        (DType::F16, false) => &PLAIN_F16,
+        (_, false) => &CODES,
+        (DType::F32, true) => &FP8_F32,
+        (DType::Bf16, true) => &FP8_BF16,
+        (DType::F16, true) => &FP8_F16,
+        (_, true) => &FP8_CODES,
     };
     // A tensor without elements still needs a block if there is an amax or a scale to write.
     let least = u64::from(tensor.amax.is_some() || tensor.new_scale.is_some());
@@ -167,6 +203,7 @@ fn entry(tensor: &AdamWTensor, vectors: bool) -> AdamWEntry {
     };
     let flag = |is, flag| if is { flag } else { 0 };
     let scale = tensor.scale.as_ref();
+    let range = |i: usize| tensor.ranges.as_ref().map_or(std::ptr::null_mut(), |ranges| ranges[i].ptr());
     let flags = grad
         | flag(tensor.exp_avg.dtype() == DType::Bf16, MOMENTS_BF16)
         | flag(vectors, VECTORS)
@@ -182,6 +219,8 @@ fn entry(tensor: &AdamWTensor, vectors: bool) -> AdamWEntry {
         scale: scale.map_or(std::ptr::null_mut(), ViewMut::ptr),
         new_scale: tensor.new_scale.as_ref().map_or(std::ptr::null(), View::ptr),
         amax: tensor.amax.as_ref().map_or(std::ptr::null_mut(), ViewMut::ptr),
+        exp_avg_range: range(0),
+        exp_avg_sq_range: range(1),
         rows: tensor.param.rows() as u64,
         cols: tensor.param.cols() as u64,
         offset: tensor.offset,
@@ -274,7 +313,7 @@ fn launch_part(
 
 #[cfg(test)]
 mod tests {
-    use super::{Block, block_launch};
+    use super::{Block, block_launch, moments_block_launch};
     use crate::layout::FORMATS;
 
     #[test]
@@ -286,6 +325,7 @@ mod tests {
             for vectors in [true, false] {
                 assert_eq!(block_launch(block, (256, 256), vectors).is_ok(), expected, "{block}");
             }
+            assert_eq!(moments_block_launch(block, (256, 256)).is_ok(), expected, "{block}");
         }
     }
 }

@@ -18,9 +18,12 @@ mod blocks;
 mod codes;
 mod combine;
 mod driver;
+mod fused;
+mod glu;
 mod groups;
 mod image;
 mod modules;
+mod norm;
 mod random;
 mod sum_rows;
 mod tensorwise;
@@ -28,8 +31,8 @@ mod views;
 mod workspace;
 
 pub(crate) use {
-    adamw::*, blocks::*, codes::*, combine::*, driver::when_memory_lacks, groups::*, random::*, sum_rows::*,
-    tensorwise::*,
+    adamw::*, blocks::*, codes::*, combine::*, driver::when_memory_lacks, glu::*, groups::*, norm::*,
+    random::*, sum_rows::*, tensorwise::*,
 };
 
 /// The number of CUDA devices per process that fp8rs supports.
@@ -43,7 +46,9 @@ fn kernels() -> Vec<&'static modules::Kernel> {
         blocks::kernels(),
         codes::kernels(),
         combine::kernels(),
+        glu::kernels(),
         groups::kernels(),
+        norm::kernels(),
         random::kernels(),
         sum_rows::kernels(),
         tensorwise::kernels(),

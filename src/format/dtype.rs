@@ -19,6 +19,8 @@ pub enum DType {
     E5m2,
     /// E8M0 power-of-two scales, one byte each.
     E8m0,
+    /// 8-bit codes of other formats: the moments of an optimizer.
+    U8,
     /// 32-bit integers: offsets of groups and indices of rows.
     I32,
     /// 64-bit integers: the places of a token's rows.
@@ -33,7 +35,7 @@ impl DType {
             Self::I64 => 8,
             Self::F32 | Self::I32 => 4,
             Self::F16 | Self::Bf16 => 2,
-            Self::E4m3 | Self::E5m2 | Self::E8m0 => 1,
+            Self::E4m3 | Self::E5m2 | Self::E8m0 | Self::U8 => 1,
         }
     }
 
@@ -72,6 +74,7 @@ impl fmt::Display for DType {
             Self::E4m3 => "float8_e4m3fn",
             Self::E5m2 => "float8_e5m2",
             Self::E8m0 => "float8_e8m0fnu",
+            Self::U8 => "uint8",
             Self::I32 => "int32",
             Self::I64 => "int64",
         })

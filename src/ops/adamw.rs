@@ -3,6 +3,7 @@
 use super::tensorwise::check_rule;
 use super::validate::{Call, Kind, check_number, contiguous, same_batch, shape};
 use crate::error::{Arg, Error};
+use crate::format::moments::BLOCK;
 use crate::layout::{BlockFormat, DType, Device};
 use crate::spec::{AdamW, AdamWCall, AdamWTensor, BlockScale, Stream, Target};
 use crate::{cpu, cuda};
@@ -11,7 +12,8 @@ use crate::{cpu, cuda};
 /// writes the parameter as the [`Target`] specifies. Stored moments are rounded to nearest; the parameter is
 /// computed from the unrounded moments.
 ///
-/// Tensors may have different dtypes. Masters and maxima must be present for all tensors or for none.
+/// Tensors may have different dtypes. Masters, maxima and ranges of codes must be present for all tensors or
+/// for none.
 pub fn adamw(shared: AdamW, tensors: Vec<AdamWTensor>, stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     for (arg, view) in [("lr", shared.lr), ("grad_scale", shared.grad_scale), ("found_inf", shared.found_inf)]
@@ -27,6 +29,7 @@ pub fn adamw(shared: AdamW, tensors: Vec<AdamWTensor>, stream: Stream) -> Result
         for (list, has, expected) in [
             ("masters", tensor.master.is_some(), first.master.is_some()),
             ("amaxes", tensor.amax.is_some(), first.amax.is_some()),
+            ("exp_avg_ranges", tensor.ranges.is_some(), first.ranges.is_some()),
         ] {
             check_present(
                 list,
@@ -94,7 +97,11 @@ fn check_tensor<'a>(
     like_param(tensor, i, grad, tensor.grad.batch(), tensor.grad.shape(), tensor.grad.is_contiguous())?;
     call.input(grad, &tensor.grad, Kind::Wide)?;
 
-    let moment = Kind::Is(if tensor.exp_avg.dtype() == DType::Bf16 { DType::Bf16 } else { DType::F32 });
+    let moment = Kind::Is(match (&tensor.ranges, tensor.exp_avg.dtype()) {
+        (Some(_), _) => DType::U8,
+        (None, DType::Bf16) => DType::Bf16,
+        (None, _) => DType::F32,
+    });
     for (list, view, kind) in [
         ("exp_avgs", Some(&tensor.exp_avg), moment),
         ("exp_avg_sqs", Some(&tensor.exp_avg_sq), moment),
@@ -106,6 +113,7 @@ fn check_tensor<'a>(
         like_param(tensor, i, arg, view.batch(), view.shape(), view.is_contiguous())?;
     }
     call.one_input(Arg::Item("steps", i), &tensor.step)?;
+    check_ranges(call, i, tensor)?;
 
     check_presence(target, i, tensor)?;
     check_scales(call, target, i, tensor)
@@ -149,6 +157,29 @@ fn check_presence(target: &Target, i: usize, tensor: &AdamWTensor) -> Result<(),
         }
         Target::Plain | Target::Tensor => Ok(()),
     }
+}
+
+/// Adds the ranges of a tensor's moments to the call.
+fn check_ranges<'a>(call: &mut Call<'a>, i: usize, tensor: &'a AdamWTensor) -> Result<(), Error> {
+    let Some(ranges) = &tensor.ranges else { return Ok(()) };
+    let (rows, cols) = tensor.param.shape();
+    let param = Arg::Item("params", i);
+    if !cols.is_multiple_of(BLOCK) {
+        let expected = format!("a multiple of {BLOCK} columns, because its moments are codes");
+        return Err(Error::Value {
+            arg: param,
+            got: format!("of {cols} columns"),
+            expected: expected.into(),
+        });
+    }
+    for (list, range) in ["exp_avg_ranges", "exp_avg_sq_ranges"].into_iter().zip(ranges) {
+        let arg = Arg::Item(list, i);
+        call.output(arg, range, Kind::F32)?;
+        same_batch(arg, range.batch(), tensor.batch(), param)?;
+        shape(arg, range.shape(), (rows, 2 * (cols / BLOCK)), "two elements for each block of 128")?;
+        contiguous(arg, range.is_contiguous())?;
+    }
+    Ok(())
 }
 
 /// Adds the scales and the amax of a tensor to the call.

@@ -20,7 +20,9 @@ mod adamw;
 mod blocks;
 mod codes;
 mod combine;
+mod glu;
 mod groups;
+mod norm;
 mod overlap;
 mod random;
 mod rows;
@@ -31,13 +33,15 @@ pub use crate::format::activation::Activation;
 pub use crate::format::e8m0::Rounding;
 pub use crate::spec::{
     AdamW, AdamWTensor, Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward,
-    Gated, Groups, Hyper, Numbers, ScaleRule, Stream, Target,
+    Gated, Glu, Groups, Hyper, Norm, Numbers, ScaleRule, Stream, Target, TensorPlanes,
 };
 pub use adamw::*;
 pub use blocks::*;
 pub use codes::*;
 pub use combine::*;
+pub use glu::*;
 pub use groups::*;
+pub use norm::*;
 pub use random::*;
 pub use rows::*;
 pub use tensorwise::*;

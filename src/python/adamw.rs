@@ -15,12 +15,13 @@ functions!(adamw, random_uniform);
 type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
 type Optional<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
-/// Performs one optimizer step for each tensor of the lists. `masters`, `scales`, `new_scales` and `amaxes`
-/// are as long as `params`, or empty. `block` is empty, or the two block sizes if parameters have one scale
+/// Performs one optimizer step for each tensor of the lists. `masters`, `scales`, `new_scales`, `amaxes`,
+/// `exp_avg_ranges` and `exp_avg_sq_ranges` are as long as `params`, or empty. `block` is empty, or the two block sizes if parameters have one scale
 /// per block.
 #[pyfunction]
 #[pyo3(signature = (
-    grads, exp_avgs, exp_avg_sqs, params, masters, steps, scales, new_scales, amaxes, offsets, streams,
+    grads, exp_avgs, exp_avg_sqs, params, masters, steps, scales, new_scales, amaxes, exp_avg_ranges,
+    exp_avg_sq_ranges, offsets, streams,
     lr_tensor=None, grad_scale=None, found_inf=None, *, lr, beta1, beta2, eps, weight_decay, maximize, seed, block, rounding="ceil",
     power_2_scale=false, amax_epsilon=0.0, batched=false
 ))]
@@ -35,6 +36,8 @@ fn adamw<'py>(
     scales: Tensor<'_, 'py>,
     new_scales: Tensor<'_, 'py>,
     amaxes: Tensor<'_, 'py>,
+    exp_avg_ranges: Tensor<'_, 'py>,
+    exp_avg_sq_ranges: Tensor<'_, 'py>,
     offsets: Vec<i64>,
     streams: Vec<i64>,
     lr_tensor: Optional<'_, 'py>,
@@ -66,6 +69,8 @@ fn adamw<'py>(
     let scales = args.outputs("scales", scales, as_param)?;
     let new_scales = args.inputs("new_scales", new_scales, as_param)?;
     let amaxes = args.outputs("amaxes", amaxes, as_param)?;
+    let exp_avg_ranges = args.outputs("exp_avg_ranges", exp_avg_ranges, batch)?;
+    let exp_avg_sq_ranges = args.outputs("exp_avg_sq_ranges", exp_avg_sq_ranges, batch)?;
     for (name, got, optional) in [
         ("grads", grads.len(), false),
         ("exp_avgs", exp_avgs.len(), false),
@@ -75,6 +80,8 @@ fn adamw<'py>(
         ("scales", scales.len(), true),
         ("new_scales", new_scales.len(), true),
         ("amaxes", amaxes.len(), true),
+        ("exp_avg_ranges", exp_avg_ranges.len(), true),
+        ("exp_avg_sq_ranges", exp_avg_sq_ranges.len(), exp_avg_ranges.is_empty()),
         ("offsets", offsets.len(), false),
         ("streams", streams.len(), false),
     ] {
@@ -113,6 +120,7 @@ fn adamw<'py>(
     let [mut masters, mut scales, mut amaxes] = [masters, scales, amaxes].map(Vec::into_iter);
     let mut new_scales = new_scales.into_iter();
     let (mut exp_avgs, mut exp_avg_sqs) = (exp_avgs.into_iter(), exp_avg_sqs.into_iter());
+    let mut ranges = exp_avg_ranges.into_iter().zip(exp_avg_sq_ranges);
     let mut tensors = Vec::with_capacity(count);
     for (i, param) in params.into_iter().enumerate() {
         let (Some(exp_avg), Some(exp_avg_sq)) = (exp_avgs.next(), exp_avg_sqs.next()) else { break };
@@ -120,6 +128,7 @@ fn adamw<'py>(
             grad: grads[i],
             exp_avg,
             exp_avg_sq,
+            ranges: ranges.next().map(<[ViewMut; 2]>::from),
             param,
             master: masters.next(),
             step: steps[i],

@@ -4,6 +4,7 @@
 use super::common::{self, Layout, Owned, on_each_level};
 use crate::format::adamw::Hyper;
 use crate::format::e8m0::{self, Rounding};
+use crate::format::moments::{BLOCK, FIRST, Moment, Range, SECOND};
 use crate::format::random::{Words, between};
 use crate::format::wide::{self, NAN_BITS, Wide};
 use crate::ops::{AdamW, AdamWTensor, BlockScale, Target};
@@ -16,6 +17,7 @@ use proptest::prelude::*;
 struct Tensor {
     grad: Owned,
     moments: [Owned; 2],
+    ranges: Option<[Owned; 2]>,
     param: Owned,
     master: Option<Owned>,
     step: f32,
@@ -32,6 +34,38 @@ fn put(to: &mut Owned, row: usize, col: usize, value: f32) {
         DType::Bf16 => to.set(row, col, <bf16 as Wide>::from_f32(value)),
         DType::F16 => to.set(row, col, <f16 as Wide>::from_f32(value)),
         other => unreachable!("{other}"),
+    }
+}
+
+const MOMENTS: [Moment; 2] = [FIRST, SECOND];
+
+/// Returns a moment's value according to the format definitions.
+fn moment_value(tensor: &Tensor, i: usize, row: usize, col: usize) -> f32 {
+    let Some(ranges) = &tensor.ranges else { return tensor.moments[i].value(row, col) };
+    let [largest, smallest] = [0, 1].map(|end| ranges[i].get(row, 2 * (col / BLOCK) + end));
+    let grid = MOMENTS[i].grid(Range { largest, smallest });
+    MOMENTS[i].decode(tensor.moments[i].get(row, col), grid)
+}
+
+/// Stores all values of a moment according to the format definitions.
+fn put_moment(tensor: &mut Tensor, i: usize, values: &[f32]) {
+    let (rows, cols) = tensor.param.shape;
+    for row in 0..rows {
+        for start in (0..cols).step_by(BLOCK) {
+            let block = start..(start + BLOCK).min(cols);
+            let in_block = &values[row * cols + block.start..row * cols + block.end];
+            let Some(ranges) = &mut tensor.ranges else {
+                block.zip(in_block).for_each(|(col, value)| put(&mut tensor.moments[i], row, col, *value));
+                continue;
+            };
+            let range = MOMENTS[i].range(in_block);
+            ranges[i].set(row, 2 * (start / BLOCK), range.largest);
+            ranges[i].set(row, 2 * (start / BLOCK) + 1, range.smallest);
+            let grid = MOMENTS[i].grid(range);
+            for (col, value) in block.zip(in_block) {
+                tensor.moments[i].set(row, col, MOMENTS[i].encode(*value, grid));
+            }
+        }
     }
 }
 
@@ -52,24 +86,30 @@ fn defined(shared: &Shared, target: Target, tensors: &mut [Tensor]) {
             before.scale.as_ref().map_or(1.0, |scale| scale.value(row / block.rows, col / block.cols))
         };
         let mut values = Vec::new();
+        let mut new_moments = [Vec::new(), Vec::new()];
         for (row, col) in tensor.param.cells() {
             let start = match &before.master {
                 Some(master) => master.value(row, col),
                 None => before.param.value(row, col) * scale_of(row, col),
             };
-            let [m, v] = [0, 1].map(|i| before.moments[i].value(row, col));
+            let [m, v] = [0, 1].map(|i| moment_value(&before, i, row, col));
             let (m, v, w) = factors.update(before.grad.value(row, col), m, v, start);
             values.push(w);
             if target == Target::Measure {
                 continue;
             }
-            put(&mut tensor.moments[0], row, col, m);
-            put(&mut tensor.moments[1], row, col, v);
+            new_moments[0].push(m);
+            new_moments[1].push(v);
             if let Some(master) = &mut tensor.master {
                 put(master, row, col, w);
             }
             if target == Target::Plain {
                 put(&mut tensor.param, row, col, w);
+            }
+        }
+        if target != Target::Measure {
+            for i in [0, 1] {
+                put_moment(tensor, i, &new_moments[i]);
             }
         }
         let at = |row: usize, col: usize| values[row * cols + col];
@@ -162,6 +202,7 @@ fn run(shared: &Shared, target: Target, tensors: &mut [Tensor]) -> Result<(), Er
             grad: tensor.grad.view(),
             exp_avg: exp_avg.view_mut(),
             exp_avg_sq: exp_avg_sq.view_mut(),
+            ranges: tensor.ranges.as_mut().map(|ranges| ranges.each_mut().map(Owned::view_mut)),
             param: tensor.param.view_mut(),
             master: tensor.master.as_mut().map(Owned::view_mut),
             step: one(&tensor.step),
@@ -179,6 +220,7 @@ fn memory(tensors: &[Tensor]) -> Vec<Vec<u64>> {
     let of = |tensor: &Tensor| {
         let parts = [&tensor.grad, &tensor.param, &tensor.moments[0], &tensor.moments[1]];
         let others = [&tensor.master, &tensor.scale, &tensor.amax].into_iter().flatten();
+        let others = others.chain(tensor.ranges.iter().flatten());
         parts.into_iter().chain(others).map(|owned| owned.bytes.clone()).collect::<Vec<_>>()
     };
     tensors.iter().flat_map(of).collect()
@@ -222,18 +264,36 @@ type Kinds = ((usize, usize), DType, bool, DType, DType);
 /// Numbers of a tensor: scale, seed, step, tensor number, and number of elements before it in memory.
 type Numbers = (f32, u64, u32, u32, usize);
 
+/// Returns the ranges of the blocks of a moment: two magnitudes each, in descending order.
+fn ranges((rows, cols): (usize, usize), seed: u64) -> Owned {
+    let mut ranges = Owned::dense(DType::F32, (rows, 2 * (cols / BLOCK))).random(seed);
+    for (row, col) in ranges.cells().filter(|(_, col)| col % 2 == 0) {
+        let [a, b] = [0, 1].map(|end| ranges.get::<u32>(row, col + end) & 0x7FFF_FFFF);
+        ranges.set(row, col, a.max(b));
+        ranges.set(row, col + 1, a.min(b));
+    }
+    ranges
+}
+
 fn tensors(target: Target) -> impl Strategy<Value = Vec<Tensor>> {
     let tensor = (
         (common::shape(), common::wide_dtype(), any::<bool>(), common::wide_dtype(), common::fp8_dtype()),
         (common::scale(), any::<u64>(), 0_u32..9, any::<u32>(), 0_usize..3),
     );
     let list = prop::collection::vec(tensor, 0..4);
-    (list, any::<bool>(), any::<bool>()).prop_map(move |(list, master, amax)| {
+    let fp8_state = prop_oneof![2 => Just(false), 1 => Just(true)];
+    (list, any::<bool>(), any::<bool>(), fp8_state).prop_map(move |(list, master, amax, fp8_state)| {
         let make = |(kinds, numbers): (Kinds, Numbers)| {
             let ((shape, grad, bf16_state, plain, codes), (number, seed, step, stream, start)) =
                 (kinds, numbers);
+            // Codes of moments have whole blocks.
+            let shape = if fp8_state { (shape.0, shape.1 % 5 * BLOCK) } else { shape };
             let owned = |dtype, salt| Owned::new(dtype, shape, Layout::Dense, start).random(seed ^ salt);
-            let state = if bf16_state { DType::Bf16 } else { DType::F32 };
+            let state = match (fp8_state, bf16_state) {
+                (true, _) => DType::U8,
+                (false, true) => DType::Bf16,
+                (false, false) => DType::F32,
+            };
             let is_plain = target == Target::Plain;
             let scale = match target {
                 Target::Plain => None,
@@ -257,6 +317,7 @@ fn tensors(target: Target) -> impl Strategy<Value = Vec<Tensor>> {
             Tensor {
                 grad: owned(grad, 1),
                 moments: [owned(state, 2), owned(state, 3)],
+                ranges: fp8_state.then(|| [ranges(shape, seed ^ 7), ranges(shape, seed ^ 8)]),
                 param: owned(if is_plain { plain } else { codes }, 4),
                 master: master.then(|| owned(DType::F32, 5)),
                 step: step as f32 + 1.0,
@@ -324,6 +385,7 @@ fn step_over_threads_matches_the_definition() {
         let tensor = Tensor {
             grad: owned(DType::Bf16, 1),
             moments: [owned(DType::F32, 2), owned(DType::F32, 3)],
+            ranges: None,
             param: owned(if codes { DType::E4m3 } else { DType::Bf16 }, 4),
             master: None,
             step: 3.0,
@@ -351,6 +413,7 @@ fn plain() -> Tensor {
     Tensor {
         grad: owned(1),
         moments: [owned(2), owned(3)],
+        ranges: None,
         param: owned(4),
         master: None,
         step: 1.0,

@@ -134,6 +134,7 @@ impl Owned {
             DType::E8m0 => e8m0::decode(self.get(row, col)),
             DType::I32 => self.get::<i32>(row, col) as f32,
             DType::I64 => self.get::<i64>(row, col) as f32,
+            DType::U8 => self.get::<u8>(row, col).into(),
         }
     }
 }

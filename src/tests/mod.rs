@@ -7,5 +7,6 @@ mod common;
 mod cpu_bytes;
 mod empty;
 mod flush_to_zero;
+mod fused;
 mod golden;
 mod validation;

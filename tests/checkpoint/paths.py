@@ -1,6 +1,6 @@
 """Ways to save a model and its optimizer, of fp8rs and of torch, and the values that load.
 
-A table of docs/checkpoints.md has the outcomes, and test_paths.py compares them.
+A table of docs/saving.md has the outcomes, and test_paths.py compares them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from checkpoint.paths import EXACT, REFUSED, ROUNDED, outcomes
 from distributed import ranks
 from distributed.models import RECIPES
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).parents[2] / "docs" / "saving.md"
 
 
 def table_of_ways() -> list[list[str]]:

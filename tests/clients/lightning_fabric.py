@@ -1,4 +1,4 @@
-"""Runs the code block of Fabric in docs/clients/lightning.md on two ranks."""
+"""Runs the code block of Fabric in docs/clients.md on two ranks."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(argv):
-    page = (ROOT / "docs/clients/lightning.md").read_text()
+    page = (ROOT / "docs/clients.md").read_text()
     (block,) = re.findall(r"```python\n([^`]*lightning\.Fabric.*?)```", page, re.DOTALL)
     names = {"__name__": __name__}
     for code in ((ROOT / "examples/lightning_fsdp2.py").read_text(), block):

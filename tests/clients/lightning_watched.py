@@ -23,7 +23,7 @@ class Kept(DummyLogger):
 
 
 def main(argv):
-    page = (ROOT / "docs/clients/lightning.md").read_text()
+    page = (ROOT / "docs/clients.md").read_text()
     (block,) = re.findall(r"```python\n([^`]*class Watch.*?)```", page, re.DOTALL)
     names = {"__name__": __name__}
     for code in ((ROOT / "examples/lightning_fsdp2.py").read_text(), block):

@@ -12,6 +12,7 @@ from harness import (
     run_example,
     run_file,
 )
+from torch.distributed.checkpoint import FileSystemReader
 
 need("accelerate", "1.15")
 need("transformers", "5.0")
@@ -113,6 +114,22 @@ def test_fp8_weights_train_as_master_weights_do(tmp_path):
     second = run_example(EXAMPLE, *FP8, "--fp8-weights", "--resume", saved)
     assert second.returned["losses"] == whole["losses"][3:]
     assert second.returned["evaluation"] == whole["evaluation"]
+
+
+@pytest.mark.parametrize("weights", [(), ("--fp8-weights",)], ids=["masters", "FP8 weights"])
+def test_8_bit_moments_train_and_resume(tmp_path, weights):
+    """Losses follow those of fp32 moments. The run is saved and resumed as well."""
+    reference = reference_run(EXAMPLE, *FP8).returned
+    whole = run_example(EXAMPLE, *FP8, "--fp8-moments", *weights).returned
+    assert whole["losses"] == pytest.approx(reference["losses"], rel=0.01)
+    options = ("--fp8-moments", *weights, "--save", str(tmp_path))
+    first = run_example(EXAMPLE, "--steps", "3", *options).returned
+    assert first["losses"] == whole["losses"][:3]
+    saved = str(tmp_path / "step_3")
+    names = FileSystemReader(f"{saved}/optimizer_0").read_metadata().state_dict_metadata
+    assert sum(name.endswith("exp_avg_codes") for name in names) == 2 * 7
+    second = run_example(EXAMPLE, *FP8, "--fp8-moments", *weights, "--resume", saved).returned
+    assert second["losses"] == whole["losses"][3:]
 
 
 # --- mixed_precision="fp8" -----------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_the_example_converts_a_model(manager):
 def test_the_page_shows_the_plugin_of_the_example():
     plugin = Path(ROOT, "examples/axolotl_plugin.py").read_text()
     code = plugin[plugin.index("from axolotl") :]
-    assert f"```python\n{code}```" in Path(ROOT, "docs/clients/axolotl.md").read_text()
+    assert f"```python\n{code}```" in Path(ROOT, "docs/clients.md").read_text()
 
 
 def test_adapters_are_added_after_the_conversion(manager):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from harness import HERE, assert_gathers_are_fp8, need, reference_run, run_example, run_file
@@ -50,6 +51,45 @@ def test_adapters_have_peft_names_in_files(kind, tmp_path):
         assert config["use_dora"] == bool(kind)
         assert any(t.abs().max() > 0 for n, t in tensors.items() if "lora_B" in n)
     assert found[0] == found[1]
+
+
+def test_adapters_train_on_the_codes_of_an_fp8_checkpoint(tmp_path):
+    """The base keeps the files' codes, and the adapters are saved and merged alone."""
+    import torch
+    from safetensors.torch import load_file
+
+    runs = {}
+    for base in ("fp8", "bf16"):
+        folder = str(tmp_path / base)
+        runs[base] = run_example(
+            "lora_fp8_checkpoint", "--base", base, "--steps", "8", "--save", folder
+        )
+    run = runs["fp8"]
+    losses = run.returned["losses"]
+    assert losses[-1] < 0.95 * losses[0]
+    assert losses == pytest.approx(runs["bf16"].returned["losses"], rel=0.01)
+    assert run.moved == runs["bf16"].moved
+    assert all("lora_" in name for name in run.moved)
+    assert not run.frozen_moved
+
+    # A layer gathers codes of its base, and its adapters in bf16. Embedding and head stay in bf16.
+    layers_in_bf16 = runs["bf16"].gathered["bfloat16"] - run.gathered["bfloat16"]
+    assert 0 < run.gathered["uint8"] < 0.7 * layers_in_bf16
+
+    adapters = load_file(tmp_path / "fp8" / "adapter_model.safetensors")
+    assert all("lora_" in name for name in adapters)
+    layer = "model.layers.1.mlp.up_proj"
+    merged_weight = load_file(tmp_path / "fp8" / "merged" / "model.safetensors")[f"{layer}.weight"]
+    stored = load_file(Path(run.returned["checkpoint"]) / "model.safetensors")
+    scale = stored[f"{layer}.weight_scale_inv"]
+    base_weight = stored[f"{layer}.weight"].float()
+    base_weight *= scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    name = f"base_model.model.{layer}"
+    down = adapters[f"{name}.lora_A.weight"].float()
+    up = adapters[f"{name}.lora_B.weight"].float()
+    assert up.abs().max() > 0
+    expected = base_weight + up @ down  # the adapter's scaling is lora_alpha / r = 1
+    torch.testing.assert_close(merged_weight.float(), expected, rtol=0.02, atol=2e-3)
 
 
 def merged(kind, order):

@@ -1,4 +1,4 @@
-"""The script of docs/clients/quickstart.md, started as documented."""
+"""The script of docs/clients/accelerate.md, started as documented."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ need("transformers", "5.0")
 
 
 def test_the_quickstarts_script_trains(tmp_path, monkeypatch):
-    page = (ROOT / "docs" / "clients" / "quickstart.md").read_text()
-    (script,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    page = (ROOT / "docs" / "clients" / "accelerate.md").read_text()
+    script, *_ = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     (tmp_path / "train.py").write_text(script)
     monkeypatch.chdir(tmp_path)
     code, output = torchrun([str(tmp_path / "train.py")])

@@ -74,6 +74,18 @@ def test_it_trains_with_selective_checkpointing_and_the_chunked_loss(recipe, ref
         assert_gathers_are_fp8(found, reference(), passes=2 * STEPS + 1)
 
 
+@pytest.mark.timeout(900)
+def test_8_bit_moments_train_and_resume(reference, tmp_path):
+    """The factory of `OptimizersContainer` that docs/optim.md shows."""
+    options = ("--recipe", "current", "--fp8-moments", "--save-every", "2")
+    whole = run(tmp_path / "whole", *options)
+    assert_agree(whole, reference())
+    first = run(tmp_path / "resumed", *options, steps=2)
+    assert losses(first) == losses(whole)[:2]
+    second = run(tmp_path / "resumed", *options)
+    assert losses(second) == losses(whole)[2:]
+
+
 def test_it_compiles_with_fullgraph(reference, tmp_path):
     """Use aot_eager, because fullgraph=True only concerns Dynamo."""
     compiled = run(tmp_path / "compiled", "--compile", OBSERVE_GATHERS="0")

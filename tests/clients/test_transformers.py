@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from harness import assert_gathers_are_fp8, assert_losses_close, need, run_example
 
 need("transformers", "5.0")
@@ -81,3 +82,16 @@ def test_fp8_weights_train_as_master_weights_do(trained, tmp_path):
     resume = str(tmp_path / "first" / "checkpoint-3")
     again = run_example(EXAMPLE, *options, str(tmp_path / "second"), "--resume", resume)
     assert again.returned == whole.returned
+
+
+def test_8_bit_moments_train_and_resume(trained, tmp_path):
+    """`optimizer_cls_and_kwargs`, as docs/optim.md shows. Losses follow those of fp32 moments."""
+    whole, _ = trained["current"]
+    options = ("--steps", str(STEPS), "--fp8-moments", "--output")
+    run = run_example(EXAMPLE, *options, str(tmp_path / "first"))
+    assert run.returned["losses"] == pytest.approx(whole.returned["losses"], rel=0.01)
+    resume = str(tmp_path / "first" / "checkpoint-3")
+    saved = torch.load(f"{resume}/optimizer.bin", weights_only=True)
+    assert sum("exp_avg_codes" in state for state in saved["state"].values()) == 2 * 7
+    resumed = run_example(EXAMPLE, *options, str(tmp_path / "second"), "--resume", resume)
+    assert resumed.returned == run.returned

@@ -258,6 +258,24 @@ def test_named_optimizers_store_the_planned_bytes(
     assert planned.memory.optimizer == sum(s.nbytes for s in states if s.dim())
 
 
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("fp8_weights", [True, False])
+@pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
+def test_8_bit_moments_store_the_planned_bytes(fp8_weights: bool, masters: bool) -> None:
+    """Layers of less than 4096 elements, or without whole blocks of columns, have fp32 moments."""
+    model = Stack((256, 200, 16), width=128).bfloat16()
+    fp8rs.convert_to_float8_training(model, fp8_weights=fp8_weights)
+    name = "fp8rs-adamw-fp8" if masters else "fp8rs-adamw-fp8-no-masters"
+    planned = fp8rs.report(model, world_size=1, optimizer=name)
+    optimizer = fp8rs.optim.AdamW(model.parameters(), state_dtype="fp8", master_weights=masters)
+    model(torch.randn(16, 128, dtype=torch.bfloat16)).square().mean().backward()
+    optimizer.step()
+    states = [s for state in optimizer.state.values() for s in state.values()]
+    assert planned.memory.optimizer == sum(s.nbytes for s in states if s.dim())
+    codes = sum("exp_avg_codes" in state for state in optimizer.state.values())
+    assert codes == 4
+
+
 def test_the_table_widens_for_long_names() -> None:
     text = str(fp8rs.report(stack(), optimizer="fp8rs-adamw-bf16-no-masters")).splitlines()
     start = next(i for i, line in enumerate(text) if line.startswith("bytes per rank"))

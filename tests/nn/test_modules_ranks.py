@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -32,6 +32,7 @@ from fp8rs.tensor_parallel import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
+from internals import counted_fusions
 
 WIDTH, HEADS, LENGTH = 64, 4, 16
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
@@ -112,6 +113,21 @@ def test_sharded_layers_train_as_one_process_does(rig, recipe, normalization, fp
     one = build(rig, recipe, normalization, fp8_weights=fp8_weights)
     model = build(rig, recipe, normalization, fp8_weights=fp8_weights)
     assert_same(train(shard(model, rig.mesh()), rig), train(one, rig))
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+@both_weights
+def test_norms_and_activations_of_sharded_layers_are_fused(rig, recipe, fp8_weights):
+    """Gathered in bf16. A decoder has three norms, and its activation is not gated."""
+    model = build(rig, recipe, fp8_weights=fp8_weights)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in (model.encoder, model.decoder):
+        fully_shard(layer, mesh=rig.mesh(), mp_policy=policy)
+    fully_shard(model, mesh=rig.mesh(), mp_policy=policy)
+    with counted_fusions() as decisions:
+        model(batch(rig)).sum().backward()
+    assert decisions == [recipe == "current"] * 6
 
 
 @ranks(4)

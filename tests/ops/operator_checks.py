@@ -12,7 +12,14 @@ BLOCK_NAMES = ["block_amax", "pack_scales", "quantize_blocks", "rebase"]
 WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 EVERYTHING = ("test_schema", *WITHOUT_SCHEMA)
 #: Operators that write an argument although their schema does not declare it, by design.
-UNDECLARED = {"_note_amax": ["into"], "_observe": ["slots"], "_quantize_delayed": ["amax"]}
+UNDECLARED = {
+    "_note_amax": ["into"],
+    "_observe": ["slots"],
+    "_quantize_delayed": ["amax"],
+    "_quantize_glu": ["amax"],
+    "_quantize_glu_backward": ["gate_amax", "up_amax"],
+    "_quantize_norm": ["amax"],
+}
 
 
 def tensors(arguments):

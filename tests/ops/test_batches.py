@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from cases import data, each_format
-from fp8rs._core import block_formats
+from internals import core
 from ops.block_formats import FORMATS
 from oracle.compare import same
 from oracle.elements import E4M3
@@ -21,7 +21,7 @@ F32 = torch.float32
 #: (E, rows, columns). The rows are multiples of 32 and 128, or of neither.
 SHAPES = [(1, 33, 40), (3, 128, 96), (3, 45, 129), (8, 32, 64), (2, 0, 16), (0, 5, 7)]
 #: The blocks of the formats that a step of AdamW writes.
-BLOCKS_IN_ADAMW = [format["block"] for format in block_formats() if format["in_adamw"]]
+BLOCKS_IN_ADAMW = [format["block"] for format in core.block_formats() if format["in_adamw"]]
 
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 each_block = pytest.mark.parametrize("block, scale_dtype", FORMATS, ids=str)
@@ -134,7 +134,8 @@ def test_adamw_steps_each_matrix_of_a_batch(device, block, scale_dtype):
 
     def run(grad, exp_avg, exp_avg_sq, codes, scale, offset, batched):
         ops.adamw_(
-            [grad], [exp_avg], [exp_avg_sq], [codes], [], [step], [scale], [], [], [offset], [0],
+            [grad], [exp_avg], [exp_avg_sq], [codes], [], [step], [scale], [], [], [], [], [offset],
+            [0],
             lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, maximize=False, seed=1,
             block=block, batched=batched,
         )  # fmt: skip

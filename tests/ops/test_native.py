@@ -141,6 +141,7 @@ def step(**changes):
     lists = {name: [torch.ones(2, 2) for _ in range(2)] for name in names}
     lists |= {"steps": [torch.ones(()) for _ in range(2)], "offsets": [0, 4], "streams": [0, 1]}
     lists |= {name: [] for name in ("scales", "new_scales", "amaxes")}
+    lists |= {name: [] for name in ("exp_avg_ranges", "exp_avg_sq_ranges")}
     numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
     absent = dict.fromkeys(("lr_tensor", "grad_scale", "found_inf", "seed"))
     core.adamw(**{**lists, **changes}, **numbers, **absent, maximize=False, block=[])

@@ -40,6 +40,20 @@ def samples(device):
             yield ops.transpose, (codes,)
             yield ops.dequantize, (codes, scale, [-1, -1], dtype)
         yield ops.scale_from_amax, (data(device, *shape).abs(), E4M3, True, 0.0, 1)
+    for shape in ((5, 7), (3,), (2, 3, 4), (0, 4)):
+        x = data(device, *shape)
+        weight, delayed = data(device, shape[-1]), (scale, amax.clone())
+        for row, col in ((True, False), (False, True), (True, True)):
+            yield ops._quantize_norm, (x, weight, None, row, 0.1, E4M3, row, col)
+            yield ops._quantize_glu, (x, x, "silu", E4M3, row, col)
+            yield ops._quantize_glu_backward, (x, x, x, "gelu_tanh", E5M2, row, col)
+        yield ops._quantize_norm, (x, None, None, True, 0.1, E4M3, True, True, False, 0.0, *delayed)
+        yield ops._quantize_glu, (x, x, "silu", E4M3, True, True, False, 0.0, *delayed)
+        both = (*delayed, scale, amax.clone())
+        yield (
+            ops._quantize_glu_backward,
+            (x, x, x, "silu", E5M2, True, True, False, 0.0, *both),
+        )
     yield ops._note_amax, (scale, amax, scalar(0.5, device))
     codes, _, scale = ops.quantize_current(data(device, 2, 3, 16), E4M3)
     b_codes, _, b_scale = ops.quantize_current(data(device, 7, 16), E4M3)
@@ -76,6 +90,9 @@ NAMES = [
     "_note_amax",
     "_observe",
     "_quantize_delayed",
+    "_quantize_glu",
+    "_quantize_glu_backward",
+    "_quantize_norm",
     "_scaled_mm",
     "amax",
     "dequantize",

@@ -509,7 +509,7 @@ def launch(codes, scales, parts, seed=3, block=(), step=5.0, stream=2):
         m, v = torch.zeros(2, end - start, cols)
         ops.adamw_(
             [grad], [m], [v], [own], [], [torch.tensor(step)], [scale],
-            [] if block else [torch.tensor(0.02)], [], [start * cols], [stream],
+            [] if block else [torch.tensor(0.02)], [], [], [], [start * cols], [stream],
             lr=0.05, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, maximize=False,
             seed=seed, block=list(block),
         )  # fmt: skip
@@ -794,14 +794,20 @@ def test_opcheck(device, masters):
     def f32(*shape):
         return torch.rand(shape, device=device)
 
-    for kind in ("plain", "measure", "known", "rows"):
-        shape = (5, 7)
+    for kind in ("plain", "measure", "known", "rows", "codes"):
+        shape = (5, 128) if kind == "codes" else (5, 7)
         param = f32(*shape) if kind == "plain" else f32(*shape).to(E4M3)
         scales = {"plain": [], "rows": [f32(5, 1)]}.get(kind, [f32()])
+        moments = [f32(*shape), f32(*shape)]
+        ranges = []
+        if kind == "codes":
+            moments = [(moment * 100).to(torch.uint8) for moment in moments]
+            ranges = [f32(5, 2) + torch.tensor([1.0, 0.0], device=device) for _ in moments]
         arguments = (
-            [f32(*shape)], [f32(*shape)], [f32(*shape)], [param], [f32(*shape)] if masters else [],
-            [torch.ones((), device=device)], scales, [f32()] if kind == "known" else [],
-            [f32()] if kind == "measure" else [], [3], [1], f32(), f32() + 1, None,
+            [f32(*shape)], moments[:1], moments[1:], [param], [f32(*shape)] if masters else [],
+            [torch.ones((), device=device)], scales, [f32()] if kind in ("known", "codes") else [],
+            [f32()] if kind == "measure" else [], ranges[:1], ranges[1:],
+            [3], [1], f32(), f32() + 1, None,
         )  # fmt: skip
         options = {
             "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1,
@@ -1155,7 +1161,7 @@ def launch_at(weight, offset, device):
     ops.adamw_(
         [normal(codes.shape, 7).to(device)], [m], [v], [codes], [],
         [torch.tensor(5.0, device=device)], [weight.rowwise.scale],
-        [torch.tensor(0.02, device=device)], [], [offset], [2],
+        [torch.tensor(0.02, device=device)], [], [], [], [offset], [2],
         lr=0.05, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, maximize=False, seed=1,
         block=[],
     )  # fmt: skip

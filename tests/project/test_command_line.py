@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from argparse import Namespace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch import nn
 
 import fp8rs
 from fp8rs.__main__ import main
+from fp8rs.demo.model import Llama, LlamaConfig
 from fp8rs.quantize.recipes import RECIPES, RecipeName
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +140,37 @@ def test_the_end_to_end_benchmark_sums_communication(
         "their sums 6.00, all-reduces 0.00, copies by copy engine, between GPUs 7.00, "
         "copies by copy engine, DtoD 0.00"
     )
+
+
+def test_the_end_to_end_benchmark_skips_libraries_that_are_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benches")
+    import end_to_end
+
+    monkeypatch.setattr(end_to_end.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(end_to_end, "launch", lambda *_: pytest.fail("something was trained"))
+    for name, library in (("torchao", "torchao"), ("te-delayed", "TransformerEngine")):
+        assert f"{library} cannot be imported" in end_to_end._measured(name, Namespace())["error"]
+        assert f"{name}: skipped: {library} cannot be imported" in capsys.readouterr().out
+    assert "te-current-compiled" not in end_to_end.VARIANTS
+    with pytest.raises(ValueError, match="have its blocks"):
+        end_to_end.parsed("te-current+modules")
+
+
+def test_blocks_of_modules_compute_what_plain_blocks_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benches")
+    from blocks import replace_blocks
+
+    model = Llama(LlamaConfig(vocabulary=64, dim=64, layers=2, heads=4, kv_heads=2, hidden=96))
+    model.init_weights(torch.Generator().manual_seed(0))
+    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(1))
+    expected = model.loss(tokens)
+    replace_blocks(model, "modules")
+    assert isinstance(model.blocks[0], fp8rs.nn.TransformerLayer)
+    torch.testing.assert_close(model.loss(tokens), expected)
 
 
 def test_the_end_to_end_benchmark_finds_the_time_in_which_a_device_computes(

@@ -102,3 +102,12 @@ def test_docstrings_are_markdown() -> None:
         members = vars(found).values() if isinstance(found, type) else ()
         for member in (found, *members):
             assert not re.search(r":\w+:`", getattr(member, "__doc__", None) or ""), (name, member)
+
+
+@pytest.mark.newest_torch
+def test_the_citation_names_the_last_release() -> None:
+    citation = (ROOT / "CITATION.cff").read_text()
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    version, date = re.findall(r"^## (\d\S+) - (\S+)$", changelog, re.MULTILINE)[0]
+    assert f"\nversion: {version}\n" in citation
+    assert f'\ndate-released: "{date}"\n' in citation

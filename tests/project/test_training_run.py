@@ -115,6 +115,28 @@ def test_an_interrupted_run_resumes_with_equal_losses(
     assert (parts / "report.svg").read_text().startswith("<?xml")
 
 
+def test_variants_with_8_bit_moments_train_and_resume(
+    bench: Any, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.main(["data", str(tmp_path), "--roots", str(text), "--vocabulary", "256"])
+    assert train(bench, tmp_path, "bf16-0") == 0
+    assert train(bench, tmp_path, "fp8-moments", "--seconds", "0") == 3
+    for name in ("fp8-moments", "fp8-moments-no-masters-999", "8bit-fp8rs", "fine-tune"):
+        assert train(bench, tmp_path, name) == 0
+    assert losses(tmp_path, "tune-fp8-moments")[2][1] < losses(tmp_path, "bf16-0")[2][1]
+
+    capsys.readouterr()
+    pytest.importorskip("matplotlib")
+    assert bench.main(["report", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "report.json").read_text())["summary"]
+    state_bytes = {name: row["state_bytes_per_parameter"] for name, row in summary.items()}
+    assert state_bytes["8bit-fp8rs"] < state_bytes["bf16-0"]
+    assert state_bytes["fp8-moments-no-masters-999"] < state_bytes["fp8-moments"] - 2
+    assert state_bytes["tune-fp8-moments"] < state_bytes["tune-fp32"]
+    assert summary["tune-fp32"]["above_bf16"] == 0
+    assert summary["fp8-moments-no-masters-999"]["above_bf16"] is None
+
+
 def test_a_report_without_results_is_an_error(
     bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

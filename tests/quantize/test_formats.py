@@ -3,15 +3,15 @@
 import torch
 
 from cases import RECIPES
-from fp8rs._core import block_formats
 from fp8rs.quantize.formats import FORMATS
 from fp8rs.quantize.recipes import resolve_recipe
+from internals import core
 
 
 def test_the_table_of_the_crate_has_the_same_formats():
     """The crate has operators of its own for one scale per tensor."""
     of_crate = {}
-    for row in block_formats():
+    for row in core.block_formats():
         of_crate[row["name"]] = (row["block"], getattr(torch, row["scale_dtype"]))
     of_python = {}
     for format in FORMATS.values():

@@ -355,6 +355,16 @@ REMEDIES = [
         "To load FP8 weights, convert the model with the recipe that they were saved with and "
         "fp8_weights=True.",
     ),
+    (
+        re.compile(r"\.exp_avg(_sq)?_codes: not in the checkpoint"),
+        "To load high-precision moments into an optimizer with 8-bit moments, load in the context "
+        "of its float32_state_dict().",
+    ),
+    (
+        re.compile(r"\.exp_avg(_sq)?_codes: .* unknown here"),
+        'The checkpoint has 8-bit moments: load it with state_dtype="fp8", or save it again in '
+        "the context of float32_state_dict().",
+    ),
 ]
 
 

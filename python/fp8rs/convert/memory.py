@@ -8,6 +8,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from fp8rs.optim.moments import BYTES_PER_ELEMENT as MOMENTS_BYTES
+from fp8rs.optim.moments import stores_codes_by_default
+
 from .sizes import Group, ShardedParameter
 
 
@@ -20,16 +23,22 @@ class States:
             this is its logical dtype.
         element_bytes: bytes per element of tensors whose dtype the optimizer chooses.
         masters: whether it keeps fp32 copies of parameters that are not plain fp32.
+        fp8_moments: whether the moments of FP8 layers are 8-bit codes. Those of other parameters
+            take ``element_bytes``.
     """
 
     parameter_copies: float = 0
     element_bytes: int = 0
     masters: bool = False
+    fp8_moments: bool = False
 
     def nbytes(self, sharded: ShardedParameter) -> float:
         """Return the bytes of the state for a shard."""
         is_plain_fp32 = sharded.parameter.dtype == torch.float32 and not sharded.is_fp8_weight
-        element_bytes = self.element_bytes
+        element_bytes: float = self.element_bytes
+        is_in_fp8_layer = sharded.is_fp8_weight or sharded.layout is not None
+        if self.fp8_moments and is_in_fp8_layer and stores_codes_by_default(sharded.parameter):
+            element_bytes = MOMENTS_BYTES
         if self.masters and not is_plain_fp32:
             element_bytes += 4
         return (
@@ -49,6 +58,8 @@ STATES = {
     "fp8rs-adamw-bf16": States(element_bytes=4, masters=True),
     "fp8rs-adamw-no-masters": States(element_bytes=8),
     "fp8rs-adamw-bf16-no-masters": States(element_bytes=4),
+    "fp8rs-adamw-fp8": States(element_bytes=8, masters=True, fp8_moments=True),
+    "fp8rs-adamw-fp8-no-masters": States(element_bytes=8, fp8_moments=True),
 }
 
 

@@ -81,7 +81,8 @@ def report(
         optimizer: "adam", "adamw", "lion", "momentum" (SGD with momentum), "muon" or "sgd" for
             torch's optimizers. For ``fp8rs.optim.AdamW``, "fp8rs-adamw" (8 bytes of fp32 moments
             per element, and 4 for a master unless the parameter is plain fp32), "fp8rs-adamw-bf16"
-            (4 and the master), "fp8rs-adamw-no-masters" (8) or "fp8rs-adamw-bf16-no-masters" (4).
+            (4 and the master), "fp8rs-adamw-fp8" (2.125 and the master for weights of FP8 layers),
+            or any of these with "-no-masters" appended (8, 4 or 2.125).
             A number counts tensors of the parameter's size and dtype: for fp32 parameters, 0.5
             means two states of one byte. The default is "fp8rs-adamw" if FP8 weights are trained,
             else "adamw".

@@ -145,20 +145,20 @@ def _linear_layers(speed: LinearSpeed) -> list[str]:
         where = "FP8 is slower than bf16 with any number of tokens"
     else:
         where = f"FP8 is faster than bf16 from {speed.min_tokens:,} tokens per GPU on"
-    lines = ["", f"linear layers, estimated for Hopper: {where}"]
+    lines = ["", "linear layers, estimated for Hopper", f"  {where}"]
     if speed.factor is None:
         return lines
 
     choice = "FP8" if speed.run_in_fp8 else "high precision (gemms='auto')"
     lines.append(
-        f"  with {speed.tokens:,} tokens they run in {choice}. With their quantization, FP8 GEMMs "
-        f"are {speed.factor:.2f} times as fast as bf16:"
+        f"  with {speed.tokens:,} tokens they run in {choice}. FP8 is {speed.factor:.2f} times as "
+        "fast as bf16:"
     )
     names_by_factor: dict[str, list[str]] = {}
     for name, factor in speed.factors.items():
         names_by_factor.setdefault(f"{factor:.2f}", []).append(name)
     for factor_text, names in sorted(names_by_factor.items(), reverse=True):
-        lines.append(f"  {factor_text}  {listed(names)}")
+        lines.append(f"  {factor_text}  {counted(len(names), 'layer')}, such as {names[0]}")
     return lines
 
 

@@ -132,8 +132,12 @@ def train_step(
     tokens: torch.Tensor,
 ) -> torch.Tensor:
     """Run a forward, a backward, gradient clipping and an update. Return the loss of this rank."""
+    rate = learning_rate(settings, step)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(settings, step)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
     loss = model.loss(tokens)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

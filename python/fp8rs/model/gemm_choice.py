@@ -14,10 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import own_part
+from fp8rs._torch import is_distributed, own_part
 from fp8rs.gemm.estimates import min_tokens
 from fp8rs.quantize.recipes import Recipe
 
@@ -41,15 +40,18 @@ def min_tokens_of(recipe: Recipe, layers: Iterable[nn.Module | None]) -> float:
     return min_tokens(recipe.name, weights, len(recipe.high_precision_gemms))
 
 
-def _unsharded_shape(layer: nn.Linear) -> torch.Size | tuple[int, ...]:
+def _unsharded_shape(layer: nn.Linear) -> tuple[int, ...]:
     """Return the shape of a weight as FSDP2 gathers it."""
     handle = cast(Any, layer)._fp8_params["weight"]
     if handle.is_sharded:
         shape: tuple[int, ...] = handle.shard_spec.unsharded_shape
         return shape
-    # A parametrized weight is an attribute.
-    weight: Tensor = own_part(layer.weight)
-    return weight.shape
+    # A parametrized weight is an attribute, which reading computes.
+    parameter = layer._parameters.get("weight")
+    if is_distributed(parameter):
+        part: Tensor = own_part(parameter)
+        return part.shape
+    return layer.out_features, layer.in_features
 
 
 def tokens_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

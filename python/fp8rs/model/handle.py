@@ -27,6 +27,10 @@ _INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {
 }
 
 
+#: All handles of live modules.
+_handles: weakref.WeakSet[ParamHandle] = weakref.WeakSet()
+
+
 class LocalTensor(Protocol):
     """A local tensor with all-gather hooks: a `MasterWeight` or a `Float8Shard` of `fp8rs.fsdp`."""
 
@@ -98,6 +102,7 @@ class ParamHandle:
         self._shard_spec: ShardSpec | None = None
         #: The specification of the DTensor that `_shard_spec` describes.
         self._dtensor_spec: object = None
+        _handles.add(self)
 
     # --- the parameter ---------------------------------------------------------------------------
 
@@ -298,6 +303,15 @@ class ParamHandle:
 
     def __reduce__(self) -> Any:
         return ParamHandle, (self.module, self.name)
+
+
+def fp8_parameters() -> set[int]:
+    """Return the ids of all parameters that FP8 layers of this process hold now."""
+    parameters = set()
+    for handle in list(_handles):
+        if handle.in_place:
+            parameters.add(id(handle.parameter))
+    return parameters
 
 
 def local_of(parameter: Any) -> Any:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_choice
 
+from .fused import norm_for
 from .linear import make_float8
 from .normalized import make_norm
 
@@ -169,7 +170,9 @@ class MultiheadAttention(nn.Module):
         if self.cross and rotary_pos_emb is not None:
             raise ValueError("cross-attention takes no rotary_pos_emb")
 
-        x = hidden_states if self.norm is None else self.norm(hidden_states)
+        x = hidden_states
+        if self.norm is not None:
+            x = norm_for(self.norm, hidden_states, self.input_layers())
         source = x if encoder_output is None else encoder_output
         q = self._split_heads(self.q_proj(x))
         k = self._split_heads(self.k_proj(source))
@@ -188,6 +191,12 @@ class MultiheadAttention(nn.Module):
         )
         out: Tensor = self.o_proj(y.transpose(-3, -2).flatten(-2))
         return out
+
+    def input_layers(self) -> list[nn.Module]:
+        """Return the linear layers that ``hidden_states`` is passed to."""
+        if self.cross:
+            return [self.q_proj]
+        return [self.q_proj, self.k_proj, self.v_proj]
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """Return (batch, length, channels) as (batch, heads, length, kv_channels).

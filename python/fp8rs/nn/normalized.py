@@ -1,7 +1,8 @@
 """A norm followed by a linear layer, and a norm followed by a feed-forward network.
 
-They are composed of torch's modules, and become FP8 by conversion of a model or by ``recipe``.
-Arguments have TransformerEngine's names.
+They are composed of torch's modules, and become FP8 by conversion of a model or by ``recipe``. In
+eager mode, FP8 modules compute norms and gated activations with kernels that quantize the result
+(`fp8rs.nn.fused`). Arguments have TransformerEngine's names.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_choice
 
+from .fused import glu_for, norm_for
 from .linear import make_float8
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
@@ -68,7 +70,7 @@ class LayerNormLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features)."""
-        y: Tensor = self.linear(self.norm(x))
+        y: Tensor = self.linear(norm_for(self.norm, x, [self.linear]))
         return y
 
 
@@ -100,11 +102,23 @@ class MLP(nn.Module):
         """Map (..., hidden_size) to the same shape."""
         activate = ACTIVATIONS[self.activation]
         if self.activation in GATED:
-            hidden = activate(self.gate_proj(x)) * self.up_proj(x)
+            gate = self.gate_proj(x)
+            up = self.up_proj(x)
+            hidden = glu_for(
+                self.activation, gate, up, self.gate_proj, self.up_proj, self.down_proj
+            )
+            if hidden is None:
+                hidden = activate(gate) * up
         else:
             hidden = activate(self.up_proj(x))
         y: Tensor = self.down_proj(hidden)
         return y
+
+    def input_layers(self) -> list[nn.Module]:
+        """Return the linear layers that the input is passed to."""
+        if self.activation in GATED:
+            return [self.gate_proj, self.up_proj]
+        return [self.up_proj]
 
     @override
     def extra_repr(self) -> str:
@@ -147,5 +161,5 @@ class LayerNormMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., hidden_size) to the same shape."""
-        y: Tensor = self.mlp(self.norm(x))
+        y: Tensor = self.mlp(norm_for(self.norm, x, self.mlp.input_layers(), within=self.mlp))
         return y

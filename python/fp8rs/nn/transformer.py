@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_choice
 
 from .attention import MultiheadAttention
+from .fused import norm_for
 from .linear import make_float8
 from .normalized import MLP, make_norm
 
@@ -121,20 +122,30 @@ class TransformerLayer(nn.Module):
             raise ValueError('encoder_output and cross_attn_mask are for layer_type="decoder"')
         x = hidden_states
         y = self.self_attn(
-            self.input_layernorm(x), attn_mask=attn_mask, rotary_pos_emb=rotary_pos_emb
+            _norm_for(self.input_layernorm, x, self.self_attn),
+            attn_mask=attn_mask,
+            rotary_pos_emb=rotary_pos_emb,
         )
         x = self._add(x, y)
         if self.cross_attn is not None:
             y = self.cross_attn(
-                self.cross_attn_layernorm(x),
+                _norm_for(self.cross_attn_layernorm, x, self.cross_attn),
                 encoder_output=encoder_output,
                 attn_mask=cross_attn_mask,
             )
             x = self._add(x, y)
-        return self._add(x, self.mlp(self.post_attention_layernorm(x)))
+        return self._add(x, self.mlp(_norm_for(self.post_attention_layernorm, x, self.mlp)))
 
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + F.dropout(y, self.hidden_dropout, self.training)
+
+
+def _norm_for(norm: nn.Module, x: Tensor, next_module: nn.Module) -> Tensor:
+    """Compute a norm for the attention or the feed-forward network, which may be wrapped."""
+    if not isinstance(next_module, (MultiheadAttention, MLP)):
+        y: Tensor = norm(x)
+        return y
+    return norm_for(norm, x, next_module.input_layers(), within=next_module)
 
 
 # --- state dicts of other libraries ---------------------------------------------------------------

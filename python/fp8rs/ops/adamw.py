@@ -12,7 +12,17 @@ from fp8rs.ops.define import python_op
 
 
 @python_op(
-    native_adamw, mutates_args=["exp_avgs", "exp_avg_sqs", "params", "masters", "scales", "amaxes"]
+    native_adamw,
+    mutates_args=[
+        "exp_avgs",
+        "exp_avg_sqs",
+        "params",
+        "masters",
+        "scales",
+        "amaxes",
+        "exp_avg_ranges",
+        "exp_avg_sq_ranges",
+    ],
 )
 def adamw_(
     grads: list[Tensor],
@@ -24,6 +34,8 @@ def adamw_(
     scales: list[Tensor],
     new_scales: list[Tensor],
     amaxes: list[Tensor],
+    exp_avg_ranges: list[Tensor],
+    exp_avg_sq_ranges: list[Tensor],
     offsets: Sequence[int],
     streams: Sequence[int],
     lr_tensor: Tensor | None = None,
@@ -59,7 +71,7 @@ def adamw_(
 
     Args:
         grads: float32, bfloat16 or float16.
-        exp_avgs: the first moments; float32, or bfloat16 (rounded to nearest).
+        exp_avgs: the first moments; float32, bfloat16 (rounded to nearest), or uint8 codes.
         exp_avg_sqs: the second moments, with the dtype of ``exp_avgs``.
         params: all float32, bfloat16 or float16, rounded to nearest; or all FP8 codes.
         masters: float32, or empty. If present, the step starts from the masters.
@@ -72,6 +84,10 @@ def adamw_(
         amaxes: float32, one element each, or empty. They become the maxima of the updated values.
             With ``new_scales``, they are raised to these maxima. If a maximum is not finite, its
             amax stays and the parameter's scale becomes NaN.
+        exp_avg_ranges: the ranges of first moments that are codes: the largest and the smallest
+            magnitude of each block of 128 elements of a row; float32, with 2 * columns / 128
+            columns. Rows then have a multiple of 128 elements. Empty for other moments.
+        exp_avg_sq_ranges: the same of the second moments.
         offsets: the index of each parameter's first element in the whole parameter. Offset, stream,
             seed and step select the numbers of stochastic rounding.
         streams: the number of each whole parameter.

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from fp8rs._torch import is_distributed, not_traced, own_part
-from fp8rs.optim import fp8_weights
-from fp8rs.optim.masters import MASTER_STATE_KEYS, MasterWeightOptimizer
-from fp8rs.optim.optim_param import OptimParam
+from fp8rs.optim import fp8_weights, moments
+from fp8rs.optim.masters import MASTER_STATE_KEYS, MasterWeightOptimizer, parameters_by_key
+from fp8rs.optim.optim_param import LastWrite, OptimParam
 from fp8rs.optim.step import Options, ParamUpdate, Step
 from fp8rs.quantize.formats import INPUT_DTYPES
+
+#: The state_dtype that stores moments in 8 bits.
+FP8 = "fp8"
 
 
 class AdamW(MasterWeightOptimizer):
@@ -32,6 +38,11 @@ class AdamW(MasterWeightOptimizer):
     ``torch.ops.fp8rs.adamw_`` defines the arithmetic, in float32 for all dtypes. bfloat16 moments
     are rounded to nearest when they are stored. With ``betas[1]`` above 0.998 the second moment
     then cannot shrink, because a step changes it by less than half a unit in the last place.
+
+    With ``state_dtype="fp8"``, the moments of FP8 layers take one byte per element and two float32
+    numbers per block of 128 elements of a row. Blocks are those of the whole parameter, so the
+    values do not depend on how it is sharded. Parameters whose rows, or the rows of whose shards,
+    are not a multiple of 128 elements keep float32 moments.
 
     Without masters, a step starts from the codes. Rounding to nearest would lose all steps shorter
     than half the distance to the next code. Codes are therefore rounded stochastically, which is
@@ -50,7 +61,12 @@ class AdamW(MasterWeightOptimizer):
         weight_decay: a step subtracts the fraction ``lr * weight_decay`` of each weight.
         maximize: maximize the objective.
         capturable: accepted for the checks of ``torch.optim``. Every step is capturable.
-        state_dtype: the dtype of the moments, torch.float32 or torch.bfloat16.
+        state_dtype: the dtype of the moments, torch.float32, torch.bfloat16, or "fp8" for 8-bit
+            codes of the parameters that ``state_filter`` selects and float32 for all others.
+        state_filter: returns whether a parameter's moments are codes with ``state_dtype="fp8"``. It
+            is called when a parameter's state is created or loaded. None selects the weights of FP8
+            layers (and FP8 weights without a layer) that have at least 4096 elements on all ranks
+            together: no embeddings, norms, biases, and no heads in high precision.
         master_weights: keep a float32 master of each parameter that is not float32, in the state
             under "master". It starts from the values that a weight was initialized with, if they
             were kept, else from the weight. If other code writes the parameter between steps (it
@@ -62,7 +78,9 @@ class AdamW(MasterWeightOptimizer):
         seed: the seed of the random numbers, 64 bits. All ranks must have the same seed.
 
     ``load_state_dict`` also loads states of ``torch.optim.AdamW``, except with AMSGrad. Options
-    that a saved group lacks, such as ``state_dtype``, keep the values of the optimizer's group.
+    that a saved group lacks, such as ``state_dtype``, keep the values of the optimizer's group. If
+    either group has 8-bit moments, the optimizer's ``state_dtype`` stays too, and loaded moments
+    are converted to it. `float32_state_dict` saves and loads 8-bit moments as float32.
 
     With a ``torch.amp.GradScaler``, the step itself unscales gradients and is skipped if one of
     them is not finite. A skipped step changes no byte. ``.grad`` stays scaled.
@@ -74,6 +92,10 @@ class AdamW(MasterWeightOptimizer):
 
     _step_supports_amp_scaling = True
 
+    _state_filter: moments.StateFilter | None = None
+    #: Whether state dicts have float32 moments in place of codes.
+    _saves_float32 = False
+
     def __init__(
         self,
         params: Any,
@@ -84,7 +106,8 @@ class AdamW(MasterWeightOptimizer):
         *,
         maximize: bool = False,
         capturable: bool = False,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
+        state_filter: moments.StateFilter | None = None,
         master_weights: bool = True,
         stochastic_rounding: bool | None = None,
         seed: int = 0,
@@ -105,6 +128,7 @@ class AdamW(MasterWeightOptimizer):
             },
         )
         self.defaults["state_dtype"] = name_of(state_dtype)
+        self._state_filter = state_filter
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which may have any option of the constructor.
@@ -123,6 +147,12 @@ class AdamW(MasterWeightOptimizer):
         for group, group_before in zip(self.param_groups, groups_before, strict=False):
             for name in OPTIONS:
                 group.setdefault(name, group_before[name])
+            # The loaded moments are converted.
+            if FP8 in (group["state_dtype"], group_before["state_dtype"]):
+                group["state_dtype"] = group_before["state_dtype"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_state_filter": self._state_filter}
 
     # When it was traced, a parameter's state was assigned to another parameter.
     @not_traced
@@ -143,6 +173,7 @@ class AdamW(MasterWeightOptimizer):
             if optim_param.param.grad is not None:
                 grads[index] = local_grad(optim_param)
 
+        self._create_moments(groups, params, grads)
         updates: dict[torch.device, list[ParamUpdate]] = {}
         options: dict[tuple[int, torch.device], Options] = {}
         for index, grad in grads.items():
@@ -214,28 +245,124 @@ class AdamW(MasterWeightOptimizer):
         index: int,
         options: Options,
     ) -> ParamUpdate:
-        """Return the update of a parameter. Create its state if it is missing."""
+        """Return the update of a parameter. Create its master if it is missing."""
         state = self.state[optim_param.param]
         is_new_master = "master" not in state
-        if "step" not in state:
-            moment_dtype = getattr(torch, group["state_dtype"])
-            state["step"] = torch.zeros((), dtype=torch.float32, device=optim_param.local.device)
-            state["exp_avg"] = state_like(optim_param, moment_dtype)
-            state["exp_avg_sq"] = state_like(optim_param, moment_dtype)
         master = self._master(
             optim_param, group["master_weights"], self._rounds_stochastically(group)
         )
-        return ParamUpdate(
+        suffix = moments.CODES if has_codes(state) else ""
+        update = ParamUpdate(
             param=optim_param,
             grad=grad,
-            exp_avg=own_part(state["exp_avg"]),
-            exp_avg_sq=own_part(state["exp_avg_sq"]),
+            exp_avg=own_part(state["exp_avg" + suffix]),
+            exp_avg_sq=own_part(state["exp_avg_sq" + suffix]),
             step=state["step"],
             master=None if master is None else own_part(master),
             is_new_master=is_new_master,
             index=index,
             options=options,
         )
+        if has_codes(state):
+            update.exp_avg_range = own_part(state["exp_avg" + moments.RANGE])
+            update.exp_avg_sq_range = own_part(state["exp_avg_sq" + moments.RANGE])
+        return update
+
+    # --- moments ---------------------------------------------------------------------------------
+
+    def _create_moments(
+        self,
+        groups: Sequence[dict[str, Any]],
+        params: Sequence[OptimParam],
+        grads: dict[int, Tensor],
+    ) -> None:
+        """Create the moments and step counters of parameters whose state has none.
+
+        Args:
+            groups: the group of each parameter.
+            params: all parameters.
+            grads: the gradients, by the parameter's index.
+        """
+        new = [index for index in grads if "step" not in self.state[params[index].param]]
+        if not new:
+            return
+        state_filter = self._filter()
+        for index in new:
+            optim_param = params[index]
+            local = optim_param.local
+            state = self.state[optim_param.param]
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
+            if stores_codes(groups[index], optim_param, state_filter):
+                state.update(moments.new_codes(optim_param))
+                continue
+            dtype = high_precision_dtype(groups[index])
+            state["exp_avg"] = state_like(optim_param, dtype)
+            state["exp_avg_sq"] = state_like(optim_param, dtype)
+
+        fp8_params = [index for index in grads if groups[index]["state_dtype"] == FP8]
+        if fp8_params and not any(has_codes(state) for state in self.state.values()):
+            warnings.warn(
+                f'state_dtype is "fp8", but all {len(fp8_params)} parameters keep float32 moments: '
+                "none is the weight of an FP8 layer with at least 4096 elements and rows of a "
+                "multiple of 128. Pass a state_filter to select others, for example "
+                "state_filter=lambda p: p.ndim == 2",
+                stacklevel=2,
+            )
+
+    def _filter(self) -> moments.StateFilter:
+        """Return the filter of the parameters whose moments are codes."""
+        return moments.default_filter() if self._state_filter is None else self._state_filter
+
+    @contextmanager
+    def float32_state_dict(self) -> Iterator[None]:
+        """In this context, state dicts have float32 moments in place of 8-bit codes.
+
+            with optimizer.float32_state_dict():
+                torch.save(optimizer.state_dict(), path)
+
+        They are copies under the names of ``torch.optim.AdamW``, "exp_avg" and "exp_avg_sq".
+        ``load_state_dict`` converts them, so checkpoints with high-precision moments are loaded
+        in this context by tools that load into the tensors of ``state_dict()``, such as DCP.
+        """
+        before = self._saves_float32
+        self._saves_float32 = True
+        try:
+            yield
+        finally:
+            self._saves_float32 = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as ``torch.optim`` does. See `float32_state_dict`."""
+        if not self._saves_float32:
+            return super().state_dict()
+        hook = self.register_state_dict_post_hook(decode_moments, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
+
+    @override
+    def _take_state(
+        self,
+        state_dict: dict[str, Any],
+        state_before: dict[Tensor, Any],
+        last_writes_before: dict[Tensor, LastWrite],
+    ) -> None:
+        super()._take_state(state_dict, state_before, last_writes_before)
+        state_filter = self._filter()
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state.get(param, {})
+                if "step" not in state:  # masters alone, or no state
+                    continue
+                optim_param = OptimParam(param)
+                if not stores_codes(group, optim_param, state_filter):
+                    if has_codes(state):
+                        moments.to_high_precision(optim_param, state, high_precision_dtype(group))
+                elif not has_codes(state):
+                    moments.to_codes(optim_param, state)
+
+    # --- checks ----------------------------------------------------------------------------------
 
     @override
     def check_group(self, saved: dict[str, Any]) -> None:
@@ -245,7 +372,8 @@ class AdamW(MasterWeightOptimizer):
     @override
     def check_state(self, saved: dict[str, Any]) -> None:
         # A state of masters alone is valid. The moments then start from zeros.
-        adamw_keys = {"step", "exp_avg", "exp_avg_sq"}
+        names = moments.CODE_KEYS if has_codes(saved) else moments.MOMENT_KEYS
+        adamw_keys = {"step", *names}
         if saved.keys() - MASTER_STATE_KEYS and not saved.keys() >= adamw_keys:
             raise ValueError(
                 f"state_dict has {', '.join(map(str, saved))} for a parameter; it must have step, "
@@ -255,6 +383,37 @@ class AdamW(MasterWeightOptimizer):
     def _loaded_step(self, step: Any, device: torch.device) -> Tensor:
         # Some optimizers store the step as an int.
         return torch.as_tensor(step, dtype=torch.float32, device=device)
+
+
+def has_codes(state: dict[str, Any]) -> bool:
+    """Return whether the moments in a parameter's state are 8-bit codes."""
+    return "exp_avg" + moments.CODES in state
+
+
+def stores_codes(
+    group: dict[str, Any], optim_param: OptimParam, state_filter: moments.StateFilter
+) -> bool:
+    """Return whether a parameter's moments are stored as 8-bit codes."""
+    if group["state_dtype"] != FP8 or not moments.has_whole_blocks(optim_param.param):
+        return False
+    return state_filter(optim_param.param)
+
+
+def high_precision_dtype(group: dict[str, Any]) -> torch.dtype:
+    """Return the dtype of moments that are not codes."""
+    name = group["state_dtype"]
+    return torch.float32 if name == FP8 else cast(torch.dtype, getattr(torch, name))
+
+
+@torch.no_grad()
+def decode_moments(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Replace codes in a state dict by float32 moments."""
+    for key, param in parameters_by_key(optimizer, state_dict):
+        state = state_dict["state"].get(key, {})
+        if has_codes(state):
+            state = dict(state)
+            moments.to_high_precision(OptimParam(param), state)
+            state_dict["state"][key] = state
 
 
 def copy_to(device: torch.device, value: Tensor) -> Tensor:
@@ -307,8 +466,8 @@ OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "master_weights": (is_bool, "a bool"),
     "stochastic_rounding": (lambda value: value is None or is_bool(value), "a bool or None"),
     "state_dtype": (
-        lambda value: name_of(value) in ("float32", "bfloat16"),
-        "torch.float32 or torch.bfloat16",
+        lambda value: name_of(value) in ("float32", "bfloat16", FP8),
+        'torch.float32, torch.bfloat16 or "fp8"',
     ),
     "seed": (is_seed, "an int of 64 bits"),
 }

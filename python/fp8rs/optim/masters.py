@@ -331,7 +331,7 @@ def check_sizes(param: Tensor, state: dict[str, Any]) -> None:
     of ranks.
     """
     param_shape = own_part(param).shape
-    for name in ("exp_avg", "exp_avg_sq", "master"):
+    for name in ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_sq_codes", "master"):
         if name not in state:
             continue
         shape = own_part(state[name]).shape

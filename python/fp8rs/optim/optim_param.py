@@ -193,9 +193,14 @@ class OptimParam:
         module = cast("Float8Params", self.handle.module)
         return module.fp8_ready[0]
 
-    def like(self, local: Tensor) -> Tensor:
-        """Return a tensor with this local part that is distributed like the parameter."""
-        return dtensor_like(self.param, local) if is_distributed(self.param) else local
+    def like(self, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Return a tensor with this local part that is distributed like the parameter.
+
+        Args:
+            local: the local part.
+            shape: the whole shape, of a contiguous tensor. The default is the parameter's.
+        """
+        return dtensor_like(self.param, local, shape) if is_distributed(self.param) else local
 
     # --- masters ---------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ class ParamUpdate:
     Attributes:
         param: the parameter.
         grad, exp_avg, exp_avg_sq, step, master: its gradient and state.
+        exp_avg_range, exp_avg_sq_range: the ranges of moments that are 8-bit codes, else None.
         is_new_master: whether it had no master before this step.
         index: its index in the optimizer, which selects its random numbers.
         options: the operator's keyword arguments for its group and device.
@@ -44,6 +45,13 @@ class ParamUpdate:
     is_new_master: bool
     index: int
     options: Options
+    exp_avg_range: Tensor | None = None
+    exp_avg_sq_range: Tensor | None = None
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the moments are 8-bit codes."""
+        return self.exp_avg_range is not None
 
     @property
     def kind(self) -> UpdateKind:
@@ -70,10 +78,14 @@ class ParamUpdate:
         grads = self.grad.reshape(shape)
         exp_avgs = self.exp_avg.view(shape)
         exp_avg_sqs = self.exp_avg_sq.view(shape)
-        return [
-            replace(self, grad=grads[i], exp_avg=exp_avgs[i], exp_avg_sq=exp_avg_sqs[i])
-            for i in range(shape[0])
-        ]
+        updates = []
+        for i in range(shape[0]):
+            update = replace(self, grad=grads[i], exp_avg=exp_avgs[i], exp_avg_sq=exp_avg_sqs[i])
+            if self.exp_avg_range is not None and self.exp_avg_sq_range is not None:
+                update.exp_avg_range = self.exp_avg_range[i]
+                update.exp_avg_sq_range = self.exp_avg_sq_range[i]
+            updates.append(update)
+        return updates
 
 
 @dataclass(eq=False, slots=True)
@@ -129,10 +141,17 @@ class AdamWCall:
         }
         if master is not None:
             written["masters"] = master
-        contiguous, grad, copies_back = make_contiguous(list(written.values()), update.grad)
+        lists = self.lists
+        if update.exp_avg_range is not None and update.exp_avg_sq_range is not None:
+            # Blocks of codes are parts of rows, so rows cannot be permuted.
+            contiguous, copies_back = copy_contiguous(list(written.values()))
+            grad = update.grad.contiguous()
+            lists["exp_avg_ranges"].append(merge_ends(update.exp_avg_range))
+            lists["exp_avg_sq_ranges"].append(merge_ends(update.exp_avg_sq_range))
+        else:
+            contiguous, grad, copies_back = make_contiguous(list(written.values()), update.grad)
         self._copies_back += copies_back
 
-        lists = self.lists
         for name, tensor in zip(written, contiguous, strict=True):
             lists[name].append(tensor)
         lists["grads"].append(grad)
@@ -204,6 +223,23 @@ def make_contiguous(
     return contiguous, grad.permute(order).contiguous(), copies_back
 
 
+def copy_contiguous(tensors: list[Tensor]) -> tuple[list[Tensor], list[CopyBack]]:
+    """Return row-major tensors, and the copies to make after they are written."""
+    contiguous = []
+    copies_back = []
+    for tensor in tensors:
+        contiguous.append(tensor.contiguous())
+        if not tensor.is_contiguous():
+            copies_back.append(CopyBack(tensor, contiguous[-1]))
+    return contiguous, copies_back
+
+
+def merge_ends(ranges: Tensor) -> Tensor:
+    """View ranges (..., blocks, 2) as (..., 2 * blocks), without a copy."""
+    *rows, blocks, ends = ranges.shape
+    return ranges.view(*rows, blocks * ends)
+
+
 @dataclass(eq=False, slots=True)
 class SeparateWrite:
     """An FP8 weight that is quantized after the step.
@@ -270,7 +306,7 @@ class Step:
         spec: QuantSpec | None = None,
     ) -> AdamWCall:
         """Return the call for parameters of this kind, with these options."""
-        key = (kind, id(update.options), master is None, spec)
+        key = (kind, id(update.options), master is None, spec, update.has_codes)
         if key not in self._calls:
             self._calls[key] = AdamWCall(update.options, spec)
         return self._calls[key]

@@ -92,6 +92,7 @@ impl<'a> Job<'a> {
         {
             job.x = job.x.transposed();
             (job.row, job.col) = (job.col, job.row);
+            job.spec.divide = false; // only the rowwise plane divides, and it is not requested
             job.square_amax = job.square_amax.map(Matrix::transposed);
         }
         Ok(job)

@@ -25,8 +25,7 @@ template <u32 KIND> DEVICE void elements(const AdamWArgs &a) {
     }
     if (round == 0) {
       // Overlaps with the first loads.
-      if (threadIdx.x == 0) shared = factors_of(a, t);
-      __syncthreads();
+      share_factors(a, t, shared);
     }
     Factors f = shared;
 #pragma unroll
@@ -49,18 +48,7 @@ template <u32 KIND> DEVICE void elements(const AdamWArgs &a) {
       }
     }
   }
-  bool known = KIND == CODES && keep;
-  if (!t.amax && !known) return;
-  found = block_max(found);
-  u32 end = end_of(a, e);
-  if (!last_of(a.maxima + e, end - t.first_block, found)) return;
-  if (!known) {
-    *t.amax = __uint_as_float(found);
-    return;
-  }
-  bool finite = found < 0x7f800000u;
-  if (t.amax && finite) *t.amax = fmaxf(*t.amax, __uint_as_float(found));
-  *(float *)t.scale = finite ? *t.new_scale : __uint_as_float(NAN_BITS);
+  finish_elements<KIND>(a, t, e, keep, found);
 }
 
 #define ELEMENTS(NAME, KIND)                                                                       \

@@ -17,6 +17,8 @@ struct AdamWEntry {
   void *scale;             // one fp32, or one element per block; null without codes
   const float *new_scale;  // or null: for codes with one scale, only amax is written then
   float *amax;             // or null
+  u32 *exp_avg_range;      // fp32 bits, two for each block of 128 codes; null unless moments are codes
+  u32 *exp_avg_sq_range;
   u64 rows, cols, offset;
   u32 first_block;         // the first block of this tensor in the launch
   u32 stream;
@@ -25,7 +27,7 @@ struct AdamWEntry {
 };
 
 /// The largest number of entries that fits in the 32 KB of a kernel's parameters.
-constexpr int ENTRIES = 290;
+constexpr int ENTRIES = 255;
 
 struct AdamWArgs {
   const float *lr;         // or null: lr_value is used
@@ -63,6 +65,7 @@ enum Kind : u32 { F32, BF16, F16, CODES };
 /// The values of a step that all elements of a tensor share (format/adamw.rs).
 struct Factors {
   float grad, decay, lerp, beta2, rest, root, eps, size;
+  float per_root;          // 1 / root
   u32 from_grad, step;
 };
 
@@ -89,6 +92,7 @@ DEVICE Factors factors_of(const AdamWArgs &a, const AdamWEntry &t) {
   f.beta2 = __double2float_rn(a.beta2);
   f.rest = __double2float_rn(__dsub_rn(1.0, a.beta2));
   f.root = __double2float_rn(__dsqrt_rn(__dsub_rn(1.0, power(a.beta2, f.step))));
+  f.per_root = reciprocal(f.root);
   f.eps = __double2float_rn(a.eps);
   f.size = __double2float_rn(__ddiv_rn(lr, __dsub_rn(1.0, power(a.beta1, f.step))));
   return f;
@@ -175,6 +179,25 @@ DEVICE u32 encode_stochastic(const AdamWEntry &t, float v, u32 random) {
   return magnitude > 0x7f800000u ? 0x7fu : code;
 }
 
+/// Returns the smallest normal magnitude of the format, as fp32 bits.
+DEVICE u32 smallest_normal(const AdamWEntry &t) {
+  return (t.flags & IS_E5M2 ? 113u : 121u) << 23;
+}
+
+/// Encodes as `encode_stochastic` does, a value that is not below the smallest normal number. The
+/// bits that the code lacks are the fraction. Adding the complement of the random number carries
+/// into the code if the random number is below the fraction.
+DEVICE u32 encode_stochastic_normal(const AdamWEntry &t, float v, u32 random) {
+  bool wide = t.flags & IS_E5M2;
+  u32 dropped = wide ? 21u : 20u, mantissa = 23u - dropped;
+  u32 bits = __float_as_uint(v), magnitude = bits & 0x7fffffffu;
+  u32 clamped = min(magnitude, wide ? 0x47600000u : 0x43e00000u);
+  u32 carried = (clamped + (~random >> (32u - dropped))) >> dropped;
+  u32 code = carried - ((smallest_normal(t) >> dropped) - (1u << mantissa));
+  code |= bits >> 24 & 0x80u;
+  return magnitude > 0x7f800000u ? 0x7fu : code;
+}
+
 /// Encodes four adjacent elements. Their index is a multiple of four, in the tensor and in the
 /// whole tensor.
 DEVICE u32 encode_four(const AdamWArgs &a, const AdamWEntry &t, u32 step, u64 i,
@@ -185,8 +208,16 @@ DEVICE u32 encode_four(const AdamWArgs &a, const AdamWEntry &t, u32 step, u64 i,
   if (!(a.flags & STOCHASTIC)) return pair_of(t, x[0], x[1]) | pair_of(t, x[2], x[3]) << 16;
   u32 words[4], codes = 0;
   philox((t.offset + i) >> 2, t.stream, step, a.seed, words);
+  u32 least = 0xffffffffu;
 #pragma unroll
-  for (int j = 0; j < 4; j++) codes |= encode_stochastic(t, x[j], words[j]) << (8 * j);
+  for (int j = 0; j < 4; j++) least = min(least, __float_as_uint(x[j]) & 0x7fffffffu);
+  if (least < smallest_normal(t)) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) codes |= encode_stochastic(t, x[j], words[j]) << (8 * j);
+    return codes;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; j++) codes |= encode_stochastic_normal(t, x[j], words[j]) << (8 * j);
   return codes;
 }
 
@@ -211,6 +242,18 @@ DEVICE Four load(const AdamWEntry &t, u64 i, u32 kind) {
   return d;
 }
 
+/// Divides by the root of the step, rounding to nearest. After one correction, the quotient is within
+/// one unit in the last place. The second one then rounds correctly, because `per_root` is the
+/// rounded reciprocal (Markstein, 1990). No intermediate result is subnormal: the square root of a
+/// float32 number is at least 2^-75, and the root at least 2^-27 or 0.
+DEVICE float divide_by_root(float x, const Factors &f) {
+  float q = __fmul_rn(x, f.per_root);
+  float once = __fmaf_rn(__fmaf_rn(-f.root, q, x), f.per_root, q);
+  float twice = __fmaf_rn(__fmaf_rn(-f.root, once, x), f.per_root, once);
+  // The corrections of infinity are NaN.
+  return q < __uint_as_float(0x7f800000u) ? twice : q;
+}
+
 /// Updates one element.
 DEVICE void advance(const Factors &f, float g, float &m, float &v, float &w) {
   float grad = __fmul_rn(g, f.grad);
@@ -218,8 +261,20 @@ DEVICE void advance(const Factors &f, float g, float &m, float &v, float &w) {
   float start = f.from_grad ? grad : m;
   m = __fadd_rn(start, __fmul_rn(__fsub_rn(grad, m), f.lerp));
   v = __fadd_rn(__fmul_rn(v, f.beta2), __fmul_rn(__fmul_rn(f.rest, grad), grad));
-  float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), f.root), f.eps);
+  float denominator = __fadd_rn(divide_by_root(__fsqrt_rn(v), f), f.eps);
   w = __fsub_rn(weight, __fdiv_rn(__fmul_rn(f.size, m), denominator));
+}
+
+/// Returns the values of four adjacent elements before the step, from the master if there is one.
+DEVICE void widen_weight(const AdamWEntry &t, const uint4 &weight, u32 kind, float scale,
+                         float (&w)[4]) {
+  if (t.master || kind != CODES) {
+    widen_four(weight, t.master ? F32 : kind, w);
+    return;
+  }
+  u32 low = halves_of(t, weight.x), high = halves_of(t, weight.x >> 16);
+  w[0] = __fmul_rn(InF16::get(low, 0), scale), w[1] = __fmul_rn(InF16::get(low, 1), scale);
+  w[2] = __fmul_rn(InF16::get(high, 0), scale), w[3] = __fmul_rn(InF16::get(high, 1), scale);
 }
 
 /// Computes the new values. With `keep`, stores moments and master.
@@ -229,13 +284,7 @@ DEVICE void update(const AdamWEntry &t, const Factors &f, const Four &d, u32 kin
   widen_four(d.grad, grad_kind(t), g);
   widen_four(d.exp_avg, moment_kind(t), m);
   widen_four(d.exp_avg_sq, moment_kind(t), v);
-  if (t.master || kind != CODES) {
-    widen_four(d.weight, t.master ? F32 : kind, w);
-  } else {
-    u32 low = halves_of(t, d.weight.x), high = halves_of(t, d.weight.x >> 16);
-    w[0] = __fmul_rn(InF16::get(low, 0), scale), w[1] = __fmul_rn(InF16::get(low, 1), scale);
-    w[2] = __fmul_rn(InF16::get(high, 0), scale), w[3] = __fmul_rn(InF16::get(high, 1), scale);
-  }
+  widen_weight(t, d.weight, kind, scale, w);
 #pragma unroll
   for (int j = 0; j < 4; j++) advance(f, g[j], m[j], v[j], w[j]);
   if (!keep) return;
@@ -264,4 +313,28 @@ DEVICE float update_one(const AdamWEntry &t, const Factors &f, u32 kind, float s
 DEVICE u32 larger(u32 before, float w) { return max_u32(before, __float_as_uint(w) & 0x7fffffffu); }
 DEVICE u32 larger(u32 before, const float (&w)[4]) {
   return larger(larger(larger(larger(before, w[0]), w[1]), w[2]), w[3]);
+}
+
+/// Computes the factors of the step and shares them with all threads of a block.
+DEVICE void share_factors(const AdamWArgs &a, const AdamWEntry &t, Factors &shared) {
+  if (threadIdx.x == 0) shared = factors_of(a, t);
+  __syncthreads();
+}
+
+/// Writes the amax, and the scale of codes with a new one, after all elements of a tensor without
+/// block scales. All threads of the block must call this.
+template <u32 KIND>
+DEVICE void finish_elements(const AdamWArgs &a, const AdamWEntry &t, u32 e, bool keep, u32 found) {
+  bool known = KIND == CODES && keep;
+  if (!t.amax && !known) return;
+  found = block_max(found);
+  u32 end = end_of(a, e);
+  if (!last_of(a.maxima + e, end - t.first_block, found)) return;
+  if (!known) {
+    *t.amax = __uint_as_float(found);
+    return;
+  }
+  bool finite = found < 0x7f800000u;
+  if (t.amax && finite) *t.amax = fmaxf(*t.amax, __uint_as_float(found));
+  *(float *)t.scale = finite ? *t.new_scale : __uint_as_float(NAN_BITS);
 }

@@ -5,7 +5,7 @@
 // 16-byte loads. A warp is 8 lanes across and 4 down, and four warps are a tile. Rowwise codes
 // are written with 8-byte stores, 64 contiguous bytes per row. The 16 rows of a column are
 // converted again, which is cheaper than permuting bytes, and written with one 16-byte store.
-#include "current.cuh"
+#include "patch.cuh"
 
 struct CastTransposeArgs {
   const void *x;         // rows are 16-byte aligned
@@ -16,87 +16,6 @@ struct CastTransposeArgs {
   i64 tiles_across;
   const float *scale;
   Delayed delayed;
-};
-
-/// The vectors that a thread holds, ROWS rows one after the other.
-template <class T> struct Patch {
-  static constexpr int THREADS = 128, ROWS = T::BYTES == 4 ? 8 : 16, VECTORS = T::BYTES / 2;
-  uint4 v[ROWS * VECTORS];
-
-  /// Computes the position of the thread's first element. Returns false if the thread has no
-  /// element.
-  DEVICE bool place(const CastTransposeArgs &a, i64 tile, i64 &r, i64 &c) const {
-    i64 tile_row = tile / a.tiles_across, tile_col = tile - tile_row * a.tiles_across;
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    r = (tile_row * 2 + (warp >> 1)) * 4 * ROWS + (lane >> 3) * ROWS;
-    c = tile_col * 128 + (warp & 1) * 64 + (lane & 7) * 8;
-    return r < a.rows && c < a.cols;
-  }
-
-  DEVICE void load(const CastTransposeArgs &a, i64 tile) {
-    i64 r, c;
-    if (!place(a, tile, r, c)) return;
-    const char *from = (const char *)a.x + (r * a.x_rs + c) * T::BYTES;
-    i64 row = a.x_rs * T::BYTES;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++)
-#pragma unroll
-      for (int k = 0; k < VECTORS; k++)
-        v[i * VECTORS + k] = ((const uint4 *)(from + i * row))[k];
-  }
-
-  DEVICE u32 amax(const CastTransposeArgs &a, i64 tile) const {
-    i64 r, c;
-    if (!place(a, tile, r, c)) return 0;
-    u32 m = 0;
-#pragma unroll
-    for (int i = 0; i < ROWS * VECTORS; i++)
-      m = T::amax(m, vector_amax<T>(v[i]));
-    return magnitude<T>(m);
-  }
-
-  /// Returns the register that contains element j of row i.
-  DEVICE u32 word(int i, int j) const {
-    int w = j / T::PER_REG;
-    const uint4 &d = v[i * VECTORS + w / 4];
-    return w % 4 == 0 ? d.x : w % 4 == 1 ? d.y : w % 4 == 2 ? d.z : d.w;
-  }
-
-  template <class F> DEVICE void store(const CastTransposeArgs &a, i64 tile, float q) const {
-    i64 r, c;
-    if (!place(a, tile, r, c)) return;
-    if (a.rowwise) {
-      u8 *to = a.rowwise + r * a.rowwise_rs + c;
-      i64 row = a.rowwise_rs;
-#pragma unroll
-      for (int i = 0; i < ROWS; i++) {
-        u32 in[4 * VECTORS], out[2];
-#pragma unroll
-        for (int w = 0; w < 4 * VECTORS; w++) in[w] = word(i, w * T::PER_REG);
-        encode_words<T, F>(in, q, out);
-        *(uint2 *)(to + i * row) = make_uint2(out[0], out[1]);
-      }
-    }
-    u8 *to = a.columnwise + c * a.rows + r;
-    i64 column = a.rows;
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      u32 out[ROWS / 4];
-#pragma unroll
-      for (int i = 0; i < ROWS / 4; i++) {
-        float e[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-          e[k] = __fmul_rn(T::get_again(word(4 * i + k, j), j % T::PER_REG), q);
-        out[i] = F::pair(e[0], e[1]) | (u32)F::pair(e[2], e[3]) << 16;
-      }
-      if (ROWS == 16)
-        *(uint4 *)(to + j * column) =
-            make_uint4(out[0], out[1], out[2 % (ROWS / 4)], out[3 % (ROWS / 4)]);
-      else
-        *(uint2 *)(to + j * column) = make_uint2(out[0], out[1]);
-    }
-  }
 };
 
 template <class T, class F, bool DELAYED> DEVICE void cast_transpose(const CastTransposeArgs &a) {

@@ -3,6 +3,7 @@
 //
 // A quantization has three launches. The first finds the maxima of rows and of columns, in the
 // memory of the scales. The second turns maxima into scales. The third casts.
+#include "activation.cuh"
 #include "vectors.cuh"
 
 struct GroupBoundsArgs {
@@ -161,57 +162,6 @@ DEVICE void load_rows(const GroupArgs &a, i64 row, int valid, i64 col, u32 (&d)[
     d[k][0] = d[k][1] = d[k][2] = d[k][3] = 0;
     if (k < valid) load_vector<T>(a.x, a.x_rs, a.x_cs, false, from[k], col, a.cols, d[k]);
   }
-}
-
-// --- activations (format/activation.rs) ----------------------------------------------------
-
-/// Limits a value to [-87, 88]. NaN stays NaN.
-DEVICE float clamp_exponent(float x) {
-  float d;
-  asm("min.NaN.f32 %0, %1, 0f42B00000;" : "=f"(d) : "f"(x));
-  asm("max.NaN.f32 %0, %1, 0fC2AE0000;" : "=f"(d) : "f"(d));
-  return d;
-}
-
-DEVICE float exponential(float x) {
-  const float ROUND = 12582912.0f;
-  float clamped = clamp_exponent(x);
-  float rounded = __fadd_rn(__fmul_rn(clamped, __uint_as_float(0x3fb8aa3b)), ROUND);
-  float k = __fadd_rn(rounded, -ROUND);
-  float r = __fadd_rn(clamped, -__fmul_rn(k, 0.693359375f));
-  r = __fadd_rn(r, -__fmul_rn(k, -2.12194440e-4f));
-  float p = 1.0f / 5040.0f;
-  p = __fadd_rn(__fmul_rn(p, r), 1.0f / 720.0f);
-  p = __fadd_rn(__fmul_rn(p, r), 1.0f / 120.0f);
-  p = __fadd_rn(__fmul_rn(p, r), 1.0f / 24.0f);
-  p = __fadd_rn(__fmul_rn(p, r), 1.0f / 6.0f);
-  p = __fadd_rn(__fmul_rn(p, r), 0.5f);
-  p = __fadd_rn(__fmul_rn(p, r), 1.0f);
-  p = __fadd_rn(__fmul_rn(p, r), 1.0f);
-  return __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
-}
-
-DEVICE float sigmoid(float x) { return __frcp_rn(__fadd_rn(1.0f, exponential(-x))); }
-
-/// The activation of a value and its derivative.
-struct Activated {
-  float value, derivative;
-};
-
-DEVICE Activated activate(bool gelu, float x) {
-  if (!gelu) {
-    float s = sigmoid(x);
-    float slope = __fadd_rn(1.0f, __fmul_rn(x, __fadd_rn(1.0f, -s)));
-    return {__fmul_rn(x, s), __fmul_rn(s, slope)};
-  }
-  const float TWICE_ROOT = __uint_as_float(0x3fcc422a), CUBIC = 0.044715f;
-  float square = __fmul_rn(x, x);
-  float cubic = __fmul_rn(CUBIC, __fmul_rn(square, x));
-  float s = sigmoid(__fmul_rn(TWICE_ROOT, __fadd_rn(x, cubic)));
-  float slope = __fmul_rn(__fmul_rn(3.0f, CUBIC), square);
-  slope = __fmul_rn(TWICE_ROOT, __fadd_rn(1.0f, slope));
-  float change = __fmul_rn(__fmul_rn(s, __fadd_rn(1.0f, -s)), slope);
-  return {__fmul_rn(x, s), __fadd_rn(s, __fmul_rn(x, change))};
 }
 
 /// Stores the elements of registers to `values`, at column `first + col`.

@@ -2,20 +2,7 @@
 //
 // Loads run along the input's shorter stride, and stores along each output's, so that a
 // transposed view is as fast as a contiguous one.
-#include "elements.cuh"
-
-struct StridedArgs {
-  const void *x;
-  u8 *rowwise;           // or null
-  u8 *columnwise;        // or null; (cols, rows)
-  i64 rows, cols;
-  i64 x_rs, x_cs;
-  i64 rowwise_rs, rowwise_cs;
-  i64 columnwise_rs, columnwise_cs;
-  i64 tiles_across;
-  const float *scale;
-  Delayed delayed;       // without grid_max, amaxes are not recorded
-};
+#include "strided.cuh"
 
 template <class T, class F> DEVICE void strided_cast(const StridedArgs &a) {
   __shared__ u8 tile[32][33];

@@ -2,6 +2,7 @@
 //! each module's source.
 
 use crate::cuda::driver::args;
+use crate::layout::{View, ViewMut};
 use crate::spec::ScaleRule;
 
 #[derive(Clone, Copy)]
@@ -24,14 +25,14 @@ impl From<ScaleRule> for Rule {
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub(super) struct Delayed {
-    pub(super) amax: *mut u8,
-    pub(super) scale_used: *mut u8,
-    pub(super) grid_max: *mut u8,
+pub(in crate::cuda) struct Delayed {
+    pub(in crate::cuda) amax: *mut u8,
+    pub(in crate::cuda) scale_used: *mut u8,
+    pub(in crate::cuda) grid_max: *mut u8,
 }
 
 impl Delayed {
-    pub(super) const NONE: Self =
+    pub(in crate::cuda) const NONE: Self =
         Self { amax: std::ptr::null_mut(), scale_used: std::ptr::null_mut(), grid_max: std::ptr::null_mut() };
 }
 
@@ -139,21 +140,49 @@ pub(super) struct CurrentCastTransposeArgs {
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub(super) struct StridedArgs {
-    pub(super) x: *const u8,
-    pub(super) rowwise: *mut u8,
-    pub(super) columnwise: *mut u8,
-    pub(super) rows: i64,
-    pub(super) cols: i64,
-    pub(super) x_rs: i64,
-    pub(super) x_cs: i64,
-    pub(super) rowwise_rs: i64,
-    pub(super) rowwise_cs: i64,
-    pub(super) columnwise_rs: i64,
-    pub(super) columnwise_cs: i64,
-    pub(super) tiles_across: i64,
-    pub(super) scale: *const u8,
-    pub(super) delayed: Delayed,
+pub(in crate::cuda) struct StridedArgs {
+    pub(in crate::cuda) x: *const u8,
+    pub(in crate::cuda) rowwise: *mut u8,
+    pub(in crate::cuda) columnwise: *mut u8,
+    pub(in crate::cuda) rows: i64,
+    pub(in crate::cuda) cols: i64,
+    pub(in crate::cuda) x_rs: i64,
+    pub(in crate::cuda) x_cs: i64,
+    pub(in crate::cuda) rowwise_rs: i64,
+    pub(in crate::cuda) rowwise_cs: i64,
+    pub(in crate::cuda) columnwise_rs: i64,
+    pub(in crate::cuda) columnwise_cs: i64,
+    pub(in crate::cuda) tiles_across: i64,
+    pub(in crate::cuda) scale: *const u8,
+    pub(in crate::cuda) delayed: Delayed,
+}
+
+impl StridedArgs {
+    /// Returns the arguments of a cast. `tiles_across` depends on the kernel, and is 0.
+    pub(in crate::cuda) fn new(
+        x: &View,
+        rowwise: Option<&ViewMut>,
+        columnwise: Option<&ViewMut>,
+        scale: *const u8,
+        delayed: Delayed,
+    ) -> Self {
+        Self {
+            x: x.ptr(),
+            rowwise: rowwise.map_or(std::ptr::null_mut(), ViewMut::ptr),
+            columnwise: columnwise.map_or(std::ptr::null_mut(), ViewMut::ptr),
+            rows: x.rows() as i64,
+            cols: x.cols() as i64,
+            x_rs: x.row_stride() as i64,
+            x_cs: x.col_stride() as i64,
+            rowwise_rs: rowwise.map_or(0, |rowwise| rowwise.row_stride() as i64),
+            rowwise_cs: rowwise.map_or(0, |rowwise| rowwise.col_stride() as i64),
+            columnwise_rs: columnwise.map_or(0, |columnwise| columnwise.row_stride() as i64),
+            columnwise_cs: columnwise.map_or(0, |columnwise| columnwise.col_stride() as i64),
+            tiles_across: 0,
+            scale,
+            delayed,
+        }
+    }
 }
 
 #[derive(Clone, Copy)]

@@ -6,8 +6,8 @@ mod args;
 mod lists;
 
 use args::{
-    AmaxArgs, CastArgs, CastTransposeArgs, Current, CurrentCastArgs, CurrentCastTransposeArgs, Delayed,
-    ScaleArgs, StridedAmaxArgs, StridedArgs,
+    AmaxArgs, CastArgs, CastTransposeArgs, Current, CurrentCastArgs, CurrentCastTransposeArgs, ScaleArgs,
+    StridedAmaxArgs,
 };
 
 use super::driver::{self, Args, Grid, launch};
@@ -22,7 +22,7 @@ use crate::format::Fp8Format;
 use crate::layout::{Matrix, View, ViewMut};
 use crate::spec::{ScaleRule, Scaling, Stream, TensorCall};
 
-pub(super) use args::Rule;
+pub(super) use args::{Delayed, Rule, StridedArgs};
 pub(crate) use lists::{multi_amax, multi_quantize, multi_quantize_delayed};
 
 static AMAX_MODULE: Module = module!("amax");
@@ -207,7 +207,7 @@ impl Cast<'_> {
             return self.contiguous(rowwise);
         }
         if let Some(columnwise) = self.columnwise
-            && self.tiles_are_supported(columnwise)
+            && tiles_are_supported(self.x, self.rowwise, Some(columnwise))
         {
             return self.tiles(columnwise);
         }
@@ -261,38 +261,11 @@ impl Cast<'_> {
         }
     }
 
-    /// Returns the rows of a patch, which a thread transposes in registers.
-    fn patch_rows(&self) -> usize {
-        if self.x.dtype().size() == 4 { 8 } else { 16 }
-    }
-
-    /// Whether the kernels that cast and transpose tiles support the layout of the views.
-    fn tiles_are_supported(&self, columnwise: &ViewMut) -> bool {
-        let x = self.x;
-        let (rows, cols) = x.shape();
-        let x_is_supported = x.numel() > 0
-            && x.col_stride() == 1
-            && x.row_stride() > 0
-            && aligned(x.ptr(), 16)
-            && (x.row_stride() as usize * x.dtype().size()).is_multiple_of(16)
-            && rows.is_multiple_of(self.patch_rows())
-            && cols.is_multiple_of(8);
-        let columnwise_is_supported =
-            columnwise.is_contiguous() && aligned(columnwise.ptr(), self.patch_rows());
-        let rowwise_is_supported = self.rowwise.is_none_or(|rowwise| {
-            rowwise.col_stride() == 1
-                && rowwise.row_stride() > 0
-                && aligned(rowwise.ptr(), 8)
-                && (rowwise.row_stride() as usize).is_multiple_of(8)
-        });
-        x_is_supported && columnwise_is_supported && rowwise_is_supported
-    }
-
     /// Casts and transposes tiles.
     fn tiles(&self, columnwise: &ViewMut) -> Result<(), Error> {
         let (rows, cols) = self.x.shape();
         let tiles_across = cols.div_ceil(128);
-        let tiles = (rows.div_ceil(8 * self.patch_rows()) * tiles_across) as u64;
+        let tiles = (rows.div_ceil(8 * patch_rows(self.x)) * tiles_across) as u64;
         let cast = CastTransposeArgs {
             x: self.x.ptr(),
             rowwise: self.rowwise.map_or(std::ptr::null_mut(), ViewMut::ptr),
@@ -320,32 +293,51 @@ impl Cast<'_> {
 
     /// Casts views of any layout.
     fn strided(&self) -> Result<(), Error> {
-        let x = self.x;
-        let (rows, cols) = x.shape();
-        let tiles_across = cols.div_ceil(32).max(1);
-        let blocks = if x.numel() > 0 {
-            (rows.div_ceil(32) * tiles_across) as u64
-        } else {
-            // With delayed scaling, an empty tensor still needs a block, which writes `scale_used`.
-            u64::from(matches!(self.source, CastScale::Delayed { .. }))
-        };
-        let (rowwise, columnwise) = (self.rowwise, self.columnwise);
-        let args = StridedArgs {
-            x: x.ptr(),
-            rowwise: rowwise.map_or(std::ptr::null_mut(), ViewMut::ptr),
-            columnwise: columnwise.map_or(std::ptr::null_mut(), ViewMut::ptr),
-            rows: rows as i64,
-            cols: cols as i64,
-            x_rs: x.row_stride() as i64,
-            x_cs: x.col_stride() as i64,
-            rowwise_rs: rowwise.map_or(0, |rowwise| rowwise.row_stride() as i64),
-            rowwise_cs: rowwise.map_or(0, |rowwise| rowwise.col_stride() as i64),
-            columnwise_rs: columnwise.map_or(0, |columnwise| columnwise.row_stride() as i64),
-            columnwise_cs: columnwise.map_or(0, |columnwise| columnwise.col_stride() as i64),
-            tiles_across: tiles_across as i64,
-            scale: self.source.scale(),
-            delayed: self.source.delayed(),
-        };
-        self.launch(&STRIDED_CAST, Grid { blocks, threads: 256 }, &args)
+        let (scale, delayed) = (self.source.scale(), self.source.delayed());
+        let args = StridedArgs::new(self.x, self.rowwise, self.columnwise, scale, delayed);
+        let args = StridedArgs { tiles_across: across_strided(self.x), ..args };
+        self.launch(&STRIDED_CAST, strided_grid(self.x, &delayed), &args)
     }
+}
+
+/// Returns the rows of a patch, which a thread transposes in registers.
+pub(super) fn patch_rows(x: &View) -> usize {
+    if x.dtype().size() == 4 { 8 } else { 16 }
+}
+
+/// Whether the kernels that cast and transpose tiles support the layout of the views.
+pub(super) fn tiles_are_supported(x: &View, rowwise: Option<&ViewMut>, columnwise: Option<&ViewMut>) -> bool {
+    let (rows, cols) = x.shape();
+    let x_is_supported = x.numel() > 0
+        && x.col_stride() == 1
+        && x.row_stride() > 0
+        && aligned(x.ptr(), 16)
+        && (x.row_stride() as usize * x.dtype().size()).is_multiple_of(16)
+        && rows.is_multiple_of(patch_rows(x))
+        && cols.is_multiple_of(8);
+    let columnwise_is_supported = columnwise
+        .is_none_or(|columnwise| columnwise.is_contiguous() && aligned(columnwise.ptr(), patch_rows(x)));
+    let rowwise_is_supported = rowwise.is_none_or(|rowwise| {
+        rowwise.col_stride() == 1
+            && rowwise.row_stride() > 0
+            && aligned(rowwise.ptr(), 8)
+            && (rowwise.row_stride() as usize).is_multiple_of(8)
+    });
+    x_is_supported && columnwise_is_supported && rowwise_is_supported
+}
+
+/// Returns the number of tiles of 32x32 elements in a row of tiles.
+pub(super) fn across_strided(x: &View) -> i64 {
+    x.cols().div_ceil(32).max(1) as i64
+}
+
+/// Returns the grid of a cast of views of any layout, in tiles of 32x32 elements.
+pub(super) fn strided_grid(x: &View, delayed: &Delayed) -> Grid {
+    let blocks = if x.numel() > 0 {
+        x.rows().div_ceil(32) as u64 * across_strided(x) as u64
+    } else {
+        // With delayed scaling, an empty tensor still needs a block, which writes `scale_used`.
+        u64::from(!delayed.grid_max.is_null())
+    };
+    Grid { blocks, threads: 256 }
 }

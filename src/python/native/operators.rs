@@ -10,8 +10,8 @@ use super::shim::{Kernel, Value};
 use crate::format::Fp8Format;
 use crate::layout::{Block, BlockFormat, DType, View, ViewMut, packed};
 use crate::ops::{
-    self, Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Groups,
-    ScaleRule,
+    self, Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Glu, Groups,
+    Norm, ScaleRule, TensorPlanes,
 };
 use crate::python::parse;
 use crate::spec::{PlaneShape, gated_shape, indexed_shape};
@@ -50,6 +50,9 @@ operators! {
     group_bounds c"group_bounds"
     quantize_groups c"quantize_groups"
     quantize_gated c"quantize_gated"
+    quantize_norm c"_quantize_norm"
+    quantize_glu c"_quantize_glu"
+    quantize_glu_backward c"_quantize_glu_backward"
     combine_rows c"combine_rows"
     combine_rows_backward c"combine_rows_backward"
 }
@@ -109,6 +112,13 @@ impl Codes {
     fn or_empty(self, x: &Tensor) -> Result<[Tensor; 2], Failure> {
         let dtype = self.format.into();
         Ok([or_empty(self.row, x, dtype)?, or_empty(self.col, x, dtype)?])
+    }
+
+    /// Returns the codes as `or_empty` does, with an allocation of its own for each that was not requested.
+    fn or_new_empty(self, x: &Tensor) -> Result<[Tensor; 2], Failure> {
+        let dtype = self.format.into();
+        let or_new = |codes: Option<Tensor>| codes.map_or_else(|| x.allocate(dtype, &[0]), Ok);
+        Ok([or_new(self.row)?, or_new(self.col)?])
     }
 }
 
@@ -422,6 +432,116 @@ fn quantize_gated(mut values: Values) -> Results {
     let [row, col] = planes.views()?;
     ops::quantize_gated(gated, groups, rule, row, col, stream)?;
     Ok(planes.results)
+}
+
+/// The outputs of a quantization with one scale per tensor whose values are computed by the operator.
+struct FusedPlanes {
+    codes: Codes,
+    scale: Tensor,
+}
+
+impl FusedPlanes {
+    fn new(x: &Tensor, format: Fp8Format, wanted: [bool; 2]) -> Result<Self, Failure> {
+        let codes = Codes::new(x, false, format, wanted[0], wanted[1])?;
+        Ok(Self { codes, scale: x.allocate(DType::F32, &[])? })
+    }
+
+    /// Returns the outputs as an argument. `delayed` has the scale and the amax of delayed scaling.
+    fn planes<'a>(
+        &'a self,
+        rule: ScaleRule,
+        delayed: [Option<&'a Tensor>; 2],
+    ) -> Result<TensorPlanes<'a>, Failure> {
+        let delayed = match delayed {
+            [Some(scale), Some(amax)] => Some((scale.view("scale")?, amax.view_mut("amax")?)),
+            [None, None] => None,
+            _ => {
+                let message = "scale and amax must be given together, for delayed scaling, or be None";
+                return Err(Failure::Value(message.into()));
+            }
+        };
+        let [rowwise, columnwise] = self.codes.views(false)?;
+        Ok(TensorPlanes { rule, delayed, scale: self.scale.view_mut("scale_out")?, rowwise, columnwise })
+    }
+
+    /// Returns rowwise codes, columnwise codes and the scale.
+    fn results(self, x: &Tensor) -> Results {
+        let [row, col] = self.codes.or_empty(x)?;
+        Ok(vec![row, col, self.scale])
+    }
+}
+
+fn quantize_norm(mut values: Values) -> Results {
+    let (x, weight, bias) = (values.tensor(), values.optional_tensor(), values.optional_tensor());
+    let (centered, eps, dtype) = (values.flag(), values.float(), values.dtype());
+    let wanted = [values.flag(), values.flag()];
+    let rule = ScaleRule { power_of_2: values.flag(), amax_epsilon: values.float(), margin: 0 };
+    let (scale, amax) = (values.optional_tensor(), values.optional_tensor());
+
+    let planes = FusedPlanes::new(&x, dtype.format()?, wanted)?;
+    let Some((_, leading)) = x.sizes()?.split_last() else {
+        return Err(Failure::Value("x has no dimension; it must have rows".into()));
+    };
+    let per_row = [leading, &[1]].concat();
+    let rstd = x.allocate(DType::F32, &per_row)?;
+    let mean = if centered { x.allocate(DType::F32, &per_row)? } else { x.empty(DType::F32)? };
+    let x = x.matrix(false)?;
+    {
+        let norm = Norm {
+            x: x.view("x")?,
+            weight: weight.as_ref().map(|weight| weight.view("weight")).transpose()?,
+            bias: bias.as_ref().map(|bias| bias.view("bias")).transpose()?,
+            centered,
+            eps,
+            mean: if centered { Some(mean.view_mut("mean")?) } else { None },
+            rstd: rstd.view_mut("rstd")?,
+        };
+        let given = [&weight, &bias, &scale, &amax].into_iter().flatten();
+        let stream = stream(given.chain([&x]))?;
+        ops::quantize_norm(norm, planes.planes(rule, [scale.as_ref(), amax.as_ref()])?, stream)?;
+    }
+    let mut results = planes.results(&x)?;
+    results.extend([mean, rstd]);
+    Ok(results)
+}
+
+fn quantize_glu(mut values: Values) -> Results {
+    let (gate, up, activation, dtype) = (values.tensor(), values.tensor(), values.string(), values.dtype());
+    let wanted = [values.flag(), values.flag()];
+    let rule = ScaleRule { power_of_2: values.flag(), amax_epsilon: values.float(), margin: 0 };
+    let (scale, amax) = (values.optional_tensor(), values.optional_tensor());
+
+    let activation = parse::activation(&activation)?;
+    let planes = FusedPlanes::new(&gate, dtype.format()?, wanted)?;
+    let (gate, up) = (gate.matrix(false)?, up.matrix(false)?);
+    let glu = Glu { gate: gate.view("gate")?, up: up.view("up")?, activation };
+    let stream = stream([&scale, &amax].into_iter().flatten().chain([&gate, &up]))?;
+    ops::quantize_glu(glu, planes.planes(rule, [scale.as_ref(), amax.as_ref()])?, stream)?;
+    planes.results(&gate)
+}
+
+fn quantize_glu_backward(mut values: Values) -> Results {
+    let (gate, up, dy) = (values.tensor(), values.tensor(), values.tensor());
+    let (activation, dtype) = (values.string(), values.dtype());
+    let wanted = [values.flag(), values.flag()];
+    let rule = ScaleRule { power_of_2: values.flag(), amax_epsilon: values.float(), margin: 0 };
+    let delayed = [(); 4].map(|()| values.optional_tensor());
+
+    let activation = parse::activation(&activation)?;
+    let gate_planes = FusedPlanes::new(&gate, dtype.format()?, wanted)?;
+    let up_planes = FusedPlanes::new(&gate, dtype.format()?, wanted)?;
+    let (gate, up, dy) = (gate.matrix(false)?, up.matrix(false)?, dy.matrix(false)?);
+    let glu = Glu { gate: gate.view("gate")?, up: up.view("up")?, activation };
+    let stream = stream(delayed.iter().flatten().chain([&gate, &up, &dy]))?;
+    let [gate_scale, gate_amax, up_scale, up_amax] = delayed.each_ref().map(Option::as_ref);
+    let to_gate = gate_planes.planes(rule, [gate_scale, gate_amax])?;
+    let to_up = up_planes.planes(rule, [up_scale, up_amax])?;
+    ops::quantize_glu_backward(glu, dy.view("dy")?, to_gate, to_up, stream)?;
+    let mut results = gate_planes.results(&gate)?;
+    // Results must not share memory, not even that of empty ones.
+    let [row, col] = up_planes.codes.or_new_empty(&gate)?;
+    results.extend([row, col, up_planes.scale]);
+    Ok(results)
 }
 
 /// Returns a view of a tensor that must have two dimensions.

@@ -1,0 +1,127 @@
+//! Norms over rows with quantization of their result.
+
+use std::ptr::null_mut;
+
+use super::driver::{Grid, args, launch};
+use super::fused::{FusedCast, current_scale};
+use super::modules::{ByTypes, Module, by_types, format_index, input_index, module};
+use super::tensorwise::{Rule, StridedArgs};
+use super::views::{aligned, ordinal, rows_aligned};
+use super::workspace;
+use crate::error::Error;
+use crate::format::Fp8Format;
+use crate::layout::{View, ViewMut};
+use crate::spec::{Norm, ScaleRule, Stream, TensorPlanes};
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct NormArgs {
+    weight: *const u8,
+    bias: *const u8,
+    mean: *mut u8,
+    rstd: *mut u8,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct NormStatsArgs {
+    x: *const u8,
+    norm: NormArgs,
+    scale: *mut u8,
+    grid_max: *mut u8,
+    x_rs: i64,
+    x_cs: i64,
+    rows: i64,
+    cols: i64,
+    eps: f32,
+    rule: Rule,
+    flags: u32,
+    unused: u32,
+}
+
+/// Defined in `kernels/norm.cu`.
+const X_VECTORS: u32 = 1;
+const WEIGHT_VECTORS: u32 = 2;
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct NormCastArgs {
+    cast: StridedArgs,
+    norm: NormArgs,
+}
+
+args!(NormStatsArgs, NormCastArgs);
+
+static NORM_MODULE: Module = module!("norm");
+
+static STATS: ByTypes = by_types!(NORM_MODULE, "norm_stats", NormStatsArgs);
+static STATS_LONG: ByTypes = by_types!(NORM_MODULE, "norm_stats_long", NormStatsArgs);
+static CAST: ByTypes = by_types!(NORM_MODULE, "norm_cast", NormCastArgs);
+static STRIDED: ByTypes = by_types!(NORM_MODULE, "norm_strided", NormCastArgs);
+
+#[cfg(test)]
+pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {
+    [&STATS, &STATS_LONG, &CAST, &STRIDED].into_iter().flatten().flatten().collect()
+}
+
+/// Number of rows that a block of `norm_stats` processes, one with each warp.
+const ROWS: usize = 4;
+
+/// Number of bytes of a row that a warp holds in registers.
+const HELD_BYTES: usize = 16 << 10;
+
+/// See `ops::quantize_norm`.
+pub(crate) fn quantize_norm(
+    norm: &Norm,
+    format: Fp8Format,
+    planes: &TensorPlanes,
+    stream: Stream,
+) -> Result<(), Error> {
+    let x = &norm.x;
+    let device = ordinal(x.device());
+    let vector = |view: &Option<View>| view.as_ref().map_or(std::ptr::null(), View::ptr);
+    let args = NormArgs {
+        weight: vector(&norm.weight),
+        bias: vector(&norm.bias),
+        mean: norm.mean.as_ref().map_or(null_mut(), ViewMut::ptr),
+        rstd: norm.rstd.ptr(),
+    };
+    let weights_are_aligned = aligned(args.weight, 16) && aligned(args.bias, 16);
+    let kernel = |kernels: &'static ByTypes| &kernels[input_index(x.dtype())][format_index(format)];
+
+    let mut flags = 0;
+    if rows_aligned(&x.matrix(), 16) {
+        flags |= X_VECTORS;
+    }
+    if weights_are_aligned {
+        flags |= WEIGHT_VECTORS;
+    }
+    let mut stats = NormStatsArgs {
+        x: x.ptr(),
+        norm: args,
+        scale: null_mut(),
+        grid_max: null_mut(),
+        x_rs: x.row_stride() as i64,
+        x_cs: x.col_stride() as i64,
+        rows: x.rows() as i64,
+        cols: x.cols() as i64,
+        eps: norm.eps,
+        rule: ScaleRule::default().into(),
+        flags,
+        unused: 0,
+    };
+    let mut blocks = x.rows().div_ceil(ROWS);
+    if let Some((scale, rule)) = current_scale(planes) {
+        stats.scale = scale;
+        stats.rule = rule.into();
+        stats.grid_max = workspace::slots(device, stream, 1)?;
+        blocks = blocks.max(1); // the scale of an empty tensor is written too
+    }
+    let is_held = x.cols() * x.dtype().size() <= HELD_BYTES;
+    let grid = Grid { blocks: blocks as u64, threads: 32 * ROWS as u32 };
+    launch(device, stream, kernel(if is_held { &STATS } else { &STATS_LONG }), grid, &stats)?;
+
+    let cast = FusedCast::new(x, planes, weights_are_aligned, stream)?;
+    let kernels = if cast.in_tiles { &CAST } else { &STRIDED };
+    launch(device, stream, kernel(kernels), cast.grid, &NormCastArgs { cast: cast.args, norm: args })
+}
