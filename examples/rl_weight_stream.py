@@ -38,7 +38,9 @@ def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize activations as FP8_DYNAMIC does: one scale per token, which divides."""
     x = x.float()
     amax = x.abs().amax(-1, keepdim=True)
-    scale = (amax / 448).clamp(min=1 / (448 * 512))
+    # A tensor, because torch would multiply by the reciprocal of a number on GPUs.
+    largest = torch.full_like(amax, 448)
+    scale = (amax / largest).clamp(min=1 / (448 * 512))
     codes = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     return codes, scale
 

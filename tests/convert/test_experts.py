@@ -355,6 +355,15 @@ def test_the_report_names_the_gemms_of_each_weight(kind, mode):
     assert not fp8rs.report(model, experts="off").gemms
 
 
+def test_the_report_names_the_options_of_a_recipe_that_do_not_apply_to_experts():
+    recipe = fp8rs.Float8RowwiseScaling.for_serving()
+    report = fp8rs.report(mixture("mixtral"), recipe=recipe)
+    reason = "input_amax_epsilon and divide_input of the recipe do not apply to experts"
+    assert set(report.gemm_reasons.values()) == {reason}
+    for gemms in report.gemms.values():
+        assert set(gemms.values()) == {"high precision"}
+
+
 def test_the_report_names_fused_gemms():
     """transformers' gated experts with one scale per expert also fuse quantization."""
     with torch.device("meta"):
