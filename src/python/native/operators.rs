@@ -531,7 +531,12 @@ fn quantize_glu_backward(mut values: Values) -> Results {
     let to_up = up_planes.planes(rule, [up_scale, up_amax])?;
     ops::quantize_glu_backward(glu, dy.view("dy")?, to_gate, to_up, stream)?;
     let mut results = gate_planes.results(&gate)?;
-    results.extend(up_planes.results(&gate)?);
+    let FusedPlanes { codes: Codes { row, col, format }, scale } = up_planes;
+    for codes in [row, col] {
+        // `Tensor::empty` returns tensors that share a storage, which results of one call must not.
+        results.push(codes.map_or_else(|| gate.allocate(format.into(), &[0]), Ok)?);
+    }
+    results.push(scale);
     Ok(results)
 }
 
