@@ -49,7 +49,8 @@ fn rust_structs(text: &str) -> BTreeMap<String, Vec<Field>> {
         let declared = part.split_once("struct ").unwrap().1;
         let fields =
             body(declared).split(",\n").map(str::trim).filter(|field| !field.is_empty()).map(|field| {
-                let (field, kind) = field.trim_start_matches("pub(super) ").split_once(": ").unwrap();
+                let visible = field.strip_prefix("pub(").map(|rest| rest.split_once(") ").unwrap().1);
+                let (field, kind) = visible.unwrap_or(field).split_once(": ").unwrap();
                 let kind = kind.trim().trim_end_matches(',');
                 let kind = if kind.starts_with('*') { "pointer" } else { kind };
                 (field.to_owned(), kind.to_owned())

@@ -10,16 +10,16 @@
 enum Wanted : u32 { PRODUCT, GATE_GRADIENT, UP_GRADIENT, BOTH_GRADIENTS };
 
 /// The factors besides the gate.
-struct Factors {
+struct FactorArgs {
   const void *up;
   const void *dy;        // the gradient of the product, for gradients
   i64 up_rs, up_cs, dy_rs, dy_cs;
   u32 gelu;              // the activation: SiLU, or GELU
-  u32 wanted;
+  Wanted wanted;
 };
 
 /// Returns the product or one gradient.
-DEVICE float glu_value(const Factors &f, float gate, float up, float dy) {
+DEVICE float glu_value(const FactorArgs &f, float gate, float up, float dy) {
   Activated a = activate(f.gelu, gate);
   if (f.wanted == PRODUCT) return __fmul_rn(a.value, up);
   if (f.wanted == GATE_GRADIENT) return __fmul_rn(__fmul_rn(dy, up), a.derivative);
@@ -28,7 +28,7 @@ DEVICE float glu_value(const Factors &f, float gate, float up, float dy) {
 
 struct GluScaleArgs {
   const void *gate;      // (rows, cols)
-  Factors factors;       // PRODUCT or BOTH_GRADIENTS
+  FactorArgs factors;    // PRODUCT or BOTH_GRADIENTS
   float *scale;          // output, of the product or of the gradient of gate
   float *up_scale;       // output, of the gradient of up
   GridMax *grid_max;     // two of them
@@ -42,7 +42,7 @@ enum : u32 { VECTORS = 1 };  // rows of all inputs are contiguous and 16-byte al
 
 template <class T, class F> DEVICE void glu_scale(const GluScaleArgs &a) {
   constexpr int COLS = 4 * T::PER_REG;
-  const Factors &f = a.factors;
+  const FactorArgs &f = a.factors;
   const bool gradients = f.wanted != PRODUCT, vectors = a.flags & VECTORS;
   i64 across = (a.cols + COLS - 1) / COLS, count = a.rows * across;
   u32 m = 0, up_m = 0;
@@ -82,11 +82,11 @@ template <class T, class F> DEVICE void glu_scale(const GluScaleArgs &a) {
 
 struct GluCastArgs {
   StridedArgs cast;      // its input is the gate
-  Factors factors;       // PRODUCT, GATE_GRADIENT or UP_GRADIENT
+  FactorArgs factors;    // PRODUCT, GATE_GRADIENT or UP_GRADIENT
 };
 
 template <class T, class F> DEVICE void glu_cast(const GluCastArgs &a) {
-  const Factors &f = a.factors;
+  const FactorArgs &f = a.factors;
   cast_patch<T, F>(a.cast, [&](Patch<T> &patch, i64 r, i64 c) {
     constexpr int PER = 4 * T::PER_REG;
     const bool gradient = f.wanted != PRODUCT, needs_up = f.wanted != UP_GRADIENT;
@@ -117,7 +117,7 @@ template <class T, class F> DEVICE void glu_cast(const GluCastArgs &a) {
 }
 
 template <class T, class F> DEVICE void glu_strided(const GluCastArgs &a) {
-  const Factors &f = a.factors;
+  const FactorArgs &f = a.factors;
   cast_strided<T, F>(a.cast, [&](i64 r, i64 c) {
     float gate = T::get(T::load(a.cast.x, r * a.cast.x_rs + c * a.cast.x_cs), 0);
     float up = T::get(T::load(f.up, r * f.up_rs + c * f.up_cs), 0);

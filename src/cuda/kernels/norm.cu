@@ -6,7 +6,7 @@
 #include "fused.cuh"
 
 /// The parameters of a norm.
-struct Norm {
+struct NormArgs {
   const void *weight;    // (cols), contiguous, or null
   const void *bias;      // (cols), contiguous, or null
   float *mean;           // (rows), or null: the mean is not subtracted
@@ -15,7 +15,7 @@ struct Norm {
 
 struct NormStatsArgs {
   const void *x;
-  Norm norm;
+  NormArgs norm;
   float *scale;          // output, or null
   GridMax *grid_max;     // with `scale`
   i64 x_rs, x_cs;
@@ -176,7 +176,7 @@ template <class T, class F, int CHUNKS> DEVICE void norm_stats(const NormStatsAr
 
 struct NormCastArgs {
   StridedArgs cast;
-  Norm norm;
+  NormArgs norm;
 };
 
 template <class T, class F> DEVICE void norm_cast(const NormCastArgs &a) {
