@@ -208,13 +208,10 @@ class ShardedModel:
         """
         handles_by_mesh: dict[DeviceMesh, list[ParamHandle]] = {}
         for _, group in fsdp_groups(self.state.root):
-            for fsdp_param in group.fsdp_params:
-                local = sharded_local_tensor(fsdp_param)
-                if not isinstance(local, MasterWeight) or was_gathered(fsdp_param):
-                    continue
-                handle = local._handle
+            for handle, fsdp_param in self._params_of_group(group):
+                is_master_weight = not isinstance(handle, Float8ParamHandle)
                 is_linear = isinstance(handle.module, nn.Linear)
-                if is_linear and handle.state_if_any is self.state:
+                if is_master_weight and is_linear and not was_gathered(fsdp_param):
                     mesh = handle.parameter.device_mesh
                     handles_by_mesh.setdefault(mesh, []).append(handle)
 
@@ -304,14 +301,22 @@ class ShardedModel:
         for _, group in fsdp_groups(self.state.root):
             handles = []
             fsdp_params = []
-            for fsdp_param in group.fsdp_params:
-                handle = getattr(sharded_local_tensor(fsdp_param), "_handle", None)
-                # A group may also have parameters of another converted model.
-                if handle is not None and handle.state_if_any is self.state:
-                    handles.append(handle)
-                    fsdp_params.append(fsdp_param)
+            for handle, fsdp_param in self._params_of_group(group):
+                handles.append(handle)
+                fsdp_params.append(fsdp_param)
             if handles:
                 yield self._unit(handles, fsdp_params, group)
+
+    def _params_of_group(self, fsdp_group: Any) -> Iterator[tuple[ParamHandle, Any]]:
+        """Yield the parameters of FSDP2's group that this model gathers in FP8.
+
+        Each is its handle and its ``FSDPParam``. A group may also have parameters of another
+        converted model.
+        """
+        for fsdp_param in fsdp_group.fsdp_params:
+            handle = getattr(sharded_local_tensor(fsdp_param), "_handle", None)
+            if handle is not None and handle.state_if_any is self.state:
+                yield handle, fsdp_param
 
     def _unit(
         self, handles: Sequence[ParamHandle], fsdp_params: Sequence[Any], fsdp_group: Any
