@@ -153,16 +153,16 @@ fn block_launch(block: Block, (rows, cols): (usize, usize), vectors: bool) -> Re
     Ok(Launch { kernel, threads, blocks })
 }
 
-/// Returns how a matrix with a scale for each block is launched if its moments are codes. A warp updates
-/// whole blocks of them, so tensors of any alignment have the same kernels.
+/// Returns how a matrix with a scale for each block is launched if its moments are codes. Half of a warp
+/// updates whole blocks of them, so tensors of any alignment have the same kernels.
 fn moments_block_launch(block: Block, (rows, cols): (usize, usize)) -> Result<Launch, Error> {
     let squares = |side: usize| rows.div_ceil(side) as u64 * cols.div_ceil(side) as u64;
     let (kernel, threads, blocks) = match (block.rows, block.cols) {
         (1, Block::ALL) if cols <= 4096 => (&FP8_ROW_4096, 512, rows as u64),
-        (1, Block::ALL) if cols <= 16384 => (&FP8_ROW_16384, 1024, rows as u64),
+        (1, Block::ALL) if cols <= 16384 => (&FP8_ROW_16384, 512, rows as u64),
         (1, Block::ALL) => (&FP8_ROW_TWICE, 512, rows as u64),
         (32, 32) => (&FP8_SQUARE_32, 512, squares(32).div_ceil(4)),
-        (128, 128) => (&FP8_SQUARE_128, 1024, squares(128)),
+        (128, 128) => (&FP8_SQUARE_128, 512, squares(128)),
         _ => return Err(block.unsupported(BlockFormat::list_blocks(|format| format.in_adamw))),
     };
     Ok(Launch { kernel, threads, blocks })

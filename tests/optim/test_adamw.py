@@ -1134,6 +1134,30 @@ def test_cuda_writes_the_bytes_of_the_cpu(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("state_dtype", [torch.float32, "fp8"])
+@pytest.mark.parametrize("eps", [1e-30, 1e-8, 2.0])
+def test_cuda_steps_numbers_of_any_magnitude(eps, state_dtype):
+    """Four adjacent elements may need different square roots and divisions on a GPU."""
+    shape = (64, 1024)
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.empty(shape).uniform_(-126, 60, generator=generator)
+    # In the second half, all elements are of a usual size, so a group of four has one method.
+    exponents[32:] = exponents[32:] / 100 - 10
+    gradients = normal(shape, 1) * torch.exp2(exponents)
+    gradients[torch.rand(shape, generator=generator) < 0.1] = 0.0
+
+    optimizers = []
+    for device in ("cpu", "cuda"):
+        weight = parameter(normal(shape, 2).to(device))
+        optimizer = AdamW([weight], lr=1e-3, eps=eps, state_dtype=state_dtype)
+        for factor in (1.0, 0.0, 1e-3):
+            weight.grad = gradients.to(device) * factor
+            optimizer.step()
+        optimizers.append(optimizer)
+    assert_same(everything(optimizers[1]), everything(optimizers[0]))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("offset", [1, 2, 4])
 @pytest.mark.parametrize("name", IN_ONE_PASS)
 def test_cuda_steps_misaligned_shards(name, offset):

@@ -67,7 +67,15 @@ struct Factors {
   float grad, decay, lerp, beta2, rest, root, eps, size;
   float per_root;          // 1 / root
   u32 from_grad, step;
+  u32 is_moderate;         // whether `advance` may use `moderate_sqrt` and `moderate_quotient`
 };
+
+/// Limits of the numbers that `moderate_sqrt` and `moderate_quotient` support. Square roots of
+/// second moments are then from 2^-48 to 2^16, denominators from 2^-48 to 2^29, and quotients and
+/// their corrections are normal numbers.
+constexpr float SMALLEST_ROOT = 0x1p-12f;
+constexpr u32 SMALLEST_SQUARE = (127u - 96u) << 23, LARGEST_SQUARE = (127u + 32u) << 23;
+constexpr float SMALLEST_NUMERATOR = 0x1p-90f, LARGEST_NUMERATOR = 0x1p60f;
 
 DEVICE double power(double base, u32 exponent) {
   double result = 1.0;
@@ -95,6 +103,7 @@ DEVICE Factors factors_of(const AdamWArgs &a, const AdamWEntry &t) {
   f.per_root = reciprocal(f.root);
   f.eps = __double2float_rn(a.eps);
   f.size = __double2float_rn(__ddiv_rn(lr, __dsub_rn(1.0, power(a.beta1, f.step))));
+  f.is_moderate = f.root >= SMALLEST_ROOT && f.eps >= 0.0f && f.eps <= 1.0f;
   return f;
 }
 
@@ -124,6 +133,12 @@ DEVICE uint4 load_four(const void *p, u64 i, u32 kind) {
   if (kind == CODES) return make_uint4(*(const u32 *)((const u8 *)p + i), 0, 0, 0);
   uint2 d = *(const uint2 *)((const u16 *)p + i);
   return make_uint4(d.x, d.y, 0, 0);
+}
+
+/// Loads the gradients of four adjacent elements. Gradients are not codes, which saves a branch.
+DEVICE uint4 load_gradient(const AdamWEntry &t, u64 i) {
+  u32 kind = grad_kind(t);
+  return kind == F32 ? load_four(t.grad, i, F32) : load_four(t.grad, i, BF16);
 }
 
 DEVICE void widen_four(const uint4 &v, u32 kind, float (&out)[4]) {
@@ -235,7 +250,7 @@ struct Four {
 /// `kind` is the kind of the parameter.
 DEVICE Four load(const AdamWEntry &t, u64 i, u32 kind) {
   Four d;
-  d.grad = load_four(t.grad, i, grad_kind(t));
+  d.grad = load_gradient(t, i);
   d.exp_avg = load_four(t.exp_avg, i, moment_kind(t));
   d.exp_avg_sq = load_four(t.exp_avg_sq, i, moment_kind(t));
   d.weight = t.master ? load_four(t.master, i, F32) : load_four(t.param, i, kind);
@@ -254,15 +269,86 @@ DEVICE float divide_by_root(float x, const Factors &f) {
   return q < __uint_as_float(0x7f800000u) ? twice : q;
 }
 
-/// Updates one element.
-DEVICE void advance(const Factors &f, float g, float &m, float &v, float &w) {
+/// Returns the square root, rounded to nearest. `x` must be from 2^-101 to 2^127. The compiler emits
+/// these instructions for `__fsqrt_rn` too, and a branch for all other numbers.
+DEVICE float moderate_sqrt(float x) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  float root = __fmul_rn(x, r), half = __fmul_rn(r, 0.5f);
+  return __fmaf_rn(__fmaf_rn(-root, root, x), half, root);
+}
+
+/// Returns 1 / x, rounded to nearest. `x` and the result must be normal numbers.
+DEVICE float moderate_reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
+}
+
+/// Returns the quotient, rounded to nearest (Markstein, 1990). The compiler emits these instructions
+/// for `__fdiv_rn` too, and a branch for very large and very small numbers.
+DEVICE float moderate_quotient(float x, float y) {
+  float r = moderate_reciprocal(y), q = __fmul_rn(x, r);
+  return __fmaf_rn(r, __fmaf_rn(-y, q, x), q);
+}
+
+/// Divides by the root of the step as `divide_by_root` does. `x` must be a finite number.
+DEVICE float divide_by_moderate_root(float x, const Factors &f) {
+  float q = __fmul_rn(x, f.per_root);
+  q = __fmaf_rn(__fmaf_rn(-f.root, q, x), f.per_root, q);
+  return __fmaf_rn(__fmaf_rn(-f.root, q, x), f.per_root, q);
+}
+
+/// Updates the moments of an element. Returns the numerator of its step.
+DEVICE float advance_moments(const Factors &f, float g, float &m, float &v) {
   float grad = __fmul_rn(g, f.grad);
-  float weight = __fmul_rn(w, f.decay);
   float start = f.from_grad ? grad : m;
   m = __fadd_rn(start, __fmul_rn(__fsub_rn(grad, m), f.lerp));
   v = __fadd_rn(__fmul_rn(v, f.beta2), __fmul_rn(__fmul_rn(f.rest, grad), grad));
+  return __fmul_rn(f.size, m);
+}
+
+/// Updates one element.
+DEVICE void advance(const Factors &f, float g, float &m, float &v, float &w) {
+  float numerator = advance_moments(f, g, m, v);
   float denominator = __fadd_rn(divide_by_root(__fsqrt_rn(v), f), f.eps);
-  w = __fsub_rn(weight, __fdiv_rn(__fmul_rn(f.size, m), denominator));
+  w = __fsub_rn(__fmul_rn(w, f.decay), __fdiv_rn(numerator, denominator));
+}
+
+/// Updates four elements as `advance` does each. Square roots and quotients of any number take a
+/// branch for each of them. One branch for all is faster, and lets the four be computed at the same
+/// time.
+DEVICE void advance(const Factors &f, const float (&g)[4], float (&m)[4], float (&v)[4],
+                    float (&w)[4]) {
+  float numerator[4];
+  float least = __uint_as_float(0x7f800000u), most = 0.0f;
+  u32 above_smallest = 0;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    numerator[j] = advance_moments(f, g[j], m[j], v[j]);
+    least = fminf(least, fabsf(numerator[j]));
+    most = fmaxf(most, fabsf(numerator[j]));
+    above_smallest = max_u32(above_smallest, __float_as_uint(v[j]) - SMALLEST_SQUARE);
+  }
+  // A numerator that is NaN is in neither limit. Its quotient is NaN either way.
+  bool is_moderate = f.is_moderate && above_smallest <= LARGEST_SQUARE - SMALLEST_SQUARE &&
+                     least >= SMALLEST_NUMERATOR && most <= LARGEST_NUMERATOR;
+  float step[4];
+  if (is_moderate) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float root = divide_by_moderate_root(moderate_sqrt(v[j]), f);
+      step[j] = moderate_quotient(numerator[j], __fadd_rn(root, f.eps));
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float root = divide_by_root(__fsqrt_rn(v[j]), f);
+      step[j] = __fdiv_rn(numerator[j], __fadd_rn(root, f.eps));
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 4; j++) w[j] = __fsub_rn(__fmul_rn(w[j], f.decay), step[j]);
 }
 
 /// Returns the values of four adjacent elements before the step, from the master if there is one.
@@ -285,8 +371,7 @@ DEVICE void update(const AdamWEntry &t, const Factors &f, const Four &d, u32 kin
   widen_four(d.exp_avg, moment_kind(t), m);
   widen_four(d.exp_avg_sq, moment_kind(t), v);
   widen_weight(t, d.weight, kind, scale, w);
-#pragma unroll
-  for (int j = 0; j < 4; j++) advance(f, g[j], m[j], v[j], w[j]);
+  advance(f, g, m, v, w);
   if (!keep) return;
   store_four(t.exp_avg, i, moment_kind(t), m);
   store_four(t.exp_avg_sq, i, moment_kind(t), v);
