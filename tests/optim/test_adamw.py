@@ -18,6 +18,7 @@ from optim.weights import (
     assert_same,
     bytes_of,
     each_format,
+    each_kind_of_moments,
     each_quantizer,
     everything,
     mixed,
@@ -1195,10 +1196,10 @@ def launch_at(weight, offset, device):
 
 
 @pytest.mark.gpu
+@each_kind_of_moments
 @with_and_without_masters
-def test_cuda_skips_a_step_that_a_grad_scaler_rejects(masters):
-    params = mixed("cuda")
-    optimizer = AdamW(params, master_weights=masters)
+def test_cuda_skips_a_step_that_a_grad_scaler_rejects(params_on, adamw, masters):
+    optimizer = adamw(params_on("cuda"), master_weights=masters)
     train(optimizer, 1)
     before = everything(optimizer)
     optimizer.grad_scale = torch.tensor(8.0, device="cuda")
@@ -1208,13 +1209,16 @@ def test_cuda_skips_a_step_that_a_grad_scaler_rejects(masters):
 
 
 @pytest.mark.gpu
+@each_kind_of_moments
 @with_and_without_masters
-def test_a_captured_step_is_replayed_with_new_gradients_rates_and_steps(masters):
+def test_a_captured_step_is_replayed_with_new_gradients_rates_and_steps(params_on, adamw, masters):
     """The graph reads the step, the learning rate and the gradients from fixed addresses."""
-    eager, graphed = mixed("cuda"), mixed("cuda")
+    eager = params_on("cuda")
+    graphed = params_on("cuda")
     rates = [torch.tensor(3e-3, device="cuda") for _ in range(2)]
     options = {"master_weights": masters, "capturable": True}
-    a, b = AdamW(eager, lr=rates[0], **options), AdamW(graphed, lr=rates[1], **options)
+    a = adamw(eager, lr=rates[0], **options)
+    b = adamw(graphed, lr=rates[1], **options)
     train(a, 1)
     train(b, 1)
     graph = torch.cuda.CUDAGraph()
@@ -1231,10 +1235,10 @@ def test_a_captured_step_is_replayed_with_new_gradients_rates_and_steps(masters)
 
 
 @pytest.mark.gpu
+@each_kind_of_moments
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_a_step_does_not_synchronize():
-    params = mixed("cuda")
-    optimizer = AdamW(params, lr=torch.tensor(1e-3, device="cuda"), capturable=True)
+def test_a_step_does_not_synchronize(params_on, adamw):
+    optimizer = adamw(params_on("cuda"), lr=torch.tensor(1e-3, device="cuda"), capturable=True)
     train(optimizer, 1)
     try:
         torch.cuda.set_sync_debug_mode("error")

@@ -12,13 +12,14 @@ import fp8rs
 from fp8rs.optim import AdamW, moments
 from optim.weights import (
     E4M3,
-    E5M2,
     QUANTIZERS,
     assert_same,
     bytes_of,
     each_format,
     each_quantizer,
+    every,
     everything,
+    fp8_adamw,
     normal,
     parameter,
     train,
@@ -31,15 +32,6 @@ SHAPES = [(70, 384), (33, 128), (1, 256), (0, 128), (3, 40, 256)]
 
 with_and_without_masters = pytest.mark.parametrize("masters", [True, False])
 each_moment = pytest.mark.parametrize("name", moments.MOMENT_KEYS)
-
-
-def every(param):
-    """Select every parameter whose rows are whole blocks."""
-    return True
-
-
-def fp8_adamw(params, **options):
-    return AdamW(params, state_dtype="fp8", **{"state_filter": every, **options})
 
 
 def stored(values, name):
@@ -568,64 +560,6 @@ def test_cuda_steps_gradients_of_any_alignment(name, offset, masters):
         optimizer.step()
         results.append(everything(optimizer))
     assert_same(results[1], results[0])
-
-
-def of_every_kind(device):
-    params = [
-        parameter(QUANTIZERS[name](E5M2, device)(normal((70, 256), i).to(device)))
-        for i, name in enumerate(QUANTIZERS)
-    ]
-    params.append(parameter(normal((9, 128), 20).to(device)))
-    params.append(parameter(normal((9, 128), 21, torch.bfloat16).to(device)))
-    params.append(parameter(normal((37,), 22, torch.float16).to(device)))
-    return params
-
-
-@pytest.mark.gpu
-@with_and_without_masters
-def test_a_captured_step_is_replayed(masters):
-    eager, graphed = of_every_kind("cuda"), of_every_kind("cuda")
-    rates = [torch.tensor(3e-3, device="cuda") for _ in range(2)]
-    options = {"master_weights": masters, "capturable": True}
-    a, b = fp8_adamw(eager, lr=rates[0], **options), fp8_adamw(graphed, lr=rates[1], **options)
-    train(a, 1)
-    train(b, 1)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        b.step()
-    for seed in range(1, 4):
-        rates[0].fill_(1e-3 * seed)
-        rates[1].fill_(1e-3 * seed)
-        train(a, 1, seed=seed)
-        for i, p in enumerate(graphed):
-            p.grad.copy_(normal(p.shape, 1000 * seed + i))
-        graph.replay()
-        assert_same(everything(b), everything(a))
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_a_step_does_not_synchronize():
-    params = of_every_kind("cuda")
-    optimizer = fp8_adamw(params, lr=torch.tensor(1e-3, device="cuda"), capturable=True)
-    train(optimizer, 1)
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-@with_and_without_masters
-def test_cuda_skips_a_step_that_a_grad_scaler_rejects(masters):
-    optimizer = fp8_adamw(of_every_kind("cuda"), master_weights=masters)
-    train(optimizer, 1)
-    before = everything(optimizer)
-    optimizer.grad_scale = torch.tensor(8.0, device="cuda")
-    optimizer.found_inf = torch.ones(1, device="cuda")
-    train(optimizer, 1, seed=1)
-    assert_same(everything(optimizer), before)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fp8rs import QuantizedTensor
+from fp8rs.optim import AdamW
 from internals import storage_of
 from tensor_formats import quantizer_of
 
@@ -92,13 +93,36 @@ PARAMETERS = {
 }
 
 
-def mixed(device="cpu", fp8_dtype=E4M3):
+def mixed(device="cpu", fp8_dtype=E4M3, cols=36):
     """Return one parameter of every kind."""
     params = [
-        parameter(QUANTIZERS[name](fp8_dtype, device)(normal((70, 36), i).to(device)))
+        parameter(QUANTIZERS[name](fp8_dtype, device)(normal((70, cols), i).to(device)))
         for i, name in enumerate(QUANTIZERS)
     ]
-    params.append(parameter(normal((9, 4), 20).to(device)))
-    params.append(parameter(normal((9, 4), 21, torch.bfloat16).to(device)))
+    params.append(parameter(normal((9, cols), 20).to(device)))
+    params.append(parameter(normal((9, cols), 21, torch.bfloat16).to(device)))
     params.append(parameter(normal((37,), 22, torch.float16).to(device)))
     return params
+
+
+def in_whole_blocks(device):
+    """Return one parameter of every kind. Rows of matrices are whole blocks of 8-bit moments."""
+    return mixed(device, E5M2, cols=256)
+
+
+def every(param):
+    """Select every parameter whose rows are whole blocks."""
+    return True
+
+
+def fp8_adamw(params, **options):
+    """Return an optimizer with 8-bit moments."""
+    return AdamW(params, state_dtype="fp8", **{"state_filter": every, **options})
+
+
+#: Parameters and an optimizer for them, for each kind of moments.
+each_kind_of_moments = pytest.mark.parametrize(
+    "params_on, adamw",
+    [(mixed, AdamW), (in_whole_blocks, fp8_adamw)],
+    ids=["fp32 moments", "8-bit moments"],
+)
