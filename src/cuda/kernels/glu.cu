@@ -122,7 +122,7 @@ template <class T, class F> DEVICE void glu_strided(const GluCastArgs &a) {
     float gate = T::get(T::load(a.cast.x, r * a.cast.x_rs + c * a.cast.x_cs), 0);
     float up = T::get(T::load(f.up, r * f.up_rs + c * f.up_cs), 0);
     float dy = f.dy ? T::get(T::load(f.dy, r * f.dy_rs + c * f.dy_cs), 0) : 0.0f;
-    return glu_value(f, gate, up, dy);
+    return rounded<T>(glu_value(f, gate, up, dy));
   });
 }
 

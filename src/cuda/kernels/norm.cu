@@ -210,7 +210,8 @@ template <class T, class F> DEVICE void norm_strided(const NormCastArgs &a) {
     float x = T::get(T::load(a.cast.x, r * a.cast.x_rs + c * a.cast.x_cs), 0);
     float weight = a.norm.weight ? T::get(T::load(a.norm.weight, c), 0) : ABSENT_WEIGHT;
     float bias = a.norm.bias ? T::get(T::load(a.norm.bias, c), 0) : ABSENT_BIAS;
-    return normalized(x, a.norm.mean ? a.norm.mean[r] : 0.0f, a.norm.rstd[r], weight, bias);
+    float mean = a.norm.mean ? a.norm.mean[r] : 0.0f;
+    return rounded<T>(normalized(x, mean, a.norm.rstd[r], weight, bias));
   });
 }
 
