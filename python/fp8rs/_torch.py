@@ -698,6 +698,14 @@ def sharded_parameters(root: Any) -> list[Any]:
     return parameters
 
 
+def gathered_parameters(root: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each unsharded parameter that FSDP2 has created below ``root``, and its shard."""
+    for _, group in fsdp_groups(root):
+        for fsdp_param in group.fsdp_params:
+            if was_gathered(fsdp_param):
+                yield fsdp_param._unsharded_param, fsdp_param.sharded_param
+
+
 def own_store() -> Any:
     """Return the default process group's store with a new connection, or None if ranks are fake.
 

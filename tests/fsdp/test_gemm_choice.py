@@ -149,6 +149,25 @@ def test_a_model_that_runs_without_gradients_first_gathers_in_fp8(rig):
         assert gathered == {torch.uint8}
 
 
+@ranks(2, 4)
+@pytest.mark.parametrize("fp8_gather", [None, True, False])
+@pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
+def test_the_choice_depends_on_the_sizes_of_gathered_weights(rig, fp8_gather, hidden):
+    """Not on those of shards, which differ between ranks."""
+    sizes = []
+
+    def min_tokens(name, weights, count):
+        sizes.append(weights)
+        return TOKENS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm_choice, "min_tokens", min_tokens)
+        model = sharded(rig, hidden, "current", enable_fsdp_float8_all_gather=fp8_gather)
+        step(model, rig, 4)
+    at_conversion, at_first_forward = sizes
+    assert at_first_forward == at_conversion
+
+
 @ranks(2)
 def test_the_report_has_the_bytes_that_are_gathered(rig):
     with measured():

@@ -420,7 +420,8 @@ def test_high_precision_moments_are_converted_when_they_are_loaded(make):
         codes, ranges = moments.encode(expected[0][name], moments.FORMATS[name])
         assert torch.equal(state[0][name + "_codes"], codes)
         assert torch.equal(state[0][name + "_range"], ranges)
-        assert torch.equal(state[1][name], expected[1][name])
+        assert state[1][name].dtype == torch.float32
+        assert torch.equal(state[1][name], expected[1][name].float())
     assert state[0]["step"] == 3
     train(optimizer, 1)
 
@@ -437,8 +438,25 @@ def test_codes_are_converted_when_a_high_precision_optimizer_loads_them(dtype):
             expected[0][name + "_codes"], expected[0][name + "_range"], moments.FORMATS[name]
         )
         assert torch.equal(state[0][name], values.to(dtype))
+        assert torch.equal(state[1][name], expected[1][name].to(dtype))
     assert state[0].keys() == {"step", "exp_avg", "exp_avg_sq"}
     train(optimizer, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_of_torchs_adamw_get_the_dtype_of_the_optimizer(dtype):
+    """They have the dtype of their parameter. A second moment in bfloat16 may never shrink."""
+    params = [parameter(normal((8, 4), i).to(dtype)) for i in range(2)]
+    theirs = torch.optim.AdamW(params)
+    train(theirs, 2, dtype)
+    for state_dtype in (torch.float32, torch.bfloat16):
+        optimizer = AdamW(params, state_dtype=state_dtype)
+        optimizer.load_state_dict(theirs.state_dict())
+        for param in params:
+            for name in moments.MOMENT_KEYS:
+                loaded = optimizer.state[param][name]
+                assert loaded.dtype == state_dtype
+                assert torch.equal(loaded, theirs.state[param][name].to(state_dtype))
 
 
 def test_a_float32_state_dict_has_the_names_of_torchs_adamw():

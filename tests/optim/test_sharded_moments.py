@@ -213,6 +213,29 @@ def test_a_full_state_dict_is_gathered_and_loaded(rig):
     assert_same_state(state_by_name(model, other), expected)
 
 
+@ranks(2)
+@pytest.mark.parametrize("fp8_gather", [True, False])
+def test_weights_that_are_gathered_meanwhile_have_codes(rig, fp8_gather):
+    """After an evaluation, the root's own unit stays gathered until the next backward."""
+    torch.manual_seed(0)
+    model = Stack(HIDDEN, WIDTH).to(rig.device)
+    fp8rs.convert_to_float8_training(model, enable_fsdp_float8_all_gather=fp8_gather)
+    shard(model, rig)
+    optimizer = fp8_adamw(model)
+    train(model, optimizer, [batch(rig, 0, width=WIDTH)])
+    expected = state_by_name(model, optimizer)
+    assert "head.weight exp_avg_codes" in expected
+
+    saved = optimizer.state_dict()
+    other = fp8_adamw(model)
+    with torch.no_grad():
+        model(batch(rig, 0, width=WIDTH))
+    assert not isinstance(model.head.weight, DTensor)
+    other.load_state_dict(saved)
+    model.reshard()
+    assert_same_state(state_by_name(model, other), expected)
+
+
 @ranks(4)
 def test_tensor_parallelism_that_splits_blocks_keeps_float32_moments(rig):
     """On the last dimension, shards of 128 columns have codes, and shards of 64 columns do not."""

@@ -19,6 +19,8 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import same_bytes
+from fp8rs.gemm import estimates
+from fp8rs.model import gemm_choice
 from fp8rs.model.linear_spec import GRAD, INPUT
 from fp8rs.optim import AdamW
 from fp8rs.quantize.cast import quantize_planes
@@ -398,3 +400,36 @@ def test_unsupported_placements_are_refused(rig):
     placed = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
     with pytest.raises(ValueError, match="one recipe"):
         parallelize_module(nn.Linear(4, 4), mesh, PrepareFloat8ModuleInput(**placed))
+
+
+# --- gemms="auto" --------------------------------------------------------------------------------
+
+
+@ranks(2)
+@both_weights
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_few_tokens_are_gathered_and_multiplied_in_high_precision(
+    rig, recipe, fp8_weights, compiled
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimates, "MEASURED_DEVICES", ("cpu", "cuda"))
+        patch.setattr(gemm_choice, "min_tokens", lambda *args: 21)
+        model = converted(recipe, rig, fp8_weights=fp8_weights)
+        expected = copy.deepcopy(model)
+        expected = run(fp8rs.convert_to_high_precision(expected), tokens(rig))
+
+        mesh = rig.mesh(names=("tensor",))
+        parallelize_module(model, mesh, plan())
+        if compiled:
+            dynamo.reset()
+            model.compile(backend="aot_eager", fullgraph=True)
+        x = distribute_tensor(tokens(rig), mesh, [Shard(SEQUENCE)])
+        if compiled:  # a mode would disable the compiler
+            found = run(model, x)
+        else:
+            with Collectives() as seen:
+                found = run(model, x)
+            assert {c.dtype for c in seen.seen} == {torch.float32}  # no codes, and no amaxes
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)

@@ -20,6 +20,8 @@ from fp8rs._torch import is_distributed, own_part
 from fp8rs.gemm.estimates import min_tokens
 from fp8rs.quantize.recipes import Recipe
 
+from .shard_spec import ShardSpec
+
 
 def min_tokens_of(recipe: Recipe, layers: Iterable[nn.Module | None]) -> float:
     """Return the number of tokens from which the linear layers of a model are faster in FP8.
@@ -42,13 +44,12 @@ def min_tokens_of(recipe: Recipe, layers: Iterable[nn.Module | None]) -> float:
 
 def _unsharded_shape(layer: nn.Linear) -> tuple[int, ...]:
     """Return the shape of a weight as FSDP2 gathers it."""
-    handle = cast(Any, layer)._fp8_params["weight"]
-    if handle.is_sharded:
-        shape: tuple[int, ...] = handle.shard_spec.unsharded_shape
-        return shape
     # A parametrized weight is an attribute, which reading computes.
-    parameter = layer._parameters.get("weight")
+    parameter: Any = layer._parameters.get("weight")
     if is_distributed(parameter):
+        # Without a sharded model, it is tensor parallelism that has divided the weight.
+        if cast(Any, layer)._fp8_state.sharded_model is not None:
+            return ShardSpec.from_dtensor(parameter).unsharded_shape
         part: Tensor = own_part(parameter)
         return part.shape
     return layer.out_features, layer.in_features

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from fp8rs._torch import dtensor_spec, own_part, reshard
+from fp8rs._torch import dtensor_spec, gathered_parameters, own_part, reshard
 from fp8rs.scaling.histories import WeightSlots, WrittenValues, fit_history
 from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor
 
@@ -306,11 +306,24 @@ class ParamHandle:
 
 
 def fp8_parameters() -> set[int]:
-    """Return the ids of all parameters that FP8 layers of this process hold now."""
+    """Return the ids of all parameters of FP8 layers of this process.
+
+    They include shards, also while modules hold the parameters that FSDP2 has gathered from them.
+    """
     parameters = set()
+    sharded_roots = set()
     for handle in list(_handles):
-        if handle.in_place:
-            parameters.add(id(handle.parameter))
+        if not handle.in_place:
+            continue
+        parameters.add(id(handle.parameter))
+        state = handle.state_if_any
+        if state is not None and state.sharded_model is not None:
+            sharded_roots.add(state.root)
+
+    for root in sharded_roots:
+        for gathered, shard in gathered_parameters(root):
+            if id(gathered) in parameters:
+                parameters.add(id(shard))
     return parameters
 
 

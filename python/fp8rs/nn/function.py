@@ -200,7 +200,7 @@ def prefers_high_precision(spec: LinearSpec, x: Tensor) -> bool:
 
     Args:
         spec: the spec of the layer.
-        x: (..., in_features).
+        x: the layer's input or output, (..., features).
     """
     if not spec.min_tokens or not is_measured(x.device.type):
         return False

@@ -79,8 +79,9 @@ class AdamW(MasterWeightOptimizer):
 
     ``load_state_dict`` also loads states of ``torch.optim.AdamW``, except with AMSGrad. Options
     that a saved group lacks, such as ``state_dtype``, keep the values of the optimizer's group. If
-    either group has 8-bit moments, the optimizer's ``state_dtype`` stays too, and loaded moments
-    are converted to it. `float32_state_dict` saves and loads 8-bit moments as float32.
+    either group has 8-bit moments, the optimizer's ``state_dtype`` stays too. Loaded moments are
+    converted to the group's ``state_dtype``. `float32_state_dict` saves and loads 8-bit moments as
+    float32.
 
     With a ``torch.amp.GradScaler``, the step itself unscales gradients and is skipped if one of
     them is not finite. A skipped step changes no byte. ``.grad`` stays scaled.
@@ -356,11 +357,15 @@ class AdamW(MasterWeightOptimizer):
                 if "step" not in state:  # masters alone, or no state
                     continue
                 optim_param = OptimParam(param)
-                if not stores_codes(group, optim_param, state_filter):
-                    if has_codes(state):
-                        moments.to_high_precision(optim_param, state, high_precision_dtype(group))
-                elif not has_codes(state):
-                    moments.to_codes(optim_param, state)
+                dtype = high_precision_dtype(group)
+                if stores_codes(group, optim_param, state_filter):
+                    if not has_codes(state):
+                        moments.to_codes(optim_param, state)
+                elif has_codes(state):
+                    moments.to_high_precision(optim_param, state, dtype)
+                else:
+                    for name in moments.MOMENT_KEYS:
+                        state[name] = state[name].to(dtype)
 
     # --- checks ----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from fp8rs._core import UnsupportedError
 from fp8rs._torch import allow_in_graph
 from fp8rs.model.linear_spec import DGRAD, FORWARD, GRAD, INPUT, WGRAD, spec_for
+from fp8rs.nn.function import prefers_high_precision
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.formats import INPUT_DTYPES
 from fp8rs.quantize.recipes import describe
@@ -56,7 +57,12 @@ def _gather_for(layer: Float8Linear, x: DTensor, columnwise: bool) -> DTensor:
         columnwise: whether a weight that reads the input is trained.
     """
     spec = spec_for(layer._fp8_state.key, x.device)
-    if spec.high_precision[FORWARD] or (columnwise and spec.high_precision[WGRAD]):
+    in_high_precision = (
+        prefers_high_precision(spec, x)
+        or spec.high_precision[FORWARD]
+        or (columnwise and spec.high_precision[WGRAD])
+    )
+    if in_high_precision:
         check_rows(x.placements[0], x.ndim)
         return x.redistribute(placements=[Replicate()])
     if spec.wgrad_input is not None:
@@ -163,7 +169,8 @@ def _reduce(layout: Placement, layer: Float8Linear, y: DTensor) -> DTensor:
     spec = spec_for(layer._fp8_state.key, y.device)
     needs_weight = torch.is_grad_enabled() and layer.weight.requires_grad
     in_high_precision = (
-        spec.weight.format.per_row
+        prefers_high_precision(spec, y)
+        or spec.weight.format.per_row
         or spec.high_precision[DGRAD]
         or (needs_weight and spec.high_precision[WGRAD])
     )
