@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 import fp8rs._core as _core
-from fp8rs.gemm.devices import RECIPE_NAMES, Capability, gpu_path
+from fp8rs.gemm.devices import Capability, gpu_path
+from fp8rs.quantize.recipes import RECIPES
 
 #: How every recipe runs on the CPU.
 ON_CPU = "quantized to the same bytes as on a GPU; GEMMs on dequantized operands in fp32"
@@ -69,9 +70,12 @@ def examine() -> Findings:
     driver = _driver_cuda()
     devices = _devices()
     paths = []
-    for name in RECIPE_NAMES:
-        paths.append(Path(name, "cpu", "dequantized", ON_CPU))
-        paths += [Path(name, f"cuda:{d.index}", *gpu_path(name, d.capability)) for d in devices]
+    for short_name, make_recipe in RECIPES.items():
+        paths.append(Path(short_name, "cpu", "dequantized", ON_CPU))
+        recipe_name = make_recipe().name
+        for device in devices:
+            path = gpu_path(recipe_name, device.capability)
+            paths.append(Path(short_name, f"cuda:{device.index}", *path))
     return Findings(
         fp8rs=_core.__version__,
         torch=torch.__version__,
@@ -104,8 +108,8 @@ def as_text(findings: Findings) -> str:
         )
     if f.no_gpu_because:
         lines.append(f"GPU: none ({f.no_gpu_because})")
-    lines += ["", f"{'recipe':<10}{'device':<9}{'path':<13}why"]
-    lines += [f"{p.recipe:<10}{p.device:<9}{p.path:<13}{p.reason}" for p in f.recipes]
+    lines += ["", f"{'recipe':<20}{'device':<9}{'path':<13}why"]
+    lines += [f"{p.recipe:<20}{p.device:<9}{p.path:<13}{p.reason}" for p in f.recipes]
     return "\n".join(lines)
 
 
