@@ -32,7 +32,7 @@ PAGES = {
 
 #: Pages for people who change the code or read measurements. A search lists other pages first.
 INTERNALS = {
-    *("weight.md", "formats.md", "tested.md", "saving.md", "gallery.md"),
+    *("weight.md", "writes.md", "formats.md", "tested.md", "saving.md", "gallery.md"),
     *(name for name in PAGES.values() if name not in ("index.md", "notebook.md")),
 }
 

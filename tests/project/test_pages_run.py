@@ -45,7 +45,6 @@ ALL_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 #: Sizes for two CPU cores, meshes of two ranks, and a small model for one on a hub.
 SMALLER = {
-    "docs/experts.md": {'"cuda"': '"DEVICE"'},
     "docs/hub.md": {
         '"meta-llama/Meta-Llama-3-8B"': '"base"',
         'snapshot_download("base")': '"base"',
@@ -101,61 +100,66 @@ def names_of(code: str) -> tuple[set[str], set[str]]:
     return bound, read - bound - set(dir(builtins))
 
 
-def context_in_first_script(place: str) -> str:
-    """Return the part of the first script that a block's first line names.
+def first_script_around(place: str) -> tuple[str, str]:
+    """Return the code of the first script before a block and after it.
 
-    Training is cut to two steps, and the process group stays for the next block.
+    The script has fewer and smaller batches, so that training takes eight short steps.
 
     Args:
-        place: such as "in place of part 2, with policy, tokens".
+        place: Where the block goes, such as "in place of part 2".
     """
-    head, first, second, third = re.split(r"(?m)^(?=# \d\. )", scripts(GETTING_STARTED)[0])
-    third = third.replace("enumerate(batches, 1)", "enumerate(batches[:2], 1)")
-    third = re.sub(r"time\.sleep.*\ndist\.destroy_process_group\(\)", "", third)
-    (policy,) = re.findall(r"(?m)^policy = .*\n", second)
+    script = scripts(GETTING_STARTED)[0].replace("(100, 512)", "(8, 64)")
+    head, first, second, third = re.split(r"(?m)^(?=# \d\. )", script)
+    before_call, after_call = re.split(r"(?m)^convert_to_float8_training\(.*\n", second)
+    training, last_lines = re.split(r"(?m)^(?=time\.sleep)", third)
+    assert len(last_lines.splitlines()) == 2
+    start = head + first
     unsharded = re.sub(r"(?m)^ *(fully_shard\(.*|for block in .*)\n", "", second)
-    place, _, names = place.partition(", with ")
-    parts = {
-        "in place of part 2": "",
-        "after part 2": second,
-        "after part 2, without fully_shard": unsharded,
-        "before the last line": second + third,
+    return {
+        "in place of the conversion": (start + before_call, after_call + third),
+        "in place of part 2": (start, third),
+        "after part 2": (start + second, third),
+        "after part 2, without fully_shard": (start + unsharded, third),
+        "in place of part 3": (start + second, last_lines),
+        "before the last two lines": (start + second + training, last_lines),
+        "in place of the last two lines": (start + second + training, ""),
     }[place]
-    values = {"policy": policy, "tokens": "tokens = batches[0]\n"}
-    given = names.split(", ") if names else []
-    return "".join([head, first, parts, *(values[name] for name in given)])
 
 
-def context(page: Path, code: str) -> str:
-    """Return the code that a block continues, as its first line says."""
+def context(page: Path, code: str) -> tuple[str, str]:
+    """Return the code before a block and after it, as the block's first line says."""
     found = CONTINUES.fullmatch(code.split("\n", 1)[0])
     if not found:
-        return ""
+        return "", ""
     own, script_of, file, place = found.groups()
     if own:
-        return scripts(page)[0]
+        return scripts(page)[0], ""
     path = ROOT / (script_of or file)
-    return context_in_first_script(place) if path == GETTING_STARTED else scripts(path)[0]
+    return first_script_around(place) if path == GETTING_STARTED else (scripts(path)[0], "")
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_every_name_in_a_block_comes_from_its_stated_context(page: Path) -> None:
     for code in scripts(page):
-        bound, lacking = names_of(context(page, code))
-        assert not lacking
-        _, missing = names_of(code)
-        assert missing <= bound, (code.split("\n", 1)[0], missing - bound)
+        before, after = context(page, code)
+        _, missing = names_of(before)
+        assert not missing
+        _, missing = names_of(before + code)
+        assert not missing, (code.split("\n", 1)[0], missing)
+        _, missing = names_of(before + code + after)
+        assert not missing, (code.split("\n", 1)[0], missing)
 
 
 def blocks_to_run(device: str) -> dict[str, list[str]]:
-    """Return each page's blocks, each as the texts that run one after the other."""
+    """Return each page's blocks, each between the code before it and the code after it."""
     found = {}
     for page in ALL_PAGES:
         name = page.relative_to(ROOT).as_posix()
         for index, code in enumerate(scripts(page)):
             block = f"{name}#{index}"
             if not block.startswith(tuple(ELSEWHERE)):
-                texts = [context(page, code), code]
+                before, after = context(page, code)
+                texts = [before, code, after]
                 for size, smaller in SMALLER.get(name, {}).items():
                     smaller = smaller.replace("DEVICE", device)
                     texts = [text.replace(size, smaller) for text in texts]
@@ -189,7 +193,8 @@ def test_every_block_runs_in_its_stated_context(tmp_path: Path, device: str) -> 
         errors = [f"{name}: {found}" for name, found in results.items() if isinstance(found, str)]
         assert not errors, "\n".join(errors)
         for name, texts in blocks.items():
-            fp8 = "fp8_weights=True" in texts[-1] or "quantized_init(" in texts[-1]
+            _, block, _ = texts
+            fp8 = "fp8_weights=True" in block or "quantized_init(" in block
             assert bool(results[name]) == fp8, name
             assert all(1 <= nbytes < 1.07 for nbytes in results[name]), name
 
