@@ -79,7 +79,18 @@ announce-build:
 		echo "Later calls of make build only what has changed."; \
 	}
 
-test: lint rust-test python-test docs
+test: test-1 lint test-2 rust-test test-3 python-test test-4 docs
+
+# Times are those of two cores, without the download of torch.
+.PHONY: test-1 test-2 test-3 test-4
+test-1:
+	@echo "1/4 linters, types and kernels (6 minutes the first time, because the package is built for them)"
+test-2:
+	@echo "2/4 Rust tests (2 minutes)"
+test-3:
+	@echo "3/4 Python tests with the newest torch (13 minutes, the percentage is at the end of each line)"
+test-4:
+	@echo "4/4 the documentation's site (1 minute)"
 
 # Takes more than an hour on two cores. `pytest --full` also runs every combination of parameters.
 test-all: TIER :=
@@ -209,7 +220,7 @@ $(VENV)/.builder: requirements-dev.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.builder
-	@echo "installing torch and the development tools in $(VENV)"
+	@echo "installing torch and the development tools in $(VENV), a download of up to 3 GB"
 	@$(UV) $(VENV) --upgrade torch -r requirements-dev.txt
 	@touch $@
 
