@@ -34,8 +34,6 @@ _GPU_PATHS: dict[str, list[tuple[Capability, str, str]]] = {
     ],
 }
 
-RECIPE_NAMES = tuple(_GPU_PATHS)
-
 
 def gpu_path(recipe: str, capability: Capability) -> tuple[str, str]:
     """Return how a recipe runs on an NVIDIA GPU (``native``, ``rebased`` or ``no``), and why.
