@@ -446,6 +446,8 @@ def test_few_tokens_run_in_high_precision_unless_fp8_is_fixed() -> None:
     assert "with 64 tokens they run in FP8" in str(fp8rs.report(wide(), tokens=64, gemms="fp8"))
     converted = fp8rs.convert_to_float8_training(wide(), gemms="fp8")
     assert fp8rs.report(converted, tokens=64).speed.run_in_fp8
+    emulated = fp8rs.Float8CurrentScaling(emulate=True)
+    assert fp8rs.report(wide(), recipe=emulated, tokens=64).speed.run_in_fp8
 
 
 def test_layers_that_are_never_faster_in_fp8() -> None:

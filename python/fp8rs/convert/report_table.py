@@ -139,8 +139,8 @@ class Report:
 
 def _linear_layers(speed: LinearSpeed) -> list[str]:
     """Return the lines about the speed of linear layers."""
-    if speed.min_tokens == 0:
-        return []  # there are none
+    if speed.layers == 0:
+        return []
     if speed.min_tokens == inf:
         where = "FP8 is slower than bf16 with any number of tokens"
     else:

@@ -16,7 +16,9 @@ class LinearSpeed:
     """The speed of linear layers with their quantization, estimated for Hopper GPUs.
 
     Attributes:
-        gemms: the argument of the conversion.
+        layers: the number of linear layers.
+        gemms: the argument of the conversion. "fp8" if the recipe emulates GEMMs, which are then
+            never replaced.
         min_tokens: the number of tokens from which a training step is faster in FP8. inf if FP8 is
             slower with any number.
         tokens: rows of the layers' inputs on each GPU, or None if none were given.
@@ -25,6 +27,7 @@ class LinearSpeed:
         factor: the same for all layers together, or None without tokens.
     """
 
+    layers: int
     gemms: str
     min_tokens: float
     tokens: int | None
@@ -50,11 +53,13 @@ def linear_speed(
         gemms: as in ``convert_to_float8_training``.
         tokens: rows of the layers' inputs on each GPU, or None.
     """
+    if recipe.emulate:
+        gemms = "fp8"
     high_precision_gemms = len(recipe.high_precision_gemms)
     sizes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
     least = min_tokens(recipe.name, list(sizes.values()), high_precision_gemms)
     if tokens is None or not sizes:
-        return LinearSpeed(gemms, least, tokens, {}, None)
+        return LinearSpeed(len(sizes), gemms, least, tokens, {}, None)
 
     factors = {}
     all_bf16_us = 0.0
@@ -65,4 +70,4 @@ def linear_speed(
         factors[name] = bf16_us / fp8_us
         all_bf16_us += bf16_us
         all_fp8_us += fp8_us
-    return LinearSpeed(gemms, least, tokens, factors, all_bf16_us / all_fp8_us)
+    return LinearSpeed(len(sizes), gemms, least, tokens, factors, all_bf16_us / all_fp8_us)
