@@ -70,9 +70,10 @@ struct Factors {
   u32 is_moderate;         // whether `advance` may use `moderate_sqrt` and `moderate_quotient`
 };
 
-/// Limits of the numbers that `moderate_sqrt` and `moderate_quotient` support. Square roots of
-/// second moments are then from 2^-48 to 2^16, denominators from 2^-48 to 2^29, and quotients and
-/// their corrections are normal numbers.
+/// Limits of the numbers that `moderate_sqrt` and `moderate_quotient` support. The root of a step is
+/// at most 1. Square roots of second moments are then from 2^-48 to 2^16, denominators from 2^-48 to
+/// 2^29, and quotients from 2^-119 to 2^108. The remainders that correct them are multiples of
+/// 2^-144, so none of them underflows.
 constexpr float SMALLEST_ROOT = 0x1p-12f;
 constexpr u32 SMALLEST_SQUARE = (127u - 96u) << 23, LARGEST_SQUARE = (127u + 32u) << 23;
 constexpr float SMALLEST_NUMERATOR = 0x1p-90f, LARGEST_NUMERATOR = 0x1p60f;
@@ -285,14 +286,15 @@ DEVICE float moderate_reciprocal(float x) {
   return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
 }
 
-/// Returns the quotient, rounded to nearest (Markstein, 1990). The compiler emits these instructions
-/// for `__fdiv_rn` too, and a branch for very large and very small numbers.
+/// Returns x / y, rounded to nearest (Markstein, 1990). The magnitudes of both must be within the
+/// limits above. The compiler emits these instructions for `__fdiv_rn` too, and a branch for very
+/// large and very small numbers.
 DEVICE float moderate_quotient(float x, float y) {
   float r = moderate_reciprocal(y), q = __fmul_rn(x, r);
   return __fmaf_rn(r, __fmaf_rn(-y, q, x), q);
 }
 
-/// Divides by the root of the step as `divide_by_root` does. `x` must be a finite number.
+/// Divides by the root of the step as `divide_by_root` does. The quotient must be finite.
 DEVICE float divide_by_moderate_root(float x, const Factors &f) {
   float q = __fmul_rn(x, f.per_root);
   q = __fmaf_rn(__fmaf_rn(-f.root, q, x), f.per_root, q);
@@ -315,9 +317,8 @@ DEVICE void advance(const Factors &f, float g, float &m, float &v, float &w) {
   w = __fsub_rn(__fmul_rn(w, f.decay), __fdiv_rn(numerator, denominator));
 }
 
-/// Updates four elements as `advance` does each. Square roots and quotients of any number take a
-/// branch for each of them. One branch for all is faster, and lets the four be computed at the same
-/// time.
+/// Updates four elements as `advance` updates one. Each `__fsqrt_rn` and `__fdiv_rn` has a branch for
+/// unusual numbers. One branch for four elements is faster, and lets their instructions overlap.
 DEVICE void advance(const Factors &f, const float (&g)[4], float (&m)[4], float (&v)[4],
                     float (&w)[4]) {
   float numerator[4];
@@ -330,7 +331,7 @@ DEVICE void advance(const Factors &f, const float (&g)[4], float (&m)[4], float 
     most = fmaxf(most, fabsf(numerator[j]));
     above_smallest = max_u32(above_smallest, __float_as_uint(v[j]) - SMALLEST_SQUARE);
   }
-  // A numerator that is NaN is in neither limit. Its quotient is NaN either way.
+  // `fminf` and `fmaxf` ignore a NaN. Its quotient is NaN by either method.
   bool is_moderate = f.is_moderate && above_smallest <= LARGEST_SQUARE - SMALLEST_SQUARE &&
                      least >= SMALLEST_NUMERATOR && most <= LARGEST_NUMERATOR;
   float step[4];

@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(512)
 }
 
 /// A thread block of 16 warps updates four adjacent square blocks, 32 rows of 128 columns. Eight
-/// lanes have the columns of square 0 or 1 in their first group, and of square 2 or 3 in their second.
+/// lanes update columns of square 0 or 1 in their first group, and of square 2 or 3 in their second.
 extern "C" __global__ void __launch_bounds__(512, 2)
     adamw_moments_square_32(const __grid_constant__ AdamWArgs a) {
   __shared__ Factors shared;

@@ -1,6 +1,7 @@
-// 8-bit codes of AdamW's moments (format/moments.rs). Half of a warp has one block, 128 elements of a
-// row. Lane l of 16 has elements 4 * l to 4 * l + 3 of each half of the block, so that a load of the
-// lanes is contiguous. What depends on a block alone is then computed once for eight elements.
+// 8-bit codes of AdamW's moments (format/moments.rs). Half of a warp processes one block, 128
+// elements of a row. Lane l of 16 processes elements 4 * l to 4 * l + 3 of each half of the block, so
+// that the lanes load adjacent elements. A lane computes what depends on the block alone once for its
+// eight elements.
 #pragma once
 #include "adamw.cuh"
 
@@ -21,7 +22,8 @@ struct FirstMoment {
 struct SecondMoment {
   static constexpr u32 TOP = 255, BINADES = 40;
   static constexpr bool SIGNED = false;
-  /// Second moments are not negative. A NaN may have a sign, and is not below infinity either.
+  /// Second moments are not negative. A NaN may have a sign, and its bits are then also above those
+  /// of infinity.
   static DEVICE u32 magnitude(float v) { return __float_as_uint(v); }
 };
 
@@ -62,7 +64,7 @@ template <class M> DEVICE void decode_moments(u32 codes, const MomentGrid &grid,
   }
 }
 
-/// Returns the largest value of the lanes of a block. All of them must call this.
+/// Returns the largest value of the lanes of a block. All lanes of the block must call this.
 DEVICE u32 block_lanes_max(u32 v) {
   u32 lanes = 0xffffu << (threadIdx.x & LANES);
 #pragma unroll
@@ -70,7 +72,7 @@ DEVICE u32 block_lanes_max(u32 v) {
   return v;
 }
 
-/// Returns the range of a block. All of its lanes must call this.
+/// Returns the range of a block. All lanes of the block must call this.
 template <class M> DEVICE MomentRange range_of(const float (&v)[GROUPS][4]) {
   u32 largest = 0, below_smallest = 0xffffffffu;
 #pragma unroll
@@ -102,6 +104,8 @@ DEVICE u32 signs_of(const float (&v)[4]) {
   return byte_permute(low, high, 0x5410) & 0x80808080u;
 }
 
+/// Encodes a lane's elements. `r` is the result of `range_of`. Its step is an integer from 1 to 2^21,
+/// also if the range is NaN, so `moderate_reciprocal` supports it.
 template <class M>
 DEVICE void encode_moments(const float (&v)[GROUPS][4], const MomentRange &r, u32 (&codes)[GROUPS]) {
   float per_step = moderate_reciprocal(__uint2float_rn(moment_step<M>(r)));
@@ -167,7 +171,8 @@ struct EightCodes {
   MomentRange exp_avg_range, exp_avg_sq_range;
 };
 
-/// `i` is the first element of a lane, and `kind` is the kind of the parameter.
+/// Loads the inputs of a lane's elements. `i` is the index of the first one, and `kind` is the kind of
+/// the parameter.
 DEVICE EightCodes load_codes(const AdamWEntry &t, u64 i, u32 kind) {
   EightCodes d;
   if (t.flags & VECTORS) {
@@ -210,7 +215,7 @@ DEVICE void store_moments(void *codes, u32 *ranges, u64 i, const float (&v)[GROU
 }
 
 /// Computes the new values. With `keep`, stores moments and master. All lanes of a block must call
-/// this, each with its first element. `scale` has the weight's scale for each group.
+/// this, each with the index of its first element. `scale` is the weight's scale for each group.
 DEVICE void update(const AdamWEntry &t, const Factors &f, const EightCodes &d, u32 kind,
                    const float (&scale)[GROUPS], u64 i, bool keep, float (&w)[GROUPS][4]) {
   float m[GROUPS][4], v[GROUPS][4];
@@ -234,7 +239,7 @@ DEVICE void update(const AdamWEntry &t, const Factors &f, const EightCodes &d, u
   for (int g = 0; g < GROUPS; g++) store_four(t.master, i + g * APART, F32, w[g], vectors);
 }
 
-/// Encodes and stores new values of codes. `q` has the factor for each group.
+/// Encodes and stores new values of codes. `q` is the factor to quantize each group with.
 DEVICE void store_weights(const AdamWArgs &a, const AdamWEntry &t, const Factors &f, u64 i,
                           const float (&w)[GROUPS][4], const float (&q)[GROUPS]) {
 #pragma unroll

@@ -15,9 +15,9 @@ struct StridedArgs {
   Delayed delayed;       // without grid_max, amaxes are not recorded
 };
 
-/// Casts a tile. `element(r, c)` returns an element in the first place of a register. Elements run
-/// along the input's shorter stride, and stores along each output's, so that a transposed view is as
-/// fast as a contiguous one.
+/// Casts a tile. `element(r, c)` returns an element in the first place of a register. Loads run along
+/// the input's shorter stride, and stores along each output's, so that a transposed view is as fast as
+/// a contiguous one.
 template <class T, class F, class Element>
 DEVICE void cast_strided(const StridedArgs &a, Element element) {
   __shared__ u8 tile[32][33];
