@@ -93,23 +93,28 @@ def examine() -> Findings:
 
 def as_text(findings: Findings) -> str:
     """Return the findings as text."""
-    f = findings
+    driver = "none" if findings.driver_cuda is None else f"CUDA {findings.driver_cuda}"
+    torch_build = "no CUDA" if findings.torch_cuda is None else f"CUDA {findings.torch_cuda}"
     lines = [
-        f"fp8rs {f.fp8rs}, torch {f.torch}, Python {f.python}, {f.system}",
-        f"CPU: {f.cores} cores, kernels use {f.cpu_simd}",
-        f"NVIDIA driver: {'none' if f.driver_cuda is None else f'CUDA {f.driver_cuda}'}; "
-        f"torch built for {'no CUDA' if f.torch_cuda is None else f'CUDA {f.torch_cuda}'}",
+        f"fp8rs {findings.fp8rs}, torch {findings.torch}, Python {findings.python}, "
+        f"{findings.system}",
+        f"CPU: {findings.cores} cores, kernels use {findings.cpu_simd}",
+        f"NVIDIA driver: {driver}; torch built for {torch_build}",
     ]
-    for d in f.devices:
-        major, minor = d.capability
+    for device in findings.devices:
+        major, minor = device.capability
+        gibibytes = device.memory / 2**30
         lines.append(
-            f"cuda:{d.index}: {d.name}, compute capability {major}.{minor}, "
-            f"{d.memory / 2**30:.0f} GiB"
+            f"cuda:{device.index}: {device.name}, compute capability {major}.{minor}, "
+            f"{gibibytes:.0f} GiB"
         )
-    if f.no_gpu_because:
-        lines.append(f"GPU: none ({f.no_gpu_because})")
-    lines += ["", f"{'recipe':<20}{'device':<9}{'path':<13}why"]
-    lines += [f"{p.recipe:<20}{p.device:<9}{p.path:<13}{p.reason}" for p in f.recipes]
+    if findings.no_gpu_because:
+        lines.append(f"GPU: none ({findings.no_gpu_because})")
+
+    lines.append("")
+    lines.append(f"{'recipe':<20}{'device':<9}{'path':<13}why")
+    for path in findings.recipes:
+        lines.append(f"{path.recipe:<20}{path.device:<9}{path.path:<13}{path.reason}")
     return "\n".join(lines)
 
 

@@ -43,16 +43,20 @@ def min_tokens_of(recipe: Recipe, layers: Iterable[nn.Module | None]) -> float:
 
 
 def _unsharded_shape(layer: nn.Linear) -> tuple[int, ...]:
-    """Return the shape of a weight as FSDP2 gathers it."""
-    # A parametrized weight is an attribute, which reading computes.
+    """Return the shape of the weight that this rank multiplies.
+
+    It is the whole weight, as FSDP2 gathers it, or this rank's part with tensor parallelism.
+    """
+    # Reading `layer.weight` would compute a parametrized weight.
     parameter: Any = layer._parameters.get("weight")
-    if is_distributed(parameter):
-        # Without a sharded model, it is tensor parallelism that has divided the weight.
-        if cast(Any, layer)._fp8_state.sharded_model is not None:
-            return ShardSpec.from_dtensor(parameter).unsharded_shape
-        part: Tensor = own_part(parameter)
-        return part.shape
-    return layer.out_features, layer.in_features
+    if not is_distributed(parameter):
+        return layer.out_features, layer.in_features
+
+    is_sharded_by_fsdp = cast(Any, layer)._fp8_state.sharded_model is not None
+    if is_sharded_by_fsdp:
+        return ShardSpec.from_dtensor(parameter).unsharded_shape
+    part: Tensor = own_part(parameter)
+    return part.shape
 
 
 def tokens_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

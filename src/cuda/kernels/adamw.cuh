@@ -258,16 +258,22 @@ DEVICE Four load(const AdamWEntry &t, u64 i, u32 kind) {
   return d;
 }
 
-/// Divides by the root of the step, rounding to nearest. After one correction, the quotient is within
-/// one unit in the last place. The second one then rounds correctly, because `per_root` is the
-/// rounded reciprocal (Markstein, 1990). No intermediate result is subnormal: the square root of a
-/// float32 number is at least 2^-75, and the root at least 2^-27 or 0.
+/// Divides by the root of the step, rounding to nearest. The quotient must be finite. After one
+/// correction, the quotient is within one unit in the last place. The second one then rounds
+/// correctly, because `per_root` is the rounded reciprocal (Markstein, 1990). No intermediate result
+/// is subnormal: the square root of a float32 number is at least 2^-75, and the root at least 2^-27
+/// or 0.
+DEVICE float divide_by_moderate_root(float x, const Factors &f) {
+  float q = __fmul_rn(x, f.per_root);
+  q = __fmaf_rn(__fmaf_rn(-f.root, q, x), f.per_root, q);
+  return __fmaf_rn(__fmaf_rn(-f.root, q, x), f.per_root, q);
+}
+
+/// Divides any number by the root of the step, rounding to nearest.
 DEVICE float divide_by_root(float x, const Factors &f) {
   float q = __fmul_rn(x, f.per_root);
-  float once = __fmaf_rn(__fmaf_rn(-f.root, q, x), f.per_root, q);
-  float twice = __fmaf_rn(__fmaf_rn(-f.root, once, x), f.per_root, once);
   // The corrections of infinity are NaN.
-  return q < __uint_as_float(0x7f800000u) ? twice : q;
+  return q < __uint_as_float(0x7f800000u) ? divide_by_moderate_root(x, f) : q;
 }
 
 /// Returns the square root, rounded to nearest. `x` must be from 2^-101 to 2^127. The compiler emits
@@ -292,13 +298,6 @@ DEVICE float moderate_reciprocal(float x) {
 DEVICE float moderate_quotient(float x, float y) {
   float r = moderate_reciprocal(y), q = __fmul_rn(x, r);
   return __fmaf_rn(r, __fmaf_rn(-y, q, x), q);
-}
-
-/// Divides by the root of the step as `divide_by_root` does. The quotient must be finite.
-DEVICE float divide_by_moderate_root(float x, const Factors &f) {
-  float q = __fmul_rn(x, f.per_root);
-  q = __fmaf_rn(__fmaf_rn(-f.root, q, x), f.per_root, q);
-  return __fmaf_rn(__fmaf_rn(-f.root, q, x), f.per_root, q);
 }
 
 /// Updates the moments of an element. Returns the numerator of its step.
