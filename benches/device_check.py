@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fp8rs
 from fp8rs.optim import AdamW
@@ -61,6 +62,13 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
     outs = [torch.empty(p.shape, dtype=E4M3, device=device) for p in pair]
     scales, amaxes = torch.ones(2, device=device), torch.zeros(2, device=device)
     column_scale = torch.rand(cols, device=device)
+    gate = torch.randn(rows, cols, device=device).to(dtype)
+    gain = torch.ones(cols, dtype=dtype, device=device)
+    serving = {"amax_epsilon": 1 / 512, "divide": True}
+
+    def norm(bias: Tensor | None, *directions: bool) -> Call:
+        centered = bias is not None
+        return lambda: ops._quantize_norm(x, gain, bias, centered, 1e-5, E4M3, *directions)
 
     def blocks(block: tuple[int, int], kind: torch.dtype, *directions: bool, **more: Any) -> Call:
         return lambda: ops.quantize_blocks(x, E4M3, block, kind, *directions, **more)
@@ -85,6 +93,12 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
         "per row, column scale": blocks((1, -1), F32, True, False, column_scale=column_scale),
         "per row both": blocks((1, -1), F32, True, True),
         "per row both, column scale": blocks((1, -1), F32, True, True, column_scale=column_scale),
+        "per row, divided": blocks((1, -1), F32, True, False, **serving),
+        "RMSNorm": norm(None, True, False),
+        "RMSNorm + transpose": norm(None, True, True),
+        "LayerNorm + transpose": norm(gain, True, True),
+        "SwiGLU + transpose": lambda: ops._quantize_glu(x, gate, "silu", E4M3, True, True),
+        "GeGLU's gradients": lambda: ops._quantize_glu_backward(x, gate, x, "gelu_tanh", E4M3),
         "rebase 32x32, rows": lambda: ops.rebase(codes, square, (32, 32), 0),
         "rebase 32x32, columns": lambda: ops.rebase(codes, square, (32, 32), 1),
         "rebase 1x32, columns": lambda: ops.rebase(codes, lines, (1, 32), 1),
@@ -301,7 +315,7 @@ def drive(device: str) -> None:
 def optimize(device: str) -> None:
     """Run each kernel of the optimizer, and random numbers."""
     for masters in (True, False):
-        for state_dtype in (F32, BF16):
+        for state_dtype in (F32, BF16, "fp8"):
             params = [
                 torch.nn.Parameter(quantizer(torch.randn(shape, device=device)))
                 for quantizer in quantizers().values()

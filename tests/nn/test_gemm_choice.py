@@ -5,12 +5,12 @@ import logging
 
 import pytest
 import torch
-from tests.gemms import counted_gemms
 from torch import nn
 
 import fp8rs
 from fp8rs.gemm import estimates
 from fp8rs.model import gemm_choice
+from gemms import counted_gemms
 
 TOKENS = 32
 
