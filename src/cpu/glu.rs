@@ -57,36 +57,34 @@ impl<T: Element> Kernel for GluPiece<'_, T> {
 }
 
 /// Computes the values and quantizes each into its planes: the result, or the gradients of gate and up.
-fn quantize(glu: &Glu, dy: Option<View>, format: Fp8Format, planes: &[&TensorPlanes]) {
+fn quantize(glu: &Glu, dy: Option<View>, values: &[ViewMut], format: Fp8Format, planes: &[&TensorPlanes]) {
     let _env = DefaultFloatEnv::enter();
     let (rows, cols) = glu.gate.shape();
     let dy = dy.map(|dy| dy.matrix());
+    let matrices: Vec<Matrix> = values.iter().map(ViewMut::matrix).collect();
     with_element!(glu.gate.dtype(), T => {
-        let mut values = vec![vec![T::narrow(0.0); rows * cols]; planes.len()];
-        let outputs: Vec<ViewMut> = values
-            .iter_mut()
-            .map(|values| ViewMut::from_slice(values, rows, cols).expect("the length is that of the shape"))
-            .collect();
-        let matrices: Vec<Matrix> = outputs.iter().map(ViewMut::matrix).collect();
         for_rows(rows, cols, |rows| {
             let buffers = [Vec::new(), Vec::new(), Vec::new()];
             dispatch(GluPiece::<T> { glu, dy, values: &matrices, rows, buffers });
         });
-        drop(matrices);
-        drop(outputs);
-        for (values, planes) in values.iter().zip(planes) {
-            let x = View::from_slice(values, rows, cols).expect("the length is that of the shape");
-            super::quantize(planes.call(x, format));
-        }
     });
+    for (values, planes) in values.iter().zip(planes) {
+        super::quantize(planes.call(values.read(), format));
+    }
 }
 
 /// See `ops::quantize_glu`.
-pub(crate) fn quantize_glu(glu: &Glu, format: Fp8Format, planes: &TensorPlanes) {
-    quantize(glu, None, format, &[planes]);
+pub(crate) fn quantize_glu(glu: &Glu, values: ViewMut, format: Fp8Format, planes: &TensorPlanes) {
+    quantize(glu, None, &[values], format, &[planes]);
 }
 
 /// See `ops::quantize_glu_backward`.
-pub(crate) fn quantize_glu_backward(glu: &Glu, dy: View, format: Fp8Format, [gate, up]: [&TensorPlanes; 2]) {
-    quantize(glu, Some(dy), format, &[gate, up]);
+pub(crate) fn quantize_glu_backward(
+    glu: &Glu,
+    dy: View,
+    values: [ViewMut; 2],
+    format: Fp8Format,
+    planes: [&TensorPlanes; 2],
+) {
+    quantize(glu, Some(dy), &values, format, &planes);
 }

@@ -3,45 +3,24 @@
 use std::ptr::{null, null_mut};
 
 use super::driver::{self, Grid, args, launch};
-use super::fused::{FusedCast, current_scale};
-use super::modules::{ByTypes, Kernel, Module, by_types, format_index, input_index, module};
-use super::tensorwise::{Rule, StridedArgs};
-use super::views::{ordinal, rows_aligned};
+use super::modules::{ByTypes, Module, by_types, format_index, input_index, module};
+use super::tensorwise::{self, Rule};
+use super::views::{aligned, ordinal, rows_aligned};
 use super::workspace;
 use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::format::activation::Activation;
-use crate::layout::{Matrix, View};
-use crate::spec::{Glu, Stream, TensorPlanes};
-
-/// What a launch computes (`Wanted` in `kernels/glu.cu`).
-#[derive(Clone, Copy)]
-#[repr(u32)]
-enum Wanted {
-    Product,
-    GateGradient,
-    UpGradient,
-    BothGradients,
-}
+use crate::layout::{Matrix, View, ViewMut};
+use crate::spec::{Glu, Scaling, Stream, TensorPlanes};
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct FactorArgs {
+struct GluArgs {
+    gate: *const u8,
     up: *const u8,
     dy: *const u8,
-    up_rs: i64,
-    up_cs: i64,
-    dy_rs: i64,
-    dy_cs: i64,
-    gelu: u32,
-    wanted: Wanted,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct GluScaleArgs {
-    gate: *const u8,
-    factors: FactorArgs,
+    values: *mut u8,
+    up_values: *mut u8,
     scale: *mut u8,
     up_scale: *mut u8,
     grid_max: *mut u8,
@@ -49,144 +28,127 @@ struct GluScaleArgs {
     cols: i64,
     gate_rs: i64,
     gate_cs: i64,
+    up_rs: i64,
+    up_cs: i64,
+    dy_rs: i64,
+    dy_cs: i64,
     rule: Rule,
+    gelu: u32,
     flags: u32,
+    unused: u32,
 }
 
 /// Defined in `kernels/glu.cu`.
 const VECTORS: u32 = 1;
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct GluCastArgs {
-    cast: StridedArgs,
-    factors: FactorArgs,
-}
-
-args!(GluScaleArgs, GluCastArgs);
+args!(GluArgs);
 
 static GLU_MODULE: Module = module!("glu");
 
-static SCALE: ByTypes = by_types!(GLU_MODULE, "glu_scale", GluScaleArgs);
-static CAST: ByTypes = by_types!(GLU_MODULE, "glu_cast", GluCastArgs);
-static STRIDED: ByTypes = by_types!(GLU_MODULE, "glu_strided", GluCastArgs);
+static GLU: ByTypes = by_types!(GLU_MODULE, "glu", GluArgs);
+static GLU_GRADIENTS: ByTypes = by_types!(GLU_MODULE, "glu_gradients", GluArgs);
 
 #[cfg(test)]
-pub(super) fn kernels() -> Vec<&'static Kernel> {
-    [&SCALE, &CAST, &STRIDED].into_iter().flatten().flatten().collect()
+pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {
+    [&GLU, &GLU_GRADIENTS].into_iter().flatten().flatten().collect()
 }
 
-/// Number of blocks of `glu_scale` for each multiprocessor.
+const THREADS: u32 = 256;
+
+/// Number of blocks for each multiprocessor.
 const BLOCKS: u64 = 8;
 
-/// The inputs of the launches of one operation.
-struct Launches<'a> {
-    glu: &'a Glu<'a>,
-    dy: Option<Matrix<'a>>,
+/// Computes the product, or with `dy` the gradients of gate and up, into `values`, and quantizes each into its
+/// planes. Either all or none of the planes have delayed scaling.
+fn quantize(
+    glu: &Glu,
+    dy: Option<View>,
+    values: &[ViewMut],
     format: Fp8Format,
+    planes: &[&TensorPlanes],
     stream: Stream,
-    /// Whether the rows of all inputs are contiguous and aligned.
-    vectors: bool,
-}
-
-impl<'a> Launches<'a> {
-    fn new(glu: &'a Glu, dy: Option<View<'a>>, format: Fp8Format, stream: Stream) -> Self {
-        let dy = dy.map(|dy| dy.matrix());
-        let inputs = [Some(glu.gate.matrix()), Some(glu.up.matrix()), dy];
-        let vectors = inputs.iter().flatten().all(|matrix| rows_aligned(matrix, 16));
-        Self { glu, dy, format, stream, vectors }
+) -> Result<(), Error> {
+    let device = ordinal(glu.gate.device());
+    let mut inputs = vec![glu.gate.matrix(), glu.up.matrix()];
+    inputs.extend(dy.map(|dy| dy.matrix()));
+    if inputs.iter().all(Matrix::is_contiguous) {
+        // One row, of which only the beginning has to be aligned.
+        inputs = inputs.into_iter().map(Matrix::flat).collect();
     }
+    let gate = inputs[0];
+    let outputs_are_aligned = gate.rows <= 1 || (gate.cols * gate.dtype.size()).is_multiple_of(16);
+    let vectors = outputs_are_aligned
+        && inputs.iter().all(|input| rows_aligned(input, 16))
+        && values.iter().all(|values| aligned(values.ptr(), 16));
+    let input = |i: usize| inputs.get(i).map_or(null(), |input| input.ptr.cast_const());
+    let strides =
+        |i: usize| inputs.get(i).map_or((0, 0), |input| (input.row_stride as i64, input.col_stride as i64));
+    let [(gate_rs, gate_cs), (up_rs, up_cs), (dy_rs, dy_cs)] = [0, 1, 2].map(strides);
 
-    fn device(&self) -> i32 {
-        ordinal(self.glu.gate.device())
+    let mut args = GluArgs {
+        gate: input(0),
+        up: input(1),
+        dy: input(2),
+        values: values[0].ptr(),
+        up_values: values.get(1).map_or(null_mut(), ViewMut::ptr),
+        scale: null_mut(),
+        up_scale: null_mut(),
+        grid_max: null_mut(),
+        rows: gate.rows as i64,
+        cols: gate.cols as i64,
+        gate_rs,
+        gate_cs,
+        up_rs,
+        up_cs,
+        dy_rs,
+        dy_cs,
+        rule: planes[0].rule.into(),
+        gelu: u32::from(glu.activation == Activation::GeluTanh),
+        flags: if vectors { VECTORS } else { 0 },
+        unused: 0,
+    };
+    let scales_are_given = planes[0].delayed.is_some();
+    if !scales_are_given {
+        args.scale = planes[0].scale.ptr();
+        args.up_scale = planes.get(1).map_or(null_mut(), |planes| planes.scale.ptr());
+        args.grid_max = workspace::slots(device, stream, planes.len())?;
     }
+    let per_row = gate.cols.div_ceil(16 / gate.dtype.size()) as u64;
+    let most = BLOCKS * u64::from(driver::device(device)?.multiprocessors);
+    let blocks = (gate.rows as u64 * per_row).div_ceil(u64::from(THREADS)).clamp(1, most);
+    let kernels = if dy.is_some() { &GLU_GRADIENTS } else { &GLU };
+    let kernel = &kernels[input_index(gate.dtype)][format_index(format)];
+    launch(device, stream, kernel, Grid { blocks, threads: THREADS }, &args)?;
 
-    fn kernel(&self, kernels: &'static ByTypes) -> &'static Kernel {
-        &kernels[input_index(self.glu.gate.dtype())][format_index(self.format)]
-    }
-
-    fn factors(&self, wanted: Wanted) -> FactorArgs {
-        let up = self.glu.up.matrix();
-        let strides = |matrix: &Matrix| (matrix.row_stride as i64, matrix.col_stride as i64);
-        let (up_rs, up_cs) = strides(&up);
-        let (dy_rs, dy_cs) = self.dy.as_ref().map_or((0, 0), strides);
-        FactorArgs {
-            up: up.ptr,
-            dy: self.dy.map_or(null(), |dy| dy.ptr.cast_const()),
-            up_rs,
-            up_cs,
-            dy_rs,
-            dy_cs,
-            gelu: u32::from(self.glu.activation == Activation::GeluTanh),
-            wanted,
+    for (values, planes) in values.iter().zip(planes) {
+        let mut call = planes.call(values.read(), format);
+        if !scales_are_given {
+            call.scaling = Scaling::Static(planes.scale.read());
         }
+        tensorwise::quantize(call, stream)?;
     }
-
-    /// Computes the scale of the product, or of both gradients.
-    fn scales(&self, wanted: Wanted, planes: &[&TensorPlanes]) -> Result<(), Error> {
-        // Either all or none of the planes have delayed scaling.
-        let Some((scale, rule)) = current_scale(planes[0]) else { return Ok(()) };
-        let up_scale = planes.get(1).map_or(null_mut(), |planes| planes.scale.ptr());
-        let device = self.device();
-        let gate = self.glu.gate.matrix();
-        let (mut rows, mut cols, mut gate_cs) = (gate.rows, gate.cols, gate.col_stride as i64);
-        let mut factors = self.factors(wanted);
-        let all = [Some(gate), Some(self.glu.up.matrix()), self.dy];
-        if all.iter().flatten().all(Matrix::is_contiguous) {
-            // One row. The stride of a single column is arbitrary.
-            (rows, cols, gate_cs) = (1, rows * cols, 1);
-            factors = FactorArgs { up_cs: 1, dy_cs: 1, ..factors };
-        }
-        let args = GluScaleArgs {
-            gate: gate.ptr,
-            factors,
-            scale,
-            up_scale,
-            grid_max: workspace::slots(device, self.stream, planes.len())?,
-            rows: rows as i64,
-            cols: cols as i64,
-            gate_rs: gate.row_stride as i64,
-            gate_cs,
-            rule: rule.into(),
-            flags: if self.vectors { VECTORS } else { 0 },
-        };
-        let vectors = rows as u64 * cols.div_ceil(16 / gate.dtype.size()) as u64;
-        let most = BLOCKS * u64::from(driver::device(device)?.multiprocessors);
-        let grid = Grid { blocks: vectors.div_ceil(256).clamp(1, most), threads: 256 };
-        launch(device, self.stream, self.kernel(&SCALE), grid, &args)
-    }
-
-    /// Casts the product or one gradient.
-    fn cast(&self, wanted: Wanted, planes: &TensorPlanes) -> Result<(), Error> {
-        let cast = FusedCast::new(&self.glu.gate, planes, self.vectors, self.stream)?;
-        let kernels = if cast.in_tiles { &CAST } else { &STRIDED };
-        let args = GluCastArgs { cast: cast.args, factors: self.factors(wanted) };
-        launch(self.device(), self.stream, self.kernel(kernels), cast.grid, &args)
-    }
+    Ok(())
 }
 
 /// See `ops::quantize_glu`.
 pub(crate) fn quantize_glu(
     glu: &Glu,
+    values: ViewMut,
     format: Fp8Format,
     planes: &TensorPlanes,
     stream: Stream,
 ) -> Result<(), Error> {
-    let launches = Launches::new(glu, None, format, stream);
-    launches.scales(Wanted::Product, &[planes])?;
-    launches.cast(Wanted::Product, planes)
+    quantize(glu, None, &[values], format, &[planes], stream)
 }
 
 /// See `ops::quantize_glu_backward`.
 pub(crate) fn quantize_glu_backward(
     glu: &Glu,
     dy: View,
+    values: [ViewMut; 2],
     format: Fp8Format,
-    [gate, up]: [&TensorPlanes; 2],
+    planes: [&TensorPlanes; 2],
     stream: Stream,
 ) -> Result<(), Error> {
-    let launches = Launches::new(glu, Some(dy), format, stream);
-    launches.scales(Wanted::BothGradients, &[gate, up])?;
-    launches.cast(Wanted::GateGradient, gate)?;
-    launches.cast(Wanted::UpGradient, up)
+    quantize(glu, Some(dy), &values, format, &planes, stream)
 }

@@ -18,7 +18,6 @@ mod blocks;
 mod codes;
 mod combine;
 mod driver;
-mod fused;
 mod glu;
 mod groups;
 mod image;

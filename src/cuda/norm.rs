@@ -2,10 +2,11 @@
 
 use std::ptr::null_mut;
 
-use super::driver::{Grid, args, launch};
-use super::fused::{FusedCast, current_scale};
+use super::driver::{self, Grid, args, launch};
 use super::modules::{ByTypes, Module, by_types, format_index, input_index, module};
-use super::tensorwise::{Rule, StridedArgs};
+use super::tensorwise::{
+    Delayed, Rule, StridedArgs, across_strided, patch_rows, strided_grid, tiles_are_supported,
+};
 use super::views::{aligned, ordinal, rows_aligned};
 use super::workspace;
 use crate::error::Error;
@@ -64,10 +65,13 @@ pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {
     [&STATS, &STATS_LONG, &CAST, &STRIDED].into_iter().flatten().flatten().collect()
 }
 
-/// Number of rows that a block of `norm_stats` processes, one with each warp.
-const ROWS: usize = 4;
+/// Number of threads of a block of `norm_stats`, which takes rows in turn.
+const THREADS: u32 = 256;
 
-/// Number of bytes of a row that a warp holds in registers.
+/// Number of blocks of `norm_stats` for each multiprocessor.
+const BLOCKS: u64 = 4;
+
+/// Number of bytes of a row that a block holds in registers.
 const HELD_BYTES: usize = 16 << 10;
 
 /// See `ops::quantize_norm`.
@@ -110,18 +114,53 @@ pub(crate) fn quantize_norm(
         flags,
         unused: 0,
     };
-    let mut blocks = x.rows().div_ceil(ROWS);
-    if let Some((scale, rule)) = current_scale(planes) {
-        stats.scale = scale;
-        stats.rule = rule.into();
+    if planes.delayed.is_none() {
+        stats.scale = planes.scale.ptr();
+        stats.rule = planes.rule.into();
         stats.grid_max = workspace::slots(device, stream, 1)?;
-        blocks = blocks.max(1); // the scale of an empty tensor is written too
     }
     let is_held = x.cols() * x.dtype().size() <= HELD_BYTES;
-    let grid = Grid { blocks: blocks as u64, threads: 32 * ROWS as u32 };
+    // At least one block, because the scale of an empty tensor is written too.
+    let most = BLOCKS * u64::from(driver::device(device)?.multiprocessors);
+    let grid = Grid { blocks: (x.rows() as u64).clamp(1, most), threads: THREADS };
     launch(device, stream, kernel(if is_held { &STATS } else { &STATS_LONG }), grid, &stats)?;
 
-    let cast = FusedCast::new(x, planes, weights_are_aligned, stream)?;
+    let cast = Cast::new(x, planes, weights_are_aligned, stream)?;
     let kernels = if cast.in_tiles { &CAST } else { &STRIDED };
     launch(device, stream, kernel(kernels), cast.grid, &NormCastArgs { cast: cast.args, norm: args })
+}
+
+/// The launch of a cast of normalized values, in the shape of the input.
+struct Cast {
+    args: StridedArgs,
+    grid: Grid,
+    /// Whether tiles are cast in registers. Otherwise the views have any layout.
+    in_tiles: bool,
+}
+
+impl Cast {
+    fn new(
+        x: &View,
+        planes: &TensorPlanes,
+        weights_are_aligned: bool,
+        stream: Stream,
+    ) -> Result<Self, Error> {
+        let (mut scale, mut delayed) = (planes.scale.ptr().cast_const(), Delayed::NONE);
+        if let Some((given, amax)) = &planes.delayed {
+            let grid_max = workspace::slots(ordinal(x.device()), stream, 1)?;
+            scale = given.ptr();
+            delayed = Delayed { amax: amax.ptr(), scale_used: planes.scale.ptr(), grid_max };
+        }
+        let (rowwise, columnwise) = (planes.rowwise.as_ref(), planes.columnwise.as_ref());
+        let args = StridedArgs::new(x, rowwise, columnwise, scale, delayed);
+        let in_tiles = weights_are_aligned && tiles_are_supported(x, rowwise, columnwise);
+        if !in_tiles {
+            let args = StridedArgs { tiles_across: across_strided(x), ..args };
+            return Ok(Self { args, grid: strided_grid(x, &delayed), in_tiles });
+        }
+        let tiles_across = x.cols().div_ceil(128);
+        let blocks = (x.rows().div_ceil(8 * patch_rows(x)) * tiles_across) as u64;
+        let args = StridedArgs { tiles_across: tiles_across as i64, ..args };
+        Ok(Self { args, grid: Grid { blocks, threads: 128 }, in_tiles })
+    }
 }

@@ -58,8 +58,8 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Returns e^x, with an error of at most 2 units in the last place. `x` is first clamped to [-87, 88]. The
-/// result for NaN is NaN.
+/// Returns e^x, with an error of at most 2 units in the last place. `x` is first clamped to [-87, 87], so
+/// that 1 / (1 + e^x) is a normal number. The result for NaN is NaN.
 ///
 /// With k = x / ln 2 rounded to an integer, e^x = 2^k * e^r, where |r| <= ln(2) / 2. The factor e^r is a
 /// polynomial of degree 7.
@@ -67,7 +67,7 @@ fn sigmoid(x: f32) -> f32 {
 pub(crate) fn exp(x: f32) -> f32 {
     /// Adding this number rounds to an integer, which is then in the low bits.
     const ROUND: f32 = 12_582_912.0;
-    let clamped = if x > 88.0 { 88.0 } else { x };
+    let clamped = if x > 87.0 { 87.0 } else { x };
     let clamped = if clamped < -87.0 { -87.0 } else { clamped };
     let rounded = clamped * std::f32::consts::LOG2_E + ROUND;
     let k = rounded - ROUND;
@@ -108,7 +108,7 @@ mod tests {
             assert!(error <= 2.0 * unit, "exp({x}) = {} instead of {expected}", exp(x));
         }
         assert_eq!((exp(0.0), exp(-0.0)), (1.0, 1.0));
-        assert_eq!((exp(f32::INFINITY), exp(1000.0)), (exp(88.0), exp(88.0)));
+        assert_eq!((exp(f32::INFINITY), exp(1000.0)), (exp(87.0), exp(87.0)));
         assert_eq!(exp(f32::NEG_INFINITY), exp(-87.0));
         assert!(exp(f32::NAN).is_nan());
     }

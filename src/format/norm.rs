@@ -6,30 +6,40 @@
 
 use super::wide::NAN_BITS;
 
-/// Number of partial sums of a row. Element i is added to partial sum i mod `LANES`.
-pub(crate) const LANES: usize = 256;
+/// Number of partial sums of a row: 8 neighboring ones for each thread of 8 warps. Element i is added to
+/// partial sum i mod `LANES`.
+pub(crate) const LANES: usize = WARPS * THREADS * EACH;
+const WARPS: usize = 8;
+const THREADS: usize = 32;
+const EACH: usize = 8;
 
-/// Number of neighboring partial sums that one thread of a warp holds.
-pub(crate) const LANES_PER_THREAD: usize = 8;
-
-/// Returns the sum of the partial sums: first of each thread, then over the threads of a warp. Each step adds
-/// the upper half of the numbers to the lower half.
+/// Returns the sum of the partial sums: first of each thread, then over the threads of a warp, then over the
+/// warps. Each step adds the upper half of the numbers to the lower half.
 #[inline(always)]
 pub(crate) fn sum_lanes(lanes: &[f32; LANES]) -> f32 {
-    let mut threads = [0.0_f32; LANES / LANES_PER_THREAD];
-    for (thread, sums) in threads.iter_mut().zip(lanes.as_chunks::<LANES_PER_THREAD>().0) {
-        let [a, b, c, d, e, f, g, h] = *sums;
-        *thread = ((a + e) + (c + g)) + ((b + f) + (d + h));
+    let mut warps = [0.0_f32; WARPS];
+    for (warp, lanes) in warps.iter_mut().zip(lanes.as_chunks::<{ THREADS * EACH }>().0) {
+        let mut threads = [0.0_f32; THREADS];
+        for (thread, sums) in threads.iter_mut().zip(lanes.as_chunks::<EACH>().0) {
+            *thread = sum_halves(*sums);
+        }
+        *warp = sum_halves(threads);
     }
-    let mut half = threads.len() / 2;
+    sum_halves(warps)
+}
+
+/// Adds the upper half of the numbers to the lower half until one is left.
+#[inline(always)]
+fn sum_halves<const N: usize>(mut numbers: [f32; N]) -> f32 {
+    let mut half = N / 2;
     while half > 0 {
-        let (lower, upper) = threads.split_at_mut(half);
+        let (lower, upper) = numbers.split_at_mut(half);
         for (sum, other) in lower.iter_mut().zip(upper) {
             *sum += *other;
         }
         half /= 2;
     }
-    threads[0]
+    numbers[0]
 }
 
 /// Mean and reciprocal standard deviation of a row.
@@ -82,16 +92,16 @@ mod tests {
 
     #[test]
     fn sums_follow_the_lanes_of_a_warp() {
-        // 2^24 absorbs a 1 that is added to it alone. Elements 0 and 256 share a lane, and elements 0 and 4
+        // 2^24 absorbs a 1 that is added to it alone. Elements 0 and 2048 share a lane, and elements 0 and 4
         // the first step within a thread.
         let big = 16_777_216.0;
         let sum_with = |places: &[usize]| {
-            let mut row = vec![0.0; 600];
+            let mut row = vec![0.0; 5000];
             row[0] = big;
             for place in places {
                 row[*place] = 1.0;
             }
-            RowStats::of(&row, true, 0.0).mean * 600.0
+            RowStats::of(&row, true, 0.0).mean * 5000.0
         };
         let mut lanes = [0.0; LANES];
         lanes[0] = big;
@@ -100,7 +110,13 @@ mod tests {
         (lanes[2], lanes[6]) = (0.0, 0.0);
         lanes[8 * 16] = 1.0;
         assert_eq!(sum_lanes(&lanes), big, "4, then thread 16");
-        assert!((sum_with(&[256, 512]) - big).abs() < 4.0);
+        lanes[4] = 0.0;
+        lanes[256 + 8 * 16] = 1.0;
+        assert_eq!(sum_lanes(&lanes), big, "thread 16 of each warp, then the warps");
+        (lanes[8 * 16], lanes[256 + 8 * 16]) = (0.0, 0.0);
+        (lanes[256 * 2], lanes[256 * 6]) = (1.0, 1.0);
+        assert_eq!(sum_lanes(&lanes), big + 2.0, "warps 2 and 6 are added to each other first");
+        assert!((sum_with(&[2048, 4096]) - big).abs() < 4.0);
     }
 
     #[test]

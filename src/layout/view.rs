@@ -330,6 +330,11 @@ impl<'a> ViewMut<'a> {
         ViewMut { matrix: self.matrix_at(i), batch: 1, ..*self }
     }
 
+    /// Returns a view for reading what was written. The caller must not write at the same time.
+    pub(crate) fn read(&self) -> View<'_> {
+        View { matrix: self.matrix, batch: self.batch, batch_stride: self.batch_stride }
+    }
+
     /// Returns the rows of all matrices as one matrix. Requires [`Self::is_flat`].
     pub(crate) fn flat(&self) -> ViewMut<'_> {
         ViewMut { matrix: self.flat_matrix(), batch: 1, ..*self }

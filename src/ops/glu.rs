@@ -1,34 +1,36 @@
 //! Gated activations of two matrices, with quantization of their result and of their gradients.
 
 use super::norm::outputs;
-use super::validate::{Call, Kind, one_matrix, shape};
+use super::validate::{Call, Kind, contiguous, one_matrix, shape};
 use crate::error::Error;
-use crate::layout::{Device, View};
+use crate::layout::{Device, View, ViewMut};
 use crate::spec::{Glu, Stream, TensorPlanes};
 use crate::{cpu, cuda};
 
 /// Computes activation(gate) * up in fp32, rounds it to the dtype of the gate, and quantizes it as
-/// [`quantize_current`](super::quantize_current) or [`quantize_delayed`](super::quantize_delayed) does. The
-/// rounded values are not written.
-pub fn quantize_glu(glu: Glu, planes: TensorPlanes, stream: Stream) -> Result<(), Error> {
+/// [`quantize_current`](super::quantize_current) or [`quantize_delayed`](super::quantize_delayed) does.
+/// `values` is the output for the rounded values, with the shape and dtype of the gate, contiguous.
+pub fn quantize_glu(glu: Glu, values: ViewMut, planes: TensorPlanes, stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     inputs(&mut call, &glu)?;
+    rounded(&mut call, "values", &values, &glu)?;
     let format = outputs(&mut call, glu.gate.shape(), &planes)?;
     match call.finish()? {
         Device::Cpu => {
-            cpu::quantize_glu(&glu, format, &planes);
+            cpu::quantize_glu(&glu, values, format, &planes);
             Ok(())
         }
-        Device::Cuda(_) => cuda::quantize_glu(&glu, format, &planes, stream),
+        Device::Cuda(_) => cuda::quantize_glu(&glu, values, format, &planes, stream),
     }
 }
 
 /// Computes the gradients of gate and up for the gradient `dy` of activation(gate) * up, rounds them to the
-/// dtype of the gate, and quantizes each of them. Both have the same format. The rounded values are not
-/// written.
+/// dtype of the gate, and quantizes each of them. Both have the same format. `values` and `up_values` are the
+/// outputs for the rounded values, as in [`quantize_glu`].
 pub fn quantize_glu_backward(
     glu: Glu,
     dy: View,
+    [values, up_values]: [ViewMut; 2],
     gate: TensorPlanes,
     up: TensorPlanes,
     stream: Stream,
@@ -37,6 +39,8 @@ pub fn quantize_glu_backward(
     inputs(&mut call, &glu)?;
     call.input("dy", &dy, Kind::Is(glu.gate.dtype()))?;
     shape("dy", dy.shape(), glu.gate.shape(), "the shape of gate")?;
+    rounded(&mut call, "values", &values, &glu)?;
+    rounded(&mut call, "up_values", &up_values, &glu)?;
     let format = outputs(&mut call, glu.gate.shape(), &gate)?;
     let up_format = outputs(&mut call, glu.gate.shape(), &up)?;
     if up_format != format {
@@ -48,10 +52,12 @@ pub fn quantize_glu_backward(
     }
     match call.finish()? {
         Device::Cpu => {
-            cpu::quantize_glu_backward(&glu, dy, format, [&gate, &up]);
+            cpu::quantize_glu_backward(&glu, dy, [values, up_values], format, [&gate, &up]);
             Ok(())
         }
-        Device::Cuda(_) => cuda::quantize_glu_backward(&glu, dy, format, [&gate, &up], stream),
+        Device::Cuda(_) => {
+            cuda::quantize_glu_backward(&glu, dy, [values, up_values], format, [&gate, &up], stream)
+        }
     }
 }
 
@@ -60,4 +66,15 @@ fn inputs<'a>(call: &mut Call<'a>, glu: &Glu<'a>) -> Result<(), Error> {
     one_matrix("gate", glu.gate.batch())?;
     call.input("up", &glu.up, Kind::Is(glu.gate.dtype()))?;
     shape("up", glu.up.shape(), glu.gate.shape(), "the shape of gate")
+}
+
+fn rounded<'a>(
+    call: &mut Call<'a>,
+    arg: &'static str,
+    values: &'a ViewMut,
+    glu: &Glu,
+) -> Result<(), Error> {
+    call.output(arg, values, Kind::Is(glu.gate.dtype()))?;
+    shape(arg, values.shape(), glu.gate.shape(), "the shape of gate")?;
+    contiguous(arg, values.is_contiguous())
 }

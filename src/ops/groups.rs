@@ -148,11 +148,7 @@ pub fn quantize_gated(
     let format = outputs(&mut call, expected, &groups, rule, [rowwise.as_ref(), columnwise.as_ref()])?;
     let device = call.finish()?;
     // The backend writes the values before it reads them.
-    // SAFETY: the view has the memory of `values`, which this call borrows mutably.
-    let x = unsafe {
-        let strides = (values.row_stride(), values.col_stride());
-        View::from_raw(values.ptr(), values.dtype(), values.device(), values.shape(), strides)
-    };
+    let x = values.read();
     let call = GroupCall { x, index: None, groups, rule, format, rowwise, columnwise };
     match device {
         Device::Cpu => {

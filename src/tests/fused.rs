@@ -198,14 +198,17 @@ proptest! {
         on_each_level(|| {
             let glu = Glu { gate: gate.view(), up: up.view(), activation };
             let mut got = first.clone();
-            ops::quantize_glu(glu, got.argument(), Stream::default()).unwrap();
+            let (mut values, mut up_values) = (products.clone(), products.clone());
+            ops::quantize_glu(glu, values.view_mut(), got.argument(), Stream::default()).unwrap();
             assert_eq!(got.bytes(), expected.bytes());
 
             let (mut got_gate, mut got_up) = (first.clone(), second.clone());
             let (gate_planes, up_planes) = (got_gate.argument(), got_up.argument());
-            ops::quantize_glu_backward(glu, dy.view(), gate_planes, up_planes, Stream::default()).unwrap();
+            let both = [values.view_mut(), up_values.view_mut()];
+            ops::quantize_glu_backward(glu, dy.view(), both, gate_planes, up_planes, Stream::default()).unwrap();
             assert_eq!(got_gate.bytes(), expected_gate.bytes());
             assert_eq!(got_up.bytes(), expected_up.bytes());
+            assert_eq!((values.bytes, up_values.bytes), (to_gate.bytes.clone(), to_up.bytes.clone()));
         });
     }
 }

@@ -2,7 +2,7 @@
 
 A norm or an activation in front of FP8 linear layers would write its result in high precision, and
 the layers would read it twice: for its amax, and to quantize it. Here one operator returns the FP8
-planes, which the layers take as their quantized input:
+planes, which the layers take as their quantized input. It finds the amax while it computes:
 
     norm(x)              -> _quantize_norm         -> q, k and v; gate and up
     activation(gate)*up  -> _quantize_glu          -> down

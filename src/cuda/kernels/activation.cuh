@@ -2,10 +2,10 @@
 #pragma once
 #include "elements.cuh"
 
-/// Limits a value to [-87, 88]. NaN stays NaN.
+/// Limits a value to [-87, 87]. NaN stays NaN.
 DEVICE float clamp_exponent(float x) {
   float d;
-  asm("min.NaN.f32 %0, %1, 0f42B00000;" : "=f"(d) : "f"(x));
+  asm("min.NaN.f32 %0, %1, 0f42AE0000;" : "=f"(d) : "f"(x));
   asm("max.NaN.f32 %0, %1, 0fC2AE0000;" : "=f"(d) : "f"(d));
   return d;
 }
@@ -28,19 +28,21 @@ DEVICE float exponential(float x) {
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
 }
 
-DEVICE float sigmoid(float x) { return __frcp_rn(__fadd_rn(1.0f, exponential(-x))); }
+/// The denominator is at most 1 + e^87 < 2^126, and NaN stays NaN.
+DEVICE float sigmoid(float x) { return moderate_reciprocal(__fadd_rn(1.0f, exponential(-x))); }
 
 /// The activation of a value and its derivative.
 struct Activated {
   float value, derivative;
 };
 
-DEVICE Activated activate(bool gelu, float x) {
-  if (!gelu) {
-    float s = sigmoid(x);
-    float slope = __fadd_rn(1.0f, __fmul_rn(x, __fadd_rn(1.0f, -s)));
-    return {__fmul_rn(x, s), __fmul_rn(s, slope)};
-  }
+DEVICE Activated silu(float x) {
+  float s = sigmoid(x);
+  float slope = __fadd_rn(1.0f, __fmul_rn(x, __fadd_rn(1.0f, -s)));
+  return {__fmul_rn(x, s), __fmul_rn(s, slope)};
+}
+
+DEVICE Activated gelu(float x) {
   const float TWICE_ROOT = __uint_as_float(0x3fcc422a), CUBIC = 0.044715f;
   float square = __fmul_rn(x, x);
   float cubic = __fmul_rn(CUBIC, __fmul_rn(square, x));
@@ -49,4 +51,18 @@ DEVICE Activated activate(bool gelu, float x) {
   slope = __fmul_rn(TWICE_ROOT, __fadd_rn(1.0f, slope));
   float change = __fmul_rn(__fmul_rn(s, __fadd_rn(1.0f, -s)), slope);
   return {__fmul_rn(x, s), __fadd_rn(s, __fmul_rn(x, change))};
+}
+
+/// Activates the elements of a vector. One branch for all, because each element would have both
+/// functions otherwise.
+template <class T>
+DEVICE void activate(bool is_gelu, const u32 (&d)[4], Activated (&out)[4 * T::PER_REG]) {
+  constexpr int COUNT = 4 * T::PER_REG, P = T::PER_REG;
+  if (is_gelu) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) out[i] = gelu(T::get(d[i / P], i % P));
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) out[i] = silu(T::get(d[i / P], i % P));
+  }
 }

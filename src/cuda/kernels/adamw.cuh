@@ -285,13 +285,6 @@ DEVICE float moderate_sqrt(float x) {
   return __fmaf_rn(__fmaf_rn(-root, root, x), half, root);
 }
 
-/// Returns 1 / x, rounded to nearest. `x` and the result must be normal numbers.
-DEVICE float moderate_reciprocal(float x) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
-}
-
 /// Returns x / y, rounded to nearest (Markstein, 1990). The magnitudes of both must be within the
 /// limits above. The compiler emits these instructions for `__fdiv_rn` too, and a branch for very
 /// large and very small numbers.

@@ -151,6 +151,14 @@ template <class F> DEVICE float scale_of(u32 amax_bits, const Rule &rule) {
 
 DEVICE float reciprocal(float scale) { return __fdiv_rn(1.0f, scale); }
 
+/// Returns 1 / x, rounded to nearest. `x` and the result must be normal numbers. The compiler emits
+/// these instructions for `__frcp_rn` too, and a branch for all other numbers.
+DEVICE float moderate_reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
+}
+
 /// Returns the code of one element.
 template <class F> DEVICE u8 encode(float v) { return (u8)F::pair(v, 0.0f); }
 

@@ -256,17 +256,17 @@ template <class T, Source SOURCE> DEVICE void group_maxima(const GroupArgs &a) {
         if (SOURCE == GRADIENT)
           load_vector<T>(a.dy, a.dy_rs, a.dy_cs, a.flags & DY_VECTORS, row, col, width, dy);
         float v[COLS], w[COLS];
+        Activated activated[COLS];
+        activate<T>(a.gelu, d[k], activated);
 #pragma unroll
         for (int j = 0; j < COLS; j++) {
-          int r = j / T::PER_REG, e = j % T::PER_REG;
-          Activated found = activate(a.gelu, T::get(d[k][r], e));
-          float u = T::get(up[r], e);
+          float u = T::get(up[j / T::PER_REG], j % T::PER_REG);
           if (SOURCE == GRADIENT) {
-            float g = T::get(dy[r], e);
-            v[j] = __fmul_rn(__fmul_rn(g, u), found.derivative);
-            w[j] = __fmul_rn(g, found.value);
+            float g = T::get(dy[j / T::PER_REG], j % T::PER_REG);
+            v[j] = __fmul_rn(__fmul_rn(g, u), activated[j].derivative);
+            w[j] = __fmul_rn(g, activated[j].value);
           } else {
-            v[j] = __fmul_rn(found.value, u);
+            v[j] = __fmul_rn(activated[j].value, u);
           }
         }
         pack<T>(v, d[k]);

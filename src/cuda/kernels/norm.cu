@@ -1,9 +1,11 @@
 // Norms over rows with quantization of their result (format/norm.rs).
 //
 // A quantization has two launches. The first computes the statistics of each row and, for current
-// scaling, the scale. A warp reads a row once and holds it in registers. The second reads the input
+// scaling, the scale. A block reads a row once and holds it in registers. The second reads the input
 // again, normalizes it and casts it in both directions.
-#include "fused.cuh"
+#include "patch.cuh"
+#include "strided.cuh"
+#include "vectors.cuh"
 
 /// The parameters of a norm.
 struct NormArgs {
@@ -31,8 +33,9 @@ enum : u32 {
   WEIGHT_VECTORS = 2,    // weight and bias are 16-byte aligned
 };
 
-#define LANES 256        // partial sums of a row, 8 for each thread of a warp
-#define EACH 8
+#define WARPS 8
+#define EACH 8           // adjacent partial sums of a thread
+#define LANES (WARPS * 32 * EACH)  // partial sums of a row
 
 /// EACH adjacent elements of a row.
 template <class T> struct Octet {
@@ -53,24 +56,23 @@ template <class T> struct Octet {
   DEVICE u32 put(const float (&v)[EACH]) {
     u32 m = 0;
 #pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-      pack<T>(v + i * PER_VECTOR, d[i]);
-#pragma unroll
-      for (int k = 0; k < 4; k++) m = T::amax(m, d[i][k]);
-    }
+    for (int i = 0; i < VECTORS; i++) m = T::amax(m, pack<T>(v + i * PER_VECTOR, d[i]));
     return m;
   }
 };
 
-/// Loads EACH elements of a weight or a bias. If it is absent, every element is `absent`.
-template <class T>
-DEVICE void load_parameter(const void *p, float absent, bool vectors, i64 col, i64 cols,
-                           float (&out)[EACH]) {
+/// EACH elements of a weight or a bias, of which each is `absent` if there is none.
+template <class T> struct Parameter {
   Octet<T> octet;
-  if (p) octet.load(p, 0, 1, vectors, 0, col, cols);
-#pragma unroll
-  for (int i = 0; i < EACH; i++) out[i] = p ? octet.get(i) : absent;
-}
+  bool present;
+
+  DEVICE void load(const void *p, bool vectors, i64 col, i64 cols) {
+    present = p;
+    if (present) octet.load(p, 0, 1, vectors, 0, col, cols);
+  }
+
+  DEVICE float get(int i, float absent) const { return present ? octet.get(i) : absent; }
+};
 
 /// Returns the value of an element. Without a mean, 0 is subtracted. An absent weight is 1 and an
 /// absent bias -0. None of these changes a bit.
@@ -87,86 +89,97 @@ DEVICE float shuffle_down(float v, int threads) {
   return d;
 }
 
-/// Returns the sum of the partial sums of a warp, in all threads.
-DEVICE float sum_lanes(const float (&s)[EACH]) {
-  float sum = __fadd_rn(__fadd_rn(__fadd_rn(s[0], s[4]), __fadd_rn(s[2], s[6])),
-                        __fadd_rn(__fadd_rn(s[1], s[5]), __fadd_rn(s[3], s[7])));
-#pragma unroll
-  for (int half = 16; half > 0; half /= 2) sum = __fadd_rn(sum, shuffle_down(sum, half));
-  float d;
-  asm volatile("shfl.sync.idx.b32 %0, %1, 0, 0x1f, 0xffffffff;" : "=f"(d) : "f"(sum));
-  return d;
+DEVICE float sum_eight(const float (&s)[8]) {
+  return __fadd_rn(__fadd_rn(__fadd_rn(s[0], s[4]), __fadd_rn(s[2], s[6])),
+                   __fadd_rn(__fadd_rn(s[1], s[5]), __fadd_rn(s[3], s[7])));
 }
 
-/// Processes a row with a warp. Up to CHUNKS chunks of 256 elements are held in registers. With
-/// CHUNKS 0, a row may have any length, and is read two or three times.
+/// Sums over a block, one after the other.
+struct RowSums {
+  float warps[2][WARPS];
+
+  /// Returns the sum of the partial sums of a block, in all threads. Two sums in succession use
+  /// different memory, so that one barrier suffices for each.
+  DEVICE float add(const float (&s)[EACH], u32 &turn) {
+    float sum = sum_eight(s);
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) sum = __fadd_rn(sum, shuffle_down(sum, half));
+    float (&at)[WARPS] = warps[turn & 1];
+    turn++;
+    if ((threadIdx.x & 31) == 0) at[threadIdx.x >> 5] = sum;
+    __syncthreads();
+    return sum_eight(at);
+  }
+};
+
+/// Computes the statistics of rows, each with a block. CHUNKS chunks of LANES elements are held in
+/// registers. With CHUNKS 0, a row may have any length, and is read two or three times.
 template <class T, class F, int CHUNKS> DEVICE void norm_stats(const NormStatsArgs &a) {
   constexpr int HELD = CHUNKS ? CHUNKS : 1;
-  int lane = threadIdx.x & 31;
-  i64 row = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
-  bool vectors = a.flags & X_VECTORS;
+  __shared__ RowSums row_sums;
+  const bool vectors = a.flags & X_VECTORS, weight_vectors = a.flags & WEIGHT_VECTORS;
+  const i64 first = threadIdx.x * EACH;
   Octet<T> held[HELD];
-  u32 m = 0;
-
-  // Calls `f` with each chunk's octet of this thread, and its first column.
-  auto each = [&](auto f) {
-    if (CHUNKS) {
+  u32 m = 0, turn = 0;
+  for (i64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    auto load = [&](int k, i64 col) {
+      held[k].load(a.x, a.x_rs, a.x_cs, vectors, row, col, a.cols);
+    };
+    // Calls `f` with the number and the first column of each chunk of this thread.
+    auto each = [&](auto f) {
+      if (CHUNKS) {
 #pragma unroll
-      for (int k = 0; k < HELD; k++)
-        if (k * LANES < a.cols) f(held[k], (i64)k * LANES + lane * EACH);
-    } else {
+        for (int k = 0; k < HELD; k++)
+          if (k * LANES < a.cols) f(k, k * LANES + first);
+      } else {
 #pragma unroll 1
-      for (i64 col = lane * EACH; col - lane * EACH < a.cols; col += LANES) {
-        held[0].load(a.x, a.x_rs, a.x_cs, vectors, row, col, a.cols);
-        f(held[0], col);
+        for (i64 col = first; col - first < a.cols; col += LANES) {
+          load(0, col);
+          f(0, col);
+        }
       }
-    }
-  };
+    };
+    if (CHUNKS) each(load);
 
-  if (row < a.rows) {
-    if (CHUNKS) {
-#pragma unroll
-      for (int k = 0; k < HELD; k++)
-        if (k * LANES < a.cols)
-          held[k].load(a.x, a.x_rs, a.x_cs, vectors, row, (i64)k * LANES + lane * EACH, a.cols);
-    }
     float mean = 0.0f;
     if (a.norm.mean) {
       float sums[EACH] = {0, 0, 0, 0, 0, 0, 0, 0};
-      each([&](const Octet<T> &octet, i64) {
+      each([&](int k, i64) {
 #pragma unroll
-        for (int i = 0; i < EACH; i++) sums[i] = __fadd_rn(sums[i], octet.get(i));
+        for (int i = 0; i < EACH; i++) sums[i] = __fadd_rn(sums[i], held[k].get(i));
       });
-      mean = __fdiv_rn(sum_lanes(sums), (float)a.cols);
+      mean = __fdiv_rn(row_sums.add(sums, turn), (float)a.cols);
     }
     float sums[EACH] = {0, 0, 0, 0, 0, 0, 0, 0};
-    each([&](const Octet<T> &octet, i64 col) {
+    each([&](int k, i64 col) {
 #pragma unroll
       for (int i = 0; i < EACH; i++) {
-        float x = __fadd_rn(octet.get(i), -mean);
+        float x = __fadd_rn(held[k].get(i), -mean);
         if (col + i < a.cols) sums[i] = __fadd_rn(sums[i], __fmul_rn(x, x));
       }
     });
-    float mean_square = __fdiv_rn(sum_lanes(sums), (float)a.cols);
+    float mean_square = __fdiv_rn(row_sums.add(sums, turn), (float)a.cols);
     float rstd = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean_square, a.eps)));
     rstd = __uint_as_float(OutF32::bits(rstd));
     mean = __uint_as_float(OutF32::bits(mean));
-    if (lane == 0) {
+    if (threadIdx.x == 0) {
       a.norm.rstd[row] = rstd;
       if (a.norm.mean) a.norm.mean[row] = mean;
     }
-    if (a.scale) {
-      bool aligned = a.flags & WEIGHT_VECTORS;
-      each([&](Octet<T> &octet, i64 col) {
-        float weight[EACH], bias[EACH], v[EACH];
-        load_parameter<T>(a.norm.weight, ABSENT_WEIGHT, aligned, col, a.cols, weight);
-        load_parameter<T>(a.norm.bias, ABSENT_BIAS, aligned, col, a.cols, bias);
+    if (!a.scale) continue;
+    each([&](int k, i64 col) {
+      Parameter<T> weight, bias;
+      weight.load(a.norm.weight, weight_vectors, col, a.cols);
+      bias.load(a.norm.bias, weight_vectors, col, a.cols);
+      float v[EACH];
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
-          v[i] = col + i < a.cols ? normalized(octet.get(i), mean, rstd, weight[i], bias[i]) : 0.0f;
-        m = T::amax(m, octet.put(v));
-      });
-    }
+      for (int i = 0; i < EACH; i++) {
+        v[i] = normalized(held[k].get(i), mean, rstd, weight.get(i, ABSENT_WEIGHT),
+                          bias.get(i, ABSENT_BIAS));
+        if (col + i >= a.cols) v[i] = 0.0f;
+      }
+      m = T::amax(m, held[k].put(v));
+    });
   }
   if (a.scale) {
     m = block_max(magnitude<T>(m));
@@ -179,13 +192,20 @@ struct NormCastArgs {
   NormArgs norm;
 };
 
+/// Casts a tile of normalized values, which are rounded to the input's type and never written. The
+/// arguments have the layout that `CastTransposeArgs` requires.
 template <class T, class F> DEVICE void norm_cast(const NormCastArgs &a) {
-  cast_patch<T, F>(a.cast, [&](Patch<T> &patch, i64 r, i64 c) {
-    patch.load(a.cast, blockIdx.x);
-    constexpr int PER = 4 * T::PER_REG;
-    float weight[EACH], bias[EACH];
-    load_parameter<T>(a.norm.weight, ABSENT_WEIGHT, true, c, a.cast.cols, weight);
-    load_parameter<T>(a.norm.bias, ABSENT_BIAS, true, c, a.cast.cols, bias);
+  constexpr int PER = 4 * T::PER_REG;
+  const StridedArgs &cast = a.cast;
+  Patch<T> patch;
+  i64 tile = blockIdx.x, r, c;
+  float scale = *cast.scale;
+  bool inside = patch.place(cast, tile, r, c);
+  if (inside) {
+    patch.load(cast, tile);
+    Parameter<T> weight, bias;
+    weight.load(a.norm.weight, true, c, cast.cols);
+    bias.load(a.norm.bias, true, c, cast.cols);
 #pragma unroll
     for (int i = 0; i < Patch<T>::ROWS; i++) {
       float rstd = a.norm.rstd[r + i], mean = a.norm.mean ? a.norm.mean[r + i] : 0.0f;
@@ -197,12 +217,23 @@ template <class T, class F> DEVICE void norm_cast(const NormCastArgs &a) {
 #pragma unroll
         for (int j = 0; j < PER; j++)
           v[j] = normalized(T::get(word[j / T::PER_REG], j % T::PER_REG), mean, rstd,
-                            weight[k * PER + j], bias[k * PER + j]);
+                            weight.get(k * PER + j, ABSENT_WEIGHT),
+                            bias.get(k * PER + j, ABSENT_BIAS));
         pack<T>(v, word);
         d = make_uint4(word[0], word[1], word[2], word[3]);
       }
     }
-  });
+  }
+  u32 m = cast.delayed.grid_max ? patch.amax(cast, tile) : 0;
+  if (inside) {
+    float q = reciprocal(scale);
+    if (cast.rowwise) patch.template store_rows<F>(cast, r, c, q);
+    if (cast.columnwise) patch.template store_columns<F>(cast, r, c, q);
+  }
+  if (cast.delayed.grid_max) {
+    m = block_max(m);
+    if (last_of(cast.delayed.grid_max, gridDim.x, m)) finish_delayed(cast.delayed, scale, m);
+  }
 }
 
 template <class T, class F> DEVICE void norm_strided(const NormCastArgs &a) {
@@ -211,17 +242,17 @@ template <class T, class F> DEVICE void norm_strided(const NormCastArgs &a) {
     float weight = a.norm.weight ? T::get(T::load(a.norm.weight, c), 0) : ABSENT_WEIGHT;
     float bias = a.norm.bias ? T::get(T::load(a.norm.bias, c), 0) : ABSENT_BIAS;
     float mean = a.norm.mean ? a.norm.mean[r] : 0.0f;
-    return rounded<T>(normalized(x, mean, a.norm.rstd[r], weight, bias));
+    return Output<T>::type::bits(normalized(x, mean, a.norm.rstd[r], weight, bias));
   });
 }
 
 /// 16-bit rows of up to 8,192 elements and fp32 rows of up to 4,096 are held in registers.
 #define NORM(NAME, T, F)                                                                           \
-  extern "C" __global__ void __launch_bounds__(128)                                                \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, 3)                                      \
       norm_stats_##NAME(const __grid_constant__ NormStatsArgs a) {                                 \
-    norm_stats<T, F, 64 / T::BYTES>(a);                                                            \
+    norm_stats<T, F, 8 / T::BYTES>(a);                                                             \
   }                                                                                                \
-  extern "C" __global__ void __launch_bounds__(128, 6)                                             \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)                                      \
       norm_stats_long_##NAME(const __grid_constant__ NormStatsArgs a) {                            \
     norm_stats<T, F, 0>(a);                                                                        \
   }                                                                                                \

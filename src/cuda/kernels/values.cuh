@@ -29,6 +29,12 @@ struct OutBf16 {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(v));
     return v != v ? 0x7fc0u : d;
   }
+  /// Converts two numbers that are not NaN.
+  static DEVICE u32 pair(float lo, float hi) {
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+    return d;
+  }
 };
 struct OutF16 {
   static constexpr int BYTES = 2;
@@ -36,5 +42,11 @@ struct OutF16 {
     u16 d;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(v));
     return v != v ? 0x7e00u : d;
+  }
+  /// Converts two numbers that are not NaN.
+  static DEVICE u32 pair(float lo, float hi) {
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+    return d;
   }
 };

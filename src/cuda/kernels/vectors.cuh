@@ -29,14 +29,24 @@ DEVICE void load_vector(const void *x, i64 rs, i64 cs, bool vectors, i64 row, i6
   }
 }
 
-/// Packs values into registers as elements of T.
-template <class T> DEVICE void pack(const float *v, u32 (&d)[4]) {
+/// Packs values into registers as elements of T. Returns the `T::amax` of them.
+template <class T> DEVICE u32 pack(const float *v, u32 (&d)[4]) {
   typedef typename Output<T>::type O;
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    if (T::PER_REG == 1) d[k] = O::bits(v[k]);
-    else d[k] = O::bits(v[2 * k]) | O::bits(v[2 * k + 1]) << 16;
+    if constexpr (T::PER_REG == 1) d[k] = __float_as_uint(v[k]);
+    else d[k] = O::pair(v[2 * k], v[2 * k + 1]);
   }
+  u32 m = T::amax(T::amax(d[0], d[1]), T::amax(d[2], d[3]));
+  // A NaN loses its sign and payload. One branch for all, because NaNs are rare.
+  if (magnitude<T>(m) > 0x7f800000u) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      d[k] = O::bits(v[T::PER_REG * k]);
+      if constexpr (T::PER_REG == 2) d[k] |= O::bits(v[2 * k + 1]) << 16;
+    }
+  }
+  return m;
 }
 
 /// Stores the elements of registers to `at`, which is column `col` of `cols`.
