@@ -14,7 +14,7 @@ ops = torch.ops.fp8rs
 each_norm = pytest.mark.parametrize("centered", [False, True], ids=["RMSNorm", "LayerNorm"])
 each_activation = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 
-#: Whole tiles, odd sizes, a long row, rows longer than what a warp holds, and no rows.
+#: Whole tiles, odd sizes, a long row, rows longer than what a block holds, and no rows.
 SHAPES = [(128, 256), (48, 136), (7, 33), (16, 4096), (3, 9000), (1, 1), (0, 64)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 

@@ -6,8 +6,8 @@ import torch
 
 
 def exp(x):
-    """e^x by 2^k times a polynomial of degree 7, with x clamped to [-87, 88]."""
-    x = torch.where(x > 88, torch.full_like(x, 88.0), x)
+    """e^x by 2^k times a polynomial of degree 7, with x clamped to [-87, 87]."""
+    x = torch.where(x > 87, torch.full_like(x, 87.0), x)
     x = torch.where(x < -87, torch.full_like(x, -87.0), x)
     rounded = x * torch.tensor(math.log2(math.e)) + 12582912.0
     k = rounded - 12582912.0

@@ -3,27 +3,27 @@
 import torch
 from torch.nn.functional import pad
 
-LANES, PER_THREAD = 256, 8
+WARPS, THREADS, PER_THREAD = 8, 32, 8
+LANES = WARPS * THREADS * PER_THREAD
+
+
+def sum_halves(numbers):
+    """Add the upper half of the last dimension to the lower half until one number is left."""
+    while numbers.shape[-1] > 1:
+        half = numbers.shape[-1] // 2
+        numbers = numbers[..., :half] + numbers[..., half:]
+    return numbers.squeeze(-1)
 
 
 def row_sums(terms):
-    """Sum each row in 256 lanes, then over 8 lanes of each thread, then over 32 threads.
-
-    Each step adds the upper half of the numbers to the lower half.
-    """
+    """Sum each row in 2048 lanes, then over 8 lanes of each thread, 32 threads and 8 warps."""
     rows, cols = terms.shape
     padded = pad(terms, (0, -cols % LANES))
     lanes = torch.zeros(rows, LANES)
     for chunk in padded.split(LANES, 1):
         lanes = lanes + chunk
-    sums = lanes.view(rows, LANES // PER_THREAD, PER_THREAD)
-    while sums.shape[2] > 1:
-        half = sums.shape[2] // 2
-        sums = sums[:, :, :half] + sums[:, :, half:]
-    while sums.shape[1] > 1:
-        half = sums.shape[1] // 2
-        sums = sums[:, :half] + sums[:, half:]
-    return sums[:, :, 0]
+    threads = sum_halves(lanes.view(rows, WARPS, THREADS, PER_THREAD))
+    return sum_halves(sum_halves(threads)).unsqueeze(1)
 
 
 def norm(x, weight, bias, centered, eps):
