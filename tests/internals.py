@@ -21,7 +21,7 @@ from fp8rs.fsdp.gather_unit import GatherUnit, UnitParam
 from fp8rs.model.handle import ParamHandle
 from fp8rs.model.input_cache import QuantizedInputCache
 from fp8rs.model.state import ModelState
-from fp8rs.nn import function, fused
+from fp8rs.nn import function, fused, rotary
 from fp8rs.nn.debug import Debug
 from fp8rs.scaling.steps import StepTracker
 from fp8rs.tensor import aten
@@ -79,9 +79,14 @@ WRITE_HANDLERS = (
 )
 
 
-def composed_modules() -> AbstractContextManager[object]:
-    """Let transformer modules compose norms and activations in eager mode, as compiled ones do."""
-    return mock.patch.object(fused, "_input_quantization", return_value=None)
+@contextmanager
+def composed_modules() -> Iterator[None]:
+    """Let transformer modules compose norms, activations and rotations, as compiled ones do."""
+    with (
+        mock.patch.object(fused, "_input_quantization", return_value=None),
+        mock.patch.object(rotary, "is_plain", return_value=False),
+    ):
+        yield
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from fp8rs.nn import (
     TransformerLayer,
     rotary_pos_emb,
 )
+from fp8rs.nn.rotary import _Rotate, rotate
 from fp8rs.optim import AdamW
 from fp8rs.quantize.recipes import resolve_recipe
 from internals import composed_modules, state_of
@@ -445,3 +446,36 @@ def test_arguments_of_another_attention_type_are_refused(device):
         llama_layer(device)(x, encoder_output=x)
     with pytest.raises(ValueError, match="cross-attention needs an encoder_output"):
         llama_layer(device, layer_type="decoder")(x)
+
+
+# --- rotary positions -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rotation_and_its_gradient_match_complex_numbers(device, dtype):
+    x = torch.randn(2, LENGTH, 3, CHANNELS, device=device).to(dtype)
+    x = x.transpose(1, 2).requires_grad_()
+    cos, sin = rotary_pos_emb(LENGTH, CHANNELS, device=device)
+    y = rotate(x, (cos, sin))
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert y.dtype == dtype and y.stride() == x.stride()
+
+    half = CHANNELS // 2
+    turn = torch.complex(cos[:, :half].double(), sin[:, :half].double())
+    for got, values, by in ((y, x, turn), (dx, dy, turn.conj())):
+        first, second = values.detach().double().chunk(2, dim=-1)
+        turned = torch.complex(first, second) * by
+        expected = torch.cat((turned.real, turned.imag), dim=-1)
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=6 * torch.finfo(dtype).eps)
+
+
+def test_rotation_by_different_angles_for_the_halves_has_gradients_of_any_order():
+    cos, sin = torch.randn(2, 5, 8, dtype=torch.float64)
+    x = torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True)
+
+    def rotated(x):
+        return _Rotate.apply(x, cos, sin, False)
+
+    assert torch.autograd.gradcheck(rotated, x)
+    assert torch.autograd.gradgradcheck(rotated, x)

@@ -17,50 +17,9 @@ from fp8rs.quantize.recipes import Recipe, RecipeName, check_choice
 from .fused import norm_for
 from .linear import make_float8
 from .normalized import make_norm
+from .rotary import rotate
 
 MASKS = ("causal", "no_mask")
-
-
-def rotary_pos_emb(
-    length: int, kv_channels: int, base: float = 10_000.0, *, device: Any = None
-) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines of rotary positions (RoFormer, arXiv:2104.09864).
-
-    They rotate the two halves of a head, as in Llama.
-
-    Args:
-        length: number of positions, from 0 on.
-        kv_channels: size of a head.
-        base: the angle of position 1 falls from 1 to nearly 1 / ``base`` along a head.
-        device: device of the result.
-
-    Returns:
-        Two tensors (length, kv_channels), fp32.
-
-    Raises:
-        ValueError: ``kv_channels`` is odd.
-    """
-    if kv_channels % 2:
-        raise ValueError(f"kv_channels must be even, but got {kv_channels}")
-    exponents = torch.arange(0, kv_channels, 2, device=device).float() / kv_channels
-    positions = torch.arange(length, device=device).float()
-    angles = torch.outer(positions, base**-exponents).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
-def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary position embeddings.
-
-    Args:
-        x: (batch, heads, length, kv_channels).
-        rotation: cosines and sines, each (length, kv_channels) or (batch, length, kv_channels).
-    """
-    cos, sin = rotation
-    cos = cos.unsqueeze(-3)
-    sin = sin.unsqueeze(-3)
-    first_half, second_half = x.chunk(2, dim=-1)
-    rotated = torch.cat((-second_half, first_half), dim=-1)
-    return (x * cos + rotated * sin).to(x.dtype)
 
 
 class MultiheadAttention(nn.Module):
@@ -178,8 +137,8 @@ class MultiheadAttention(nn.Module):
         k = self._split_heads(self.k_proj(source))
         v = self._split_heads(self.v_proj(source))
         if rotary_pos_emb is not None:
-            q = _rotate(q, rotary_pos_emb)
-            k = _rotate(k, rotary_pos_emb)
+            q = rotate(q, rotary_pos_emb)
+            k = rotate(k, rotary_pos_emb)
         y = F.scaled_dot_product_attention(
             q,
             k,

@@ -94,7 +94,7 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-def _is_plain(x: Any) -> bool:
+def is_plain(x: Any) -> bool:
     """Return whether an activation is a tensor that operators can read, and nothing traces it."""
     return (
         type(x) is Tensor
@@ -148,7 +148,7 @@ def _input_quantization(x: Any, layers: Sequence[nn.Module]) -> _Quantization | 
         x: the tensor that the input is computed from, in the dtype of the input.
         layers: the layers that the input is passed to, unchanged.
     """
-    if not _is_plain(x) or nn.modules.module._has_any_global_hook():
+    if not is_plain(x) or nn.modules.module._has_any_global_hook():
         return None
     spec = None
     for layer in layers:
@@ -341,7 +341,7 @@ def glu_for(
         up_layer: the layer that computed ``up``. Nothing else uses its output.
         layer: the layer that the result is passed to.
     """
-    if torch.compiler.is_compiling() or not _is_plain(up) or gate.dtype != up.dtype:
+    if torch.compiler.is_compiling() or not is_plain(up) or gate.dtype != up.dtype:
         return None
     quantization = _input_quantization(gate, [layer])
     if quantization is None:
