@@ -68,12 +68,7 @@ fn inputs<'a>(call: &mut Call<'a>, glu: &Glu<'a>) -> Result<(), Error> {
     shape("up", glu.up.shape(), glu.gate.shape(), "the shape of gate")
 }
 
-fn rounded<'a>(
-    call: &mut Call<'a>,
-    arg: &'static str,
-    values: &'a ViewMut,
-    glu: &Glu,
-) -> Result<(), Error> {
+fn rounded<'a>(call: &mut Call<'a>, arg: &'static str, values: &'a ViewMut, glu: &Glu) -> Result<(), Error> {
     call.output(arg, values, Kind::Is(glu.gate.dtype()))?;
     shape(arg, values.shape(), glu.gate.shape(), "the shape of gate")?;
     contiguous(arg, values.is_contiguous())
