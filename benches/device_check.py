@@ -9,8 +9,8 @@ first_use   seconds of a format's first call minus its second, in separate proce
             code and with CUDA_FORCE_PTX_JIT=1, without the driver's cache
 times       kernels compared with a copy of as many bytes (cuda_blocks.py, cuda_kernels.py), with
             machine code and with PTX
-bytes       equal bytes on CPU and CUDA at full size, for quantization, the optimizer and random
-            numbers, with machine code and with PTX
+bytes       equal bytes on CPU and CUDA at full size, for quantization, fused operators, the
+            optimizer and random numbers, with machine code and with PTX
 tests       GPU tests of launches and blocks, then tests that need the GPU's memory
 sanitizer   memcheck, racecheck and initcheck on small calls of each kernel
 
@@ -51,24 +51,46 @@ Call = Callable[[], Any]
 
 
 def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, Call]:
-    """Return a call of each operation and format, by name."""
-    x = torch.randn(rows, cols, device=device).to(dtype)
+    """Return a call of each operation and format, by name.
+
+    The inputs are random numbers of the CPU's generator, so they depend on its state only. A call
+    returns all tensors that it writes.
+    """
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape).to(device).to(dtype)
+
+    def integers(least: int, bound: int, *shape: int) -> Tensor:
+        return torch.randint(least, bound, shape, dtype=torch.uint8).to(device)
+
+    x = normal(rows, cols)
     scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
-    codes = torch.randint(0, 127, (rows, cols), dtype=torch.uint8, device=device).view(E4M3)
+    codes = integers(0, 127, rows, cols).view(E4M3)
     down, across = -(-rows // 32), -(-cols // 32)
-    square = torch.randint(110, 130, (down, across), dtype=torch.uint8, device=device).view(E8M0)
-    lines = torch.randint(110, 130, (rows, across), dtype=torch.uint8, device=device).view(E8M0)
+    square = integers(110, 130, down, across).view(E8M0)
+    lines = integers(110, 130, rows, across).view(E8M0)
     pair = [x[: rows // 2].clone(), x[rows // 2 :].clone()]
     outs = [torch.empty(p.shape, dtype=E4M3, device=device) for p in pair]
     scales, amaxes = torch.ones(2, device=device), torch.zeros(2, device=device)
-    column_scale = torch.rand(cols, device=device)
-    gate = torch.randn(rows, cols, device=device).to(dtype)
-    gain = torch.ones(cols, dtype=dtype, device=device)
+    column_scale = torch.rand(cols).to(device)
+    gate, dy = normal(rows, cols), normal(rows, cols)
+    gain, bias = normal(cols), normal(cols)
     serving = {"amax_epsilon": 1 / 512, "divide": True}
 
-    def norm(bias: Tensor | None, *directions: bool) -> Call:
-        centered = bias is not None
-        return lambda: ops._quantize_norm(x, gain, bias, centered, 1e-5, E4M3, *directions)
+    def delayed(columnwise: bool) -> Call:
+        return lambda: (ops.quantize_delayed(x, scale, amax, E4M3, True, columnwise), amax)
+
+    def quantize_list() -> list[Tensor]:
+        ops.multi_quantize(pair, scales, outs)
+        return outs
+
+    def quantize_list_delayed() -> list[Tensor]:
+        ops.multi_quantize_delayed(pair, scales, amaxes, outs)
+        return [*outs, amaxes]
+
+    def norm(centered: bool, *directions: bool) -> Call:
+        shift = bias if centered else None
+        return lambda: ops._quantize_norm(x, gain, shift, centered, 1e-5, E4M3, *directions)
 
     def blocks(block: tuple[int, int], kind: torch.dtype, *directions: bool, **more: Any) -> Call:
         return lambda: ops.quantize_blocks(x, E4M3, block, kind, *directions, **more)
@@ -79,10 +101,10 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
         "cast + transpose": lambda: ops.quantize(x, scale, E4M3, True, True),
         "current": lambda: ops.quantize_current(x, E4M3, True, False),
         "current + transpose": lambda: ops.quantize_current(x, E4M3, True, True),
-        "delayed": lambda: ops.quantize_delayed(x, scale, amax, E4M3, True, False),
-        "delayed + transpose": lambda: ops.quantize_delayed(x, scale, amax, E4M3, True, True),
-        "list": lambda: ops.multi_quantize(pair, scales, outs),
-        "list, delayed": lambda: ops.multi_quantize_delayed(pair, scales, amaxes, outs),
+        "delayed": delayed(False),
+        "delayed + transpose": delayed(True),
+        "list": quantize_list,
+        "list, delayed": quantize_list_delayed,
         "MX": blocks((1, 32), E8M0, True, False),
         "MX both": blocks((1, 32), E8M0, True, True),
         "MX both, packed": blocks((1, 32), E8M0, True, True, packed=True),
@@ -94,11 +116,11 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
         "per row both": blocks((1, -1), F32, True, True),
         "per row both, column scale": blocks((1, -1), F32, True, True, column_scale=column_scale),
         "per row, divided": blocks((1, -1), F32, True, False, **serving),
-        "RMSNorm": norm(None, True, False),
-        "RMSNorm + transpose": norm(None, True, True),
-        "LayerNorm + transpose": norm(gain, True, True),
+        "RMSNorm": norm(False, True, False),
+        "RMSNorm + transpose": norm(False, True, True),
+        "LayerNorm + transpose": norm(True, True, True),
         "SwiGLU + transpose": lambda: ops._quantize_glu(x, gate, "silu", E4M3, True, True),
-        "GeGLU's gradients": lambda: ops._quantize_glu_backward(x, gate, x, "gelu_tanh", E4M3),
+        "GeGLU's gradients": lambda: ops._quantize_glu_backward(x, gate, dy, "gelu_tanh", E4M3),
         "rebase 32x32, rows": lambda: ops.rebase(codes, square, (32, 32), 0),
         "rebase 32x32, columns": lambda: ops.rebase(codes, square, (32, 32), 1),
         "rebase 1x32, columns": lambda: ops.rebase(codes, lines, (1, 32), 1),
@@ -248,6 +270,11 @@ def bytes_agree(device: str) -> dict[str, Any]:
                             for t in (finite, finite_there)
                         )
                     )
+            torch.manual_seed(0)
+            expected = formats(rows, cols, dtype, "cpu")
+            torch.manual_seed(0)
+            for name, call in formats(rows, cols, dtype, device).items():
+                compared[f"{name} {rows}x{cols} {dtype}"] = same_bytes(expected[name](), call())
     for name, pair in optimized(device).items():
         compared[name] = same_bytes(*pair)
     wrong = [name for name, same in compared.items() if not same]
@@ -273,22 +300,47 @@ def optimized(device: str) -> dict[str, tuple[Any, Any]]:
         for x in pair:
             ops.random_uniform_(x, 1, 3)
         found[f"random {dtype}"] = (pair[0], pair[1])
+    shapes = ((300, 1024), (67, 75), (5, 14336), (2, 16388))
+    # 8-bit moments need rows of blocks of 128 elements.
+    shapes_of_codes = ((300, 1024), (33, 128), (5, 14336), (2, 16384))
     for name, quantizer in quantizers().items():
-        for masters in (True, False):
-            for shape in ((300, 1024), (67, 75), (5, 14336), (2, 16388)):
-                x, grads = torch.randn(shape), torch.randn(2, *shape)
-                ends = []
-                for d in ("cpu", device):
-                    weight = torch.nn.Parameter(quantizer(x.to(d)))
-                    optimizer = AdamW([weight], master_weights=masters)
-                    for grad in grads:
-                        weight.grad = grad.to(d)
-                        optimizer.step()
-                    plane = weight.rowwise
-                    state = [optimizer.state[weight][key] for key in ("exp_avg", "exp_avg_sq")]
-                    ends.append((plane.data, plane.scale, *state))
-                found[f"AdamW {name} {masters} {shape}"] = (ends[0], ends[1])
+        for state_dtype in (F32, BF16, "fp8"):
+            for masters in (True, False):
+                for shape in shapes_of_codes if state_dtype == "fp8" else shapes:
+                    weight = quantizer(torch.randn(shape))
+                    key = f"AdamW {name} {state_dtype} {masters} {shape}"
+                    found[key] = stepped(weight, device, state_dtype, masters)
+    for dtype in (F32, BF16, F16):
+        for shape in shapes_of_codes:
+            key = f"AdamW {dtype} fp8 {shape}"
+            found[key] = stepped(torch.randn(shape).to(dtype), device, "fp8", True)
     return found
+
+
+def stepped(
+    weight: Tensor, device: str, state_dtype: torch.dtype | str, masters: bool
+) -> tuple[Any, Any]:
+    """Return a weight and its state after two steps, on the CPU and the device."""
+    grads = torch.randn(2, *weight.shape)
+    ends = []
+    for d in ("cpu", device):
+        param = torch.nn.Parameter(weight.clone().to(d))
+        optimizer = AdamW(
+            [param],
+            master_weights=masters,
+            state_dtype=state_dtype,
+            state_filter=lambda param: True,
+        )
+        for grad in grads:
+            param.grad = grad.to(d, param.dtype)
+            optimizer.step()
+
+        planes = [param]
+        if isinstance(param, fp8rs.QuantizedTensor):
+            planes = [param.rowwise.data, param.rowwise.scale]
+        state = sorted(optimizer.state[param].items())
+        ends.append([*planes, *(value for _, value in state)])
+    return ends[0], ends[1]
 
 
 def drive(device: str) -> None:

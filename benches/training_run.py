@@ -28,7 +28,7 @@ The fine-tuning variants start from the weights of bf16-0, which has to be train
 
 The variants have equal settings, and equal initial weights and batches except bf16-1 and bf16-2,
 which show how far results depend on the seed. A variant writes OUT/VARIANT.json and a checkpoint in
-OUT/VARIANT, and resumes from them.
+OUT/VARIANT, and resumes from them. With ``--save-every 0`` it writes no checkpoint.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Variant:
         return self.library == "torch" and self.optimizer_name == "torch"
 
     @property
-    def resumes(self) -> bool:
+    def can_resume(self) -> bool:
         """Whether its optimizer's state can be saved."""
         return self.optimizer_name in ("torch", "fp8rs")
 
@@ -334,7 +334,7 @@ def train_variant(
         settings: settings of the training, equal on all ranks.
         out: the folder of the tokens and the results.
         options: "every" is the number of steps between evaluations, "save_every" between
-            checkpoints, "compile" whether to compile blocks, "seconds" when to stop.
+            checkpoints (0: none), "compile" whether to compile blocks, "seconds" when to stop.
         report: called with lines of progress.
     """
     begun, variant, ranks = time.monotonic(), VARIANTS[name], dist.get_world_size()
@@ -353,7 +353,8 @@ def train_variant(
     if variant.start is not None:
         start = json.loads(Path(out, f"{variant.start}.json").read_text())
         checkpoint.load({**state}, Path(out, variant.start, f"step-{start['step']}"))
-    if variant.resumes:
+    resumes = variant.can_resume and options["save_every"] > 0
+    if resumes:
         state["optimizer"] = checkpoint.Optimizer(model, optimizer)
     fixed = {
         "variant": name,
@@ -368,14 +369,14 @@ def train_variant(
     }
     found: dict[str, Any] = {"step": 0, "train": [], "held_out": [], "speeds": [], "peak_memory": 0}
     is_partial = file.exists() and json.loads(file.read_text())["step"] < settings.steps
-    if is_partial and not variant.resumes:
+    if is_partial and not resumes:
         file.unlink()  # its state was not saved, so it begins again
     if file.exists():
         found = json.loads(file.read_text())
         differing = [key for key, value in _plain(fixed).items() if found.get(key) != value]
         if differing:
             raise ValueError(f"{file} is of a run with other {', '.join(differing)}: remove {file}")
-        if variant.resumes:
+        if resumes:
             checkpoint.load({**state}, folder / f"step-{found['step']}")
     found |= _plain(fixed)
     if found["step"] == 0:
@@ -402,7 +403,7 @@ def train_variant(
         found["peak_memory"] = max(found["peak_memory"], peak_memory(settings.device))
         found["state_bytes"] = _state_bytes(optimizer)
         stop = until == settings.steps or _expired(begun, options["seconds"], settings)
-        if stop or until % options["save_every"] == 0:
+        if stop or not resumes or until % options["save_every"] == 0:
             _save(state, found, folder, file)
         report(
             {
@@ -464,14 +465,36 @@ def _optimizer(
     if variant.optimizer_name == "bitsandbytes-8bit":
         import bitsandbytes
 
-        found: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), **options)
-        return found
+        return _on_local_tensors(model, bitsandbytes.optim.AdamW8bit, options)
     from torchao import optim
 
     # A changed rate must be a tensor, or the step is compiled again.
     options["lr"] = torch.tensor(settings.learning_rate, device=settings.device)
     kind = optim.AdamW8bit if variant.optimizer_name == "torchao-8bit" else optim.AdamWFp8
     return kind(model.parameters(), **options)
+
+
+def _on_local_tensors(
+    model: torch.nn.Module, kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """Return an optimizer that does not support DTensors, of this rank's parts of the parameters.
+
+    A step moves the gradients from the parameters to the parts.
+    """
+    parts = {}
+    for param in model.parameters():
+        local: Any = param
+        parts[param] = torch.nn.Parameter(local.to_local().detach())
+    optimizer = kind(parts.values(), **options)
+
+    def move_gradients(*_: Any) -> None:
+        for param, part in parts.items():
+            gradient: Any = param.grad
+            part.grad = gradient.to_local()
+            param.grad = None
+
+    optimizer.register_step_pre_hook(move_gradients)
+    return optimizer
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -670,7 +693,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--save-every",
         type=int,
         default=500,
-        help="steps between checkpoints, in whole evaluations",
+        help="steps between checkpoints, in whole evaluations; 0: no checkpoints",
     )
     one.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     one.add_argument("--ranks", type=int, default=1)

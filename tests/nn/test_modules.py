@@ -208,10 +208,6 @@ def unseen(case, name):
     return name.endswith("k_proj.bias") and not rotated
 
 
-# torch warns in an autograd thread that starts with a GEMM.
-@pytest.mark.filterwarnings(
-    "ignore:Attempting to run cuBLAS, but there was no current CUDA context"
-)
 @every_case
 @each_norm
 def test_high_precision(device, case, normalization):

@@ -17,31 +17,36 @@ import gradient_error as bench
 #: Both sides run with one version of torch. test_gradients.py tests each release in the first tier.
 pytestmark = [pytest.mark.newest_torch, pytest.mark.second_tier]
 
-Trained = tuple[bench.Llama, torch.Tensor]
+Trained = tuple[bench.Llama, list[torch.Tensor]]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def trained(request: pytest.FixtureRequest) -> Trained:
     settings = Settings.choose(request.param, ranks=1, steps=40)
     model, corpus = bench.trained_model(settings)
-    batch = corpus.held_out_batch(0, settings.rows, settings.length)
-    return model, batch.to(request.param)
+    return model, bench.held_out_batches(settings, corpus)
 
 
 def limits(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the smallest and largest ratio of fp8rs's gradient error to its simulation's.
+    """Return the smallest and largest ratio of fp8rs's gradient errors to its simulation's.
 
     On the CPU both add in the same order, so their rounding errors and therefore the ratio are
     equal. On other devices sums differ in their last bits, which rounds some elements of the next
-    layer differently, and a few directions of the gradient hold most of the error. Noise of 1e-4 or
-    3e-4 of a row's largest sum, added to the simulation of ``rowwise``, moved the ratio between
-    0.983 and 1.000 in fp32 and between 0.990 and 1.031 in bf16 (three draws each).
+    layer differently. A few directions of the gradient hold most of the error and are chaotic, so
+    the ratio of errors over all weights is chance: noise of 3e-4 of a row's largest sum, added to
+    the simulation of ``current`` on the CPU's model, moved it by a factor of up to 1.10 in fp32 and
+    1.27 in bf16 on one batch. The median over weights and 16 batches stayed within 0.7% of 1 in
+    fp32 and 1.8% in bf16 (all pairs of six draws, standard deviations of 0.3% and 0.9%). Over 5
+    batches, bf16 reached 4.1%.
 
-    A larger ratio is a defect. A smaller one is chance, unless an operand is not rounded. On the
-    CPU's model, a weight's share of the error is a quarter (tested below), and an input's is
-    larger. A gradient's is 5% in fp32 and not visible in bf16. On the larger model of two H200
-    runs, a weight's share was 5% and 14% in bf16. This limit need not detect those cases, because
-    test_gradients compares the bytes.
+    A larger ratio is a defect. Sums with the 14 bits of Hopper, simulated in wgrad of the model for
+    GPUs, changed the errors of 21 weights by less than 2%, with a median of 0.2%, if they are added
+    in fp32 after each 128 products. Otherwise they changed by -23% to 76%, with a median of 16%.
+
+    A smaller ratio means that an operand is not rounded. On the CPU's model, with ``current``, the
+    inverse ratio is 0.82 in fp32 and 0.75 in bf16 without rounding of weights (tested below), and
+    0.75 and 0.58 of inputs. Of gradients it is 0.88 in fp32, but 0.97 in bf16, which this limit
+    does not detect. test_gradients compares the bytes.
     """
     if device.type == "cpu":
         return 0.98, 1.02
@@ -54,7 +59,7 @@ def test_the_gradient_error_equals_the_simulations(
     trained: Trained, recipe: str, dtype: torch.dtype
 ) -> None:
     found = bench.gradient_error(*trained, recipe, dtype)
-    least, most = limits(trained[1].device, dtype)
+    least, most = limits(trained[1][0].device, dtype)
     assert least <= found.ratio <= most
     assert 0.02 < found.fp8rs < 0.2
     assert found.loss_off_fp8rs == pytest.approx(found.loss_off_simulated, abs=1e-3)
@@ -77,8 +82,8 @@ def test_unrounded_weights_are_detected(trained: Trained, monkeypatch: pytest.Mo
     """Without rounding of the weights, the error is below the lower limit."""
     monkeypatch.setattr(bench.linear, "_weight", lambda weight, *_: weight.float())
     found = bench.gradient_error(*trained, "current", torch.bfloat16)
-    least, _ = limits(trained[1].device, torch.bfloat16)
-    assert found.simulated < least * found.fp8rs
+    least, _ = limits(trained[1][0].device, torch.bfloat16)
+    assert 1 / found.ratio < least
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0])

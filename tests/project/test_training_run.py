@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,6 +117,19 @@ def test_an_interrupted_run_resumes_with_equal_losses(
     assert (parts / "report.svg").read_text().startswith("<?xml")
 
 
+def test_without_checkpoints_a_run_writes_results_and_begins_again(
+    bench: Any, text: Path, tmp_path: Path
+) -> None:
+    bench.main(["data", str(tmp_path), "--roots", str(text), "--vocabulary", "256"])
+    no_checkpoints = ["--save-every", "0"]
+    assert train(bench, tmp_path, "bf16-0", "--seconds", "0", *no_checkpoints) == 3
+    partial = json.loads((tmp_path / "bf16-0.json").read_text())
+    assert partial["step"] == 2
+    assert not list(tmp_path.rglob("*.distcp"))
+    assert train(bench, tmp_path, "bf16-0", *no_checkpoints) == 0
+    assert partial["train"][0] in losses(tmp_path, "bf16-0")
+
+
 def test_variants_with_8_bit_moments_train_and_resume(
     bench: Any, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +150,24 @@ def test_variants_with_8_bit_moments_train_and_resume(
     assert state_bytes["tune-fp8-moments"] < state_bytes["tune-fp32"]
     assert summary["tune-fp32"]["above_bf16"] == 0
     assert summary["fp8-moments-no-masters-999"]["above_bf16"] is None
+
+
+def test_an_optimizer_of_local_tensors_takes_the_steps_of_one_of_dtensors(bench: Any) -> None:
+    options = {"lr": 0.1, "weight_decay": 0.1}
+    results = []
+    for make in (
+        lambda model: torch.optim.AdamW(model.parameters(), **options),
+        lambda model: bench._on_local_tensors(model, torch.optim.AdamW, options),
+    ):
+        torch.manual_seed(0)
+        model = fully_shard(torch.nn.Linear(8, 4), mesh=init_device_mesh("cpu", (1,)))
+        optimizer = make(model)
+        for _ in range(2):
+            model(torch.randn(3, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([param.full_tensor() for param in model.parameters()])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_a_report_without_results_is_an_error(
