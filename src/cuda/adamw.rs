@@ -103,14 +103,27 @@ kernels! {
     SQUARE_128_TWICE = ADAMW_BLOCKS_MODULE "adamw_square_128_twice";
     SQUARE_32_TWICE = ADAMW_BLOCKS_MODULE "adamw_square_32_twice";
     FP8_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_f32";
+    FP8_F32_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_f32_f32";
     FP8_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_bf16";
     FP8_F16 = ADAMW_MOMENTS_MODULE "adamw_moments_f16";
     FP8_CODES = ADAMW_MOMENTS_MODULE "adamw_moments_codes";
+    FP8_CODES_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_codes_bf16";
+    FP8_CODES_BF16_MASTER = ADAMW_MOMENTS_MODULE "adamw_moments_codes_bf16_master";
     FP8_ROW_4096 = ADAMW_MOMENTS_MODULE "adamw_moments_row_4096";
+    FP8_ROW_4096_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_row_4096_bf16";
+    FP8_ROW_4096_BF16_MASTER = ADAMW_MOMENTS_MODULE "adamw_moments_row_4096_bf16_master";
     FP8_ROW_16384 = ADAMW_MOMENTS_MODULE "adamw_moments_row_16384";
+    FP8_ROW_16384_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_row_16384_bf16";
+    FP8_ROW_16384_BF16_MASTER = ADAMW_MOMENTS_MODULE "adamw_moments_row_16384_bf16_master";
     FP8_ROW_TWICE = ADAMW_MOMENTS_MODULE "adamw_moments_row_twice";
+    FP8_ROW_TWICE_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_row_twice_bf16";
+    FP8_ROW_TWICE_BF16_MASTER = ADAMW_MOMENTS_MODULE "adamw_moments_row_twice_bf16_master";
     FP8_SQUARE_128 = ADAMW_MOMENTS_MODULE "adamw_moments_square_128";
+    FP8_SQUARE_128_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_square_128_bf16";
+    FP8_SQUARE_128_BF16_MASTER = ADAMW_MOMENTS_MODULE "adamw_moments_square_128_bf16_master";
     FP8_SQUARE_32 = ADAMW_MOMENTS_MODULE "adamw_moments_square_32";
+    FP8_SQUARE_32_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_square_32_bf16";
+    FP8_SQUARE_32_BF16_MASTER = ADAMW_MOMENTS_MODULE "adamw_moments_square_32_bf16_master";
 }
 
 /// How a tensor is launched.
@@ -122,8 +135,8 @@ struct Launch {
     blocks: u64,
 }
 
-/// Whether groups of four adjacent elements, starting at multiples of four, can be loaded and stored as
-/// vectors.
+/// Whether groups of four adjacent elements, starting at multiples of four, and ranges can be loaded and
+/// stored as vectors.
 fn four_at_once(tensor: &AdamWTensor, target: &Target) -> bool {
     let views = [
         (tensor.grad.ptr(), tensor.grad.dtype()),
@@ -132,9 +145,11 @@ fn four_at_once(tensor: &AdamWTensor, target: &Target) -> bool {
         (tensor.param.ptr().cast_const(), tensor.param.dtype()),
     ];
     let master = tensor.master.iter().map(|master| (master.ptr().cast_const(), DType::F32));
+    let ranges = tensor.ranges.iter().flatten().map(|range| range.ptr().cast_const());
     let rows = !matches!(target, Target::Blocks(..)) || tensor.param.cols().is_multiple_of(4);
     rows && tensor.offset.is_multiple_of(4)
         && views.into_iter().chain(master).all(|(ptr, dtype)| aligned(ptr, 4 * dtype.size()))
+        && ranges.into_iter().all(|ptr| aligned(ptr, 8))
 }
 
 /// Returns how a matrix with a scale for each block is launched.
@@ -153,19 +168,40 @@ fn block_launch(block: Block, (rows, cols): (usize, usize), vectors: bool) -> Re
     Ok(Launch { kernel, threads, blocks })
 }
 
+/// The kernels of parameters that are codes and whose moments are codes, by storage: any, and aligned E4M3
+/// with bf16 gradients, without and with a master weight.
+type OfStorage = [&'static Kernel; 3];
+
+static CODES_OF: OfStorage = [&FP8_CODES, &FP8_CODES_BF16, &FP8_CODES_BF16_MASTER];
+static ROW_4096_OF: OfStorage = [&FP8_ROW_4096, &FP8_ROW_4096_BF16, &FP8_ROW_4096_BF16_MASTER];
+static ROW_16384_OF: OfStorage = [&FP8_ROW_16384, &FP8_ROW_16384_BF16, &FP8_ROW_16384_BF16_MASTER];
+static ROW_TWICE_OF: OfStorage = [&FP8_ROW_TWICE, &FP8_ROW_TWICE_BF16, &FP8_ROW_TWICE_BF16_MASTER];
+static SQUARE_128_OF: OfStorage = [&FP8_SQUARE_128, &FP8_SQUARE_128_BF16, &FP8_SQUARE_128_BF16_MASTER];
+static SQUARE_32_OF: OfStorage = [&FP8_SQUARE_32, &FP8_SQUARE_32_BF16, &FP8_SQUARE_32_BF16_MASTER];
+
+/// Returns the index of a tensor's kernel in [`OfStorage`].
+fn storage_of(tensor: &AdamWTensor, vectors: bool) -> usize {
+    let is_common = vectors && tensor.param.dtype() == DType::E4m3 && tensor.grad.dtype() == DType::Bf16;
+    match (is_common, tensor.master.is_some()) {
+        (false, _) => 0,
+        (true, false) => 1,
+        (true, true) => 2,
+    }
+}
+
 /// Returns how a matrix with a scale for each block is launched if its moments are codes. Half of a warp
-/// updates whole blocks of them, so tensors of any alignment have the same kernels.
-fn moments_block_launch(block: Block, (rows, cols): (usize, usize)) -> Result<Launch, Error> {
+/// updates whole blocks of them, so tensors of any alignment have these kernels.
+fn moments_block_launch(block: Block, (rows, cols): (usize, usize), storage: usize) -> Result<Launch, Error> {
     let squares = |side: usize| rows.div_ceil(side) as u64 * cols.div_ceil(side) as u64;
-    let (kernel, threads, blocks) = match (block.rows, block.cols) {
-        (1, Block::ALL) if cols <= 4096 => (&FP8_ROW_4096, 512, rows as u64),
-        (1, Block::ALL) if cols <= 16384 => (&FP8_ROW_16384, 512, rows as u64),
-        (1, Block::ALL) => (&FP8_ROW_TWICE, 512, rows as u64),
-        (32, 32) => (&FP8_SQUARE_32, 512, squares(32).div_ceil(4)),
-        (128, 128) => (&FP8_SQUARE_128, 512, squares(128)),
+    let (kernels, threads, blocks) = match (block.rows, block.cols) {
+        (1, Block::ALL) if cols <= 4096 => (&ROW_4096_OF, 512, rows as u64),
+        (1, Block::ALL) if cols <= 16384 => (&ROW_16384_OF, 512, rows as u64),
+        (1, Block::ALL) => (&ROW_TWICE_OF, 256, rows as u64),
+        (32, 32) => (&SQUARE_32_OF, 512, squares(32).div_ceil(4)),
+        (128, 128) => (&SQUARE_128_OF, 512, squares(128)),
         _ => return Err(block.unsupported(BlockFormat::list_blocks(|format| format.in_adamw))),
     };
-    Ok(Launch { kernel, threads, blocks })
+    Ok(Launch { kernel: kernels[storage], threads, blocks })
 }
 
 /// Returns how a tensor is launched.
@@ -174,25 +210,27 @@ fn launch_of(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Result<Lau
     let has_codes = tensor.ranges.is_some();
     if let Target::Blocks(block, _) = target {
         return if has_codes {
-            moments_block_launch(*block, (rows, cols))
+            moments_block_launch(*block, (rows, cols), storage_of(tensor, vectors))
         } else {
             block_launch(*block, (rows, cols), vectors)
         };
     }
-    let kernel = match (tensor.param.dtype(), has_codes) {
-        (DType::F32, false) => &PLAIN_F32,
-        (DType::Bf16, false) => &PLAIN_BF16,
-        (DType::F16, false) => &PLAIN_F16,
-        (_, false) => &CODES,
-        (DType::F32, true) => &FP8_F32,
-        (DType::Bf16, true) => &FP8_BF16,
-        (DType::F16, true) => &FP8_F16,
-        (_, true) => &FP8_CODES,
+    let is_plain_f32 = vectors && tensor.grad.dtype() == DType::F32 && tensor.master.is_none();
+    let (kernel, threads) = match (tensor.param.dtype(), has_codes) {
+        (DType::F32, false) => (&PLAIN_F32, 256),
+        (DType::Bf16, false) => (&PLAIN_BF16, 256),
+        (DType::F16, false) => (&PLAIN_F16, 256),
+        (_, false) => (&CODES, 256),
+        (DType::F32, true) if is_plain_f32 => (&FP8_F32_F32, 128),
+        (DType::F32, true) => (&FP8_F32, 128),
+        (DType::Bf16, true) => (&FP8_BF16, 128),
+        (DType::F16, true) => (&FP8_F16, 128),
+        (_, true) => (CODES_OF[storage_of(tensor, vectors)], 256),
     };
     // A tensor without elements still needs a block if there is an amax or a scale to write.
     let least = u64::from(tensor.amax.is_some() || tensor.new_scale.is_some());
     let blocks = ((rows * cols).div_ceil(PER_BLOCK) as u64).max(least);
-    Ok(Launch { kernel, threads: 256, blocks })
+    Ok(Launch { kernel, threads, blocks })
 }
 
 fn entry(tensor: &AdamWTensor, vectors: bool) -> AdamWEntry {
@@ -325,7 +363,9 @@ mod tests {
             for vectors in [true, false] {
                 assert_eq!(block_launch(block, (256, 256), vectors).is_ok(), expected, "{block}");
             }
-            assert_eq!(moments_block_launch(block, (256, 256)).is_ok(), expected, "{block}");
+            for storage in 0..3 {
+                assert_eq!(moments_block_launch(block, (256, 256), storage).is_ok(), expected, "{block}");
+            }
         }
     }
 }

@@ -66,6 +66,7 @@ enum Kind : u32 { F32, BF16, F16, CODES };
 struct Factors {
   float grad, decay, lerp, beta2, rest, root, eps, size;
   float per_root;          // 1 / root
+  float per_root_rest;     // what rounding removed from per_root
   u32 from_grad, step;
   u32 is_moderate;         // whether `advance` may use `moderate_sqrt` and `moderate_quotient`
 };
@@ -102,6 +103,7 @@ DEVICE Factors factors_of(const AdamWArgs &a, const AdamWEntry &t) {
   f.rest = __double2float_rn(__dsub_rn(1.0, a.beta2));
   f.root = __double2float_rn(__dsqrt_rn(__dsub_rn(1.0, power(a.beta2, f.step))));
   f.per_root = reciprocal(f.root);
+  f.per_root_rest = __fmul_rn(__fmaf_rn(-f.root, f.per_root, 1.0f), f.per_root);
   f.eps = __double2float_rn(a.eps);
   f.size = __double2float_rn(__ddiv_rn(lr, __dsub_rn(1.0, power(a.beta1, f.step))));
   f.is_moderate = f.root >= SMALLEST_ROOT && f.eps >= 0.0f && f.eps <= 1.0f;
@@ -169,18 +171,25 @@ DEVICE void store_four(void *p, u64 i, u32 kind, const float (&v)[4]) {
 }
 
 /// Decodes the two codes in the low 16 bits to fp16.
-DEVICE u32 halves_of(const AdamWEntry &t, u32 codes) {
-  return t.flags & IS_E5M2 ? FromE5m2::halves(codes) : FromE4m3::halves(codes);
+DEVICE u32 halves_of(bool is_e5m2, u32 codes) {
+  return is_e5m2 ? FromE5m2::halves(codes) : FromE4m3::halves(codes);
 }
 
 /// Encodes two values, rounding to nearest.
-DEVICE u32 pair_of(const AdamWEntry &t, float low, float high) {
-  return t.flags & IS_E5M2 ? E5m2::pair(low, high) : E4m3::pair(low, high);
+DEVICE u32 pair_of(bool is_e5m2, float low, float high) {
+  return is_e5m2 ? E5m2::pair(low, high) : E4m3::pair(low, high);
+}
+
+/// Returns the value with the smaller magnitude, or NaN if either is NaN. The sign of the result has no
+/// meaning.
+DEVICE float smaller_magnitude(float a, float b) {
+  float d;
+  asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
 }
 
 /// Encodes a value with stochastic rounding (format/fp8.rs).
-DEVICE u32 encode_stochastic(const AdamWEntry &t, float v, u32 random) {
-  bool wide = t.flags & IS_E5M2;
+DEVICE u32 encode_stochastic(bool wide, float v, u32 random) {
   u32 mantissa = wide ? 2 : 3, smallest = (wide ? 113u : 121u) << 23;
   u32 bits = __float_as_uint(v), magnitude = bits & 0x7fffffffu;
   u32 clamped = min(magnitude, wide ? 0x47600000u : 0x43e00000u);
@@ -195,52 +204,78 @@ DEVICE u32 encode_stochastic(const AdamWEntry &t, float v, u32 random) {
   return magnitude > 0x7f800000u ? 0x7fu : code;
 }
 
-/// Returns the smallest normal magnitude of the format, as fp32 bits.
-DEVICE u32 smallest_normal(const AdamWEntry &t) {
-  return (t.flags & IS_E5M2 ? 113u : 121u) << 23;
+/// Encodes four values with stochastic rounding, as `encode_stochastic` does. Values are rounded in
+/// fp32 to values of the format, which `pair_of` then encodes.
+DEVICE u32 encode_stochastic(bool wide, const float (&v)[4], const u32 (&words)[4]) {
+  u32 dropped_bits = wide ? 21u : 20u, dropped = (1u << dropped_bits) - 1u;
+  float smallest_normal = wide ? 0x1p-14f : 0x1p-6f;
+  float rounded[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    // The bits that a code lacks are the fraction. Adding the complement of the random number
+    // carries into the code if the random number is below the fraction.
+    u32 bits = __float_as_uint(v[j]) + dropped - (words[j] >> (32u - dropped_bits));
+    rounded[j] = __uint_as_float(bits & ~dropped);
+  }
+  float least = smaller_magnitude(smaller_magnitude(v[0], v[1]), smaller_magnitude(v[2], v[3]));
+  // Also if a value is NaN.
+  if (!(fabsf(least) >= smallest_normal)) {
+    float in_steps = wide ? 0x1p40f : 0x1p33f, step = wide ? 0x1p-16f : 0x1p-9f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float magnitude = fabsf(v[j]);
+      // The lower 24 bits of the number of steps are a fraction.
+      u32 steps = __float2uint_rz(__fmul_rn(fminf(magnitude, smallest_normal), in_steps));
+      u32 code = (steps + 0xffffffu - (words[j] >> 8)) >> 24;
+      if (magnitude < smallest_normal)
+        rounded[j] = copysignf(__fmul_rn(__uint2float_rn(code), step), v[j]);
+      if (magnitude != magnitude) rounded[j] = magnitude;
+    }
+  }
+  return pair_of(wide, rounded[0], rounded[1]) | pair_of(wide, rounded[2], rounded[3]) << 16;
 }
 
-/// Encodes as `encode_stochastic` does, a value that is not below the smallest normal number. The
-/// bits that the code lacks are the fraction. Adding the complement of the random number carries
-/// into the code if the random number is below the fraction.
-DEVICE u32 encode_stochastic_normal(const AdamWEntry &t, float v, u32 random) {
-  bool wide = t.flags & IS_E5M2;
-  u32 dropped = wide ? 21u : 20u, mantissa = 23u - dropped;
-  u32 bits = __float_as_uint(v), magnitude = bits & 0x7fffffffu;
-  u32 clamped = min(magnitude, wide ? 0x47600000u : 0x43e00000u);
-  u32 carried = (clamped + (~random >> (32u - dropped))) >> dropped;
-  u32 code = carried - ((smallest_normal(t) >> dropped) - (1u << mantissa));
-  code |= bits >> 24 & 0x80u;
-  return magnitude > 0x7f800000u ? 0x7fu : code;
+/// Encodes N groups of four adjacent elements. Their indices are multiples of four, in the tensor and
+/// in the whole tensor.
+template <int N>
+DEVICE void encode_fours(const AdamWArgs &a, const AdamWEntry &t, bool is_e5m2, u32 step,
+                         const u64 (&i)[N], const float (&v)[N][4], const float (&q)[N],
+                         u32 (&codes)[N]) {
+  float x[N][4];
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) x[n][j] = __fmul_rn(v[n][j], q[n]);
+  }
+  if (!(a.flags & STOCHASTIC)) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+      codes[n] = pair_of(is_e5m2, x[n][0], x[n][1]) | pair_of(is_e5m2, x[n][2], x[n][3]) << 16;
+    return;
+  }
+  u64 blocks[N];
+  u32 words[N][4];
+#pragma unroll
+  for (int n = 0; n < N; n++) blocks[n] = (t.offset + i[n]) >> 2;
+  philox(blocks, t.stream, step, a.seed, words);
+#pragma unroll
+  for (int n = 0; n < N; n++) codes[n] = encode_stochastic(is_e5m2, x[n], words[n]);
 }
 
-/// Encodes four adjacent elements. Their index is a multiple of four, in the tensor and in the
-/// whole tensor.
 DEVICE u32 encode_four(const AdamWArgs &a, const AdamWEntry &t, u32 step, u64 i,
                        const float (&v)[4], float q) {
-  float x[4];
-#pragma unroll
-  for (int j = 0; j < 4; j++) x[j] = __fmul_rn(v[j], q);
-  if (!(a.flags & STOCHASTIC)) return pair_of(t, x[0], x[1]) | pair_of(t, x[2], x[3]) << 16;
-  u32 words[4], codes = 0;
-  philox((t.offset + i) >> 2, t.stream, step, a.seed, words);
-  u32 least = 0xffffffffu;
-#pragma unroll
-  for (int j = 0; j < 4; j++) least = min(least, __float_as_uint(x[j]) & 0x7fffffffu);
-  if (least < smallest_normal(t)) {
-#pragma unroll
-    for (int j = 0; j < 4; j++) codes |= encode_stochastic(t, x[j], words[j]) << (8 * j);
-    return codes;
-  }
-#pragma unroll
-  for (int j = 0; j < 4; j++) codes |= encode_stochastic_normal(t, x[j], words[j]) << (8 * j);
-  return codes;
+  u64 indices[1] = {i};
+  float values[1][4] = {{v[0], v[1], v[2], v[3]}}, factors[1] = {q};
+  u32 codes[1];
+  encode_fours(a, t, t.flags & IS_E5M2, step, indices, values, factors, codes);
+  return codes[0];
 }
 
 DEVICE u8 encode_one(const AdamWArgs &a, const AdamWEntry &t, u32 step, u64 i, float v, float q) {
   float x = __fmul_rn(v, q);
-  if (!(a.flags & STOCHASTIC)) return (u8)pair_of(t, x, 0.0f);
-  return (u8)encode_stochastic(t, x, word_of(t.offset + i, t.stream, step, a.seed));
+  bool is_e5m2 = t.flags & IS_E5M2;
+  if (!(a.flags & STOCHASTIC)) return (u8)pair_of(is_e5m2, x, 0.0f);
+  return (u8)encode_stochastic(is_e5m2, x, word_of(t.offset + i, t.stream, step, a.seed));
 }
 
 /// The inputs of the update of four adjacent elements.
@@ -258,14 +293,12 @@ DEVICE Four load(const AdamWEntry &t, u64 i, u32 kind) {
   return d;
 }
 
-/// Divides by the root of the step, rounding to nearest. The quotient must be finite. After one
-/// correction, the quotient is within one unit in the last place. The second one then rounds
-/// correctly, because `per_root` is the rounded reciprocal (Markstein, 1990). No intermediate result
-/// is subnormal: the square root of a float32 number is at least 2^-75, and the root at least 2^-27
-/// or 0.
+/// Divides by the root of the step, rounding to nearest. The quotient must be finite. The product with
+/// both parts of 1 / root is within one unit in the last place. One correction then rounds correctly,
+/// because `per_root` is the rounded reciprocal (Markstein, 1990). No remainder is subnormal: the square
+/// root of a float32 number is at least 2^-75, and the root at least 2^-27 or 0.
 DEVICE float divide_by_moderate_root(float x, const Factors &f) {
-  float q = __fmul_rn(x, f.per_root);
-  q = __fmaf_rn(__fmaf_rn(-f.root, q, x), f.per_root, q);
+  float q = __fmaf_rn(x, f.per_root, __fmul_rn(x, f.per_root_rest));
   return __fmaf_rn(__fmaf_rn(-f.root, q, x), f.per_root, q);
 }
 
@@ -344,6 +377,13 @@ DEVICE void advance(const Factors &f, const float (&g)[4], float (&m)[4], float 
   for (int j = 0; j < 4; j++) w[j] = __fsub_rn(__fmul_rn(w[j], f.decay), step[j]);
 }
 
+/// Decodes four codes.
+DEVICE void decode_four(u32 codes, bool is_e5m2, float scale, float (&w)[4]) {
+  u32 low = halves_of(is_e5m2, codes), high = halves_of(is_e5m2, codes >> 16);
+  w[0] = __fmul_rn(InF16::get(low, 0), scale), w[1] = __fmul_rn(InF16::get(low, 1), scale);
+  w[2] = __fmul_rn(InF16::get(high, 0), scale), w[3] = __fmul_rn(InF16::get(high, 1), scale);
+}
+
 /// Returns the values of four adjacent elements before the step, from the master if there is one.
 DEVICE void widen_weight(const AdamWEntry &t, const uint4 &weight, u32 kind, float scale,
                          float (&w)[4]) {
@@ -351,9 +391,7 @@ DEVICE void widen_weight(const AdamWEntry &t, const uint4 &weight, u32 kind, flo
     widen_four(weight, t.master ? F32 : kind, w);
     return;
   }
-  u32 low = halves_of(t, weight.x), high = halves_of(t, weight.x >> 16);
-  w[0] = __fmul_rn(InF16::get(low, 0), scale), w[1] = __fmul_rn(InF16::get(low, 1), scale);
-  w[2] = __fmul_rn(InF16::get(high, 0), scale), w[3] = __fmul_rn(InF16::get(high, 1), scale);
+  decode_four(weight.x, t.flags & IS_E5M2, scale, w);
 }
 
 /// Computes the new values. With `keep`, stores moments and master.
@@ -378,7 +416,7 @@ DEVICE float update_one(const AdamWEntry &t, const Factors &f, u32 kind, float s
   float g = load_one(t.grad, i, grad_kind(t));
   float m = load_one(t.exp_avg, i, moments), v = load_one(t.exp_avg_sq, i, moments), w;
   if (t.master || kind != CODES) w = load_one(t.master ? t.master : t.param, i, t.master ? F32 : kind);
-  else w = __fmul_rn(InF16::get(halves_of(t, ((const u8 *)t.param)[i]), 0), scale);
+  else w = __fmul_rn(InF16::get(halves_of(t.flags & IS_E5M2, ((const u8 *)t.param)[i]), 0), scale);
   advance(f, g, m, v, w);
   if (keep) {
     store_one(t.exp_avg, i, moments, m);

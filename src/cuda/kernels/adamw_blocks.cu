@@ -108,7 +108,7 @@ template <int SIZE> DEVICE void twice(const AdamWArgs &a) {
 
 extern "C" __global__ void __launch_bounds__(512, 3)
     adamw_row_twice(const __grid_constant__ AdamWArgs a) { twice<0>(a); }
-extern "C" __global__ void __launch_bounds__(512, 3)
+extern "C" __global__ void __launch_bounds__(512, 2)
     adamw_square_128_twice(const __grid_constant__ AdamWArgs a) { twice<128>(a); }
-extern "C" __global__ void __launch_bounds__(512, 3)
+extern "C" __global__ void __launch_bounds__(512, 2)
     adamw_square_32_twice(const __grid_constant__ AdamWArgs a) { twice<32>(a); }

@@ -1,156 +1,166 @@
 // AdamW for parameters whose moments are 8-bit codes: plain parameters, and codes with one
 // scale per tensor, row or square block. Half of a warp updates 128 adjacent elements of a row, which
 // are one block of each moment.
+//
+// Branches on the types of tensors would be a third of the instructions. The most frequent types have
+// kernels of their own, and other tensors a kernel for all.
 #include "moments.cuh"
 #include "adamw_scales.cuh"
 
-/// Elements of a thread block, which updates them in rounds.
-constexpr u32 PER_ROUND = 256 * 4 * GROUPS, ROUNDS = 2, PER_BLOCK = PER_ROUND * ROUNDS;
+template <u32 KIND> struct AnyStorage {
+  static DEVICE Storage of(const AdamWEntry &t) { return storage_of(t, KIND); }
+};
 
-DEVICE u32 larger(u32 before, const float (&w)[GROUPS][4]) {
-  return larger(larger(before, w[0]), w[1]);
+/// Aligned tensors, with E4M3 if they are codes.
+template <u32 KIND, u32 GRAD, bool HAS_MASTER> struct CommonStorage {
+  static DEVICE Storage of(const AdamWEntry &) { return {KIND, GRAD, HAS_MASTER, false, true}; }
+};
+
+/// Elements of a thread block of tensors without block scales.
+constexpr u32 PER_BLOCK = 4096;
+
+/// Returns whether a warp has a block of moments. `i` is the index of the first element of a thread,
+/// of `n`. All lanes of a warp take part in reductions, so the second half of a warp repeats the block
+/// of the first half if there is no other.
+template <class I> DEVICE bool place(I n, I &i) {
+  if (i - (threadIdx.x & LANES) * (MOMENT_BLOCK / LANES) >= n) return false;
+  if (i >= n) i -= MOMENT_BLOCK;
+  return true;
 }
 
-template <u32 KIND> DEVICE void elements(const AdamWArgs &a) {
+template <u32 KIND, u32 THREADS, class S> DEVICE void elements(const AdamWArgs &a) {
   __shared__ Factors shared;
   // The scale of the codes before the step, and the factor to quantize with.
   __shared__ float shared_scale, shared_q;
   if (skipped(a)) return;
   u32 e = entry_of(a, blockIdx.x);
   const AdamWEntry &t = a.entries[e];
-  u64 n = t.rows * t.cols;
-  u64 base = (u64)(blockIdx.x - t.first_block) * PER_BLOCK + first_element(threadIdx.x);
-  bool keep = KIND != CODES || t.new_scale, vectors = t.flags & VECTORS;
-  u32 found = 0;
+  const Storage s = S::of(t);
+  u64 start = (u64)(blockIdx.x - t.first_block) * PER_BLOCK, rest = t.rows * t.cols - start;
+  u32 n = rest < PER_BLOCK ? (u32)rest : PER_BLOCK;
+  bool keep = KIND != CODES || t.new_scale;
+  u32 next = (u32)first_element(threadIdx.x), i = next, found = 0;
+  bool valid = place(n, i);
+  EightCodes d;
+  if (valid) d = load_codes(t, s, start + i);
+  // Overlaps with the first loads.
+  if (threadIdx.x == 0) {
+    shared_scale = KIND == CODES && !s.has_master ? *(const float *)t.scale : 1.0f;
+    shared_q = KIND == CODES && keep ? reciprocal(*t.new_scale) : 1.0f;
+  }
+  share_factors(a, t, shared);
 #pragma unroll 1
-  for (u32 round = 0; round < ROUNDS; round++) {
-    u64 i = base + round * PER_ROUND;
-    // Either all lanes of a block have elements or none, because n is a multiple of 128.
-    EightCodes d;
-    if (i < n) d = load_codes(t, i, KIND);
-    if (round == 0) {
-      // Overlaps with the first loads.
-      if (threadIdx.x == 0) {
-        shared_scale = KIND == CODES && !t.master ? *(const float *)t.scale : 1.0f;
-        shared_q = KIND == CODES && keep ? reciprocal(*t.new_scale) : 1.0f;
-      }
-      share_factors(a, t, shared);
-    }
-    if (i < n) {
-      Factors f = shared;
-      float scale[GROUPS] = {shared_scale, shared_scale}, q[GROUPS] = {shared_q, shared_q};
-      float w[GROUPS][4];
-      update(t, f, d, KIND, scale, i, keep, w);
-      if (KIND == CODES) {
-        if (keep) store_weights(a, t, f, i, w, q);
-      } else {
+  while (valid) {
+    Factors f = shared;
+    float scale[GROUPS] = {shared_scale, shared_scale}, q[GROUPS] = {shared_q, shared_q};
+    float w[GROUPS][4];
+    u32 largest[GROUPS];
+    update(t, s, f, d, scale, start + i, keep, w, largest);
+    if (KIND == CODES) {
+      if (keep) store_weights(a, t, s, f, start + i, w, q);
+    } else {
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++) store_four(t.param, i + g * APART, KIND, w[g], vectors);
-      }
-      found = larger(found, w);
+      for (int g = 0; g < GROUPS; g++)
+        store_four(t.param, start + i + g * APART, KIND, w[g], s.vectors);
     }
+    found = max_u32(found, max_u32(largest[0], largest[1]));
+    next += THREADS * 4 * GROUPS, i = next;
+    valid = place(n, i);
+    if (valid) d = load_codes(t, s, start + i);
   }
   finish_elements<KIND>(a, t, e, keep, found);
 }
 
-#define ELEMENTS(NAME, KIND)                                                                       \
-  extern "C" __global__ void __launch_bounds__(256, 3)                                             \
-      adamw_moments_##NAME(const __grid_constant__ AdamWArgs a) { elements<KIND>(a); }
-ELEMENTS(f32, F32)
-ELEMENTS(bf16, BF16)
-ELEMENTS(f16, F16)
-ELEMENTS(codes, CODES)
-
 /// Updates a rectangle that THREADS threads hold in registers, as `held` in adamw_blocks.cu. A row
 /// has ACROSS blocks of moments.
 template <int HELD, u32 THREADS, u32 ACROSS>
-DEVICE void held(const AdamWArgs &a, const AdamWEntry &t, const Factors &f, const Rectangle &p,
-                 u64 number) {
+DEVICE void held(const AdamWArgs &a, const AdamWEntry &t, const Storage &s, const Factors &f,
+                 const Rectangle &p, u64 number) {
   float before = scale_before(t, number), scale[GROUPS] = {before, before};
   float w[HELD][GROUPS][4];
   u32 blocks = (u32)(p.cols / MOMENT_BLOCK);
   auto place = [&](int k, u64 &i) {
     u32 at = (threadIdx.x + k * THREADS) / LANES, row = at / ACROSS, block = at % ACROSS;
+    u32 lower = at & ~1u;
+    bool valid = lower / ACROSS < p.rows && lower % ACROSS < blocks;
+    // As `place` above.
+    if (row >= p.rows || block >= blocks) row = lower / ACROSS, block = lower % ACROSS;
     i = p.start + row * t.cols + block * MOMENT_BLOCK + threadIdx.x % LANES * 4;
-    return row < p.rows && block < blocks;
+    return valid;
   };
   u64 i;
   u32 found = 0;
 #pragma unroll
   for (int k = 0; k < HELD; k++) {
     if (place(k, i)) {
-      update(t, f, load_codes(t, i, CODES), CODES, scale, i, true, w[k]);
-      found = larger(found, w[k]);
+      u32 largest[GROUPS];
+      update(t, s, f, load_codes(t, s, i), scale, i, true, w[k], largest);
+      found = max_u32(found, max_u32(largest[0], largest[1]));
     }
   }
-  float factor = scale_after(a, t, number, largest<THREADS / 32>(found), threadIdx.x == 0);
+  float factor = scale_after(a, t, number, ::largest<THREADS / 32>(found), threadIdx.x == 0);
   float q[GROUPS] = {factor, factor};
 #pragma unroll
   for (int k = 0; k < HELD; k++)
-    if (place(k, i)) store_weights(a, t, f, i, w[k], q);
+    if (place(k, i)) store_weights(a, t, s, f, i, w[k], q);
 }
 
-template <int HELD, u32 THREADS> DEVICE void row_held(const AdamWArgs &a) {
+/// A thread block updates a row of up to HELD * THREADS * 8 columns.
+template <int HELD, u32 THREADS, class S> DEVICE void row_held(const AdamWArgs &a) {
   __shared__ Factors shared;
   if (skipped(a)) return;
   const AdamWEntry &t = a.entries[entry_of(a, blockIdx.x)];
   u64 row = blockIdx.x - t.first_block;
   share_factors(a, t, shared);
   // There is only one row, so ACROSS is larger than any number of blocks.
-  held<HELD, THREADS, 1u << 30>(a, t, shared, rectangle(t, row, 0), row);
+  held<HELD, THREADS, 1u << 30>(a, t, S::of(t), shared, rectangle(t, row, 0), row);
 }
-
-/// A thread block updates a row of up to 4096 columns.
-extern "C" __global__ void __launch_bounds__(512, 2)
-    adamw_moments_row_4096(const __grid_constant__ AdamWArgs a) { row_held<1, 512>(a); }
-
-/// A thread block updates a row of up to 16384 columns.
-extern "C" __global__ void __launch_bounds__(512)
-    adamw_moments_row_16384(const __grid_constant__ AdamWArgs a) { row_held<4, 512>(a); }
 
 /// A thread block updates a row of any length. New values are computed twice. The first time
 /// only determines the maximum.
-extern "C" __global__ void __launch_bounds__(512, 2)
-    adamw_moments_row_twice(const __grid_constant__ AdamWArgs a) {
+template <u32 THREADS, class S> DEVICE void row_twice(const AdamWArgs &a) {
   __shared__ Factors shared;
   if (skipped(a)) return;
   const AdamWEntry &t = a.entries[entry_of(a, blockIdx.x)];
   u64 row = blockIdx.x - t.first_block, start = row * t.cols;
   share_factors(a, t, shared);
   Factors f = shared;
-  constexpr u32 STRIDE = 512 * 4 * GROUPS;
+  constexpr u32 STRIDE = THREADS * 4 * GROUPS;
+  const Storage s = S::of(t);
   float before = scale_before(t, row), scale[GROUPS] = {before, before}, w[GROUPS][4];
-  u32 found = 0;
+  u32 found = 0, largest[GROUPS];
 #pragma unroll 1
-  for (u64 col = first_element(threadIdx.x); col < t.cols; col += STRIDE) {
-    update(t, f, load_codes(t, start + col, CODES), CODES, scale, start + col, false, w);
-    found = larger(found, w);
+  for (u64 next = first_element(threadIdx.x);; next += STRIDE) {
+    u64 col = next;
+    if (!place(t.cols, col)) break;
+    update(t, s, f, load_codes(t, s, start + col), scale, start + col, false, w, largest);
+    found = max_u32(found, max_u32(largest[0], largest[1]));
   }
-  float factor = scale_after(a, t, row, largest<16>(found), threadIdx.x == 0);
+  float factor = scale_after(a, t, row, ::largest<THREADS / 32>(found), threadIdx.x == 0);
   float q[GROUPS] = {factor, factor};
 #pragma unroll 1
-  for (u64 col = first_element(threadIdx.x); col < t.cols; col += STRIDE) {
+  for (u64 next = first_element(threadIdx.x);; next += STRIDE) {
+    u64 col = next;
+    if (!place(t.cols, col)) break;
     u64 i = start + col;
-    update(t, f, load_codes(t, i, CODES), CODES, scale, i, true, w);
-    store_weights(a, t, f, i, w, q);
+    update(t, s, f, load_codes(t, s, i), scale, i, true, w, largest);
+    store_weights(a, t, s, f, i, w, q);
   }
 }
 
 /// A thread block updates a square block.
-extern "C" __global__ void __launch_bounds__(512)
-    adamw_moments_square_128(const __grid_constant__ AdamWArgs a) {
+template <int HELD, u32 THREADS, class S> DEVICE void square_128(const AdamWArgs &a) {
   __shared__ Factors shared;
   if (skipped(a)) return;
   const AdamWEntry &t = a.entries[entry_of(a, blockIdx.x)];
   u64 number = blockIdx.x - t.first_block;
   share_factors(a, t, shared);
-  held<4, 512, 1>(a, t, shared, rectangle(t, number, 128), number);
+  held<HELD, THREADS, 1>(a, t, S::of(t), shared, rectangle(t, number, 128), number);
 }
 
 /// A thread block of 16 warps updates four adjacent square blocks, 32 rows of 128 columns. Eight
 /// lanes update columns of square 0 or 1 in their first group, and of square 2 or 3 in their second.
-extern "C" __global__ void __launch_bounds__(512, 2)
-    adamw_moments_square_32(const __grid_constant__ AdamWArgs a) {
+template <class S> DEVICE void square_32(const AdamWArgs &a) {
   __shared__ Factors shared;
   __shared__ u32 part[16][4];
   if (skipped(a)) return;
@@ -159,7 +169,11 @@ extern "C" __global__ void __launch_bounds__(512, 2)
   Factors f = shared;
   u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, eighth = lane % 8;
   u64 tile = blockIdx.x - t.first_block, across = t.cols / MOMENT_BLOCK;
+  const Storage s = S::of(t);
   u64 row = tile / across * 32 + threadIdx.x / LANES;
+  bool valid = tile / across * 32 + warp * 2 < t.rows;
+  // As `place` above.
+  if (valid && row >= t.rows) row--;
   u64 i = row * t.cols + tile % across * MOMENT_BLOCK + threadIdx.x % LANES * 4;
   u32 square[GROUPS];
   float scale[GROUPS], q[GROUPS], w[GROUPS][4];
@@ -169,11 +183,7 @@ extern "C" __global__ void __launch_bounds__(512, 2)
     square[g] = lane % LANES / 8 + g * 2;
     scale[g] = scale_before(t, tile * 4 + square[g]);
   }
-  if (row < t.rows) {
-    update(t, f, load_codes(t, i, CODES), CODES, scale, i, true, w);
-#pragma unroll
-    for (int g = 0; g < GROUPS; g++) found[g] = larger(0, w[g]);
-  }
+  if (valid) update(t, s, f, load_codes(t, s, i), scale, i, true, w, found);
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
     // The eight lanes of a row, and those of the warp's other row.
@@ -189,5 +199,28 @@ extern "C" __global__ void __launch_bounds__(512, 2)
     bool writes = warp == 0 && lane < LANES && eighth == 0;
     q[g] = scale_after(a, t, tile * 4 + square[g], found[g], writes);
   }
-  if (row < t.rows) store_weights(a, t, f, i, w, q);
+  if (valid) store_weights(a, t, s, f, i, w, q);
 }
+
+#define KERNEL(NAME, BOUNDS, BODY)                                                                 \
+  extern "C" __global__ void __launch_bounds__ BOUNDS                                              \
+      adamw_moments_##NAME(const __grid_constant__ AdamWArgs a) { BODY(a); }
+#define PLAIN(NAME, KIND)                                                                          \
+  KERNEL(NAME, (128, 5), (elements<KIND, 128, AnyStorage<KIND>>))
+PLAIN(f32, F32)
+PLAIN(bf16, BF16)
+PLAIN(f16, F16)
+KERNEL(f32_f32, (128, 5), (elements<F32, 128, CommonStorage<F32, F32, false>>))
+typedef AnyStorage<CODES> Any;
+typedef CommonStorage<CODES, BF16, false> Bf16;
+typedef CommonStorage<CODES, BF16, true> Bf16Master;
+// Kernels for any storage need more registers.
+#define FOR_STORAGES(ROW) ROW(, Any, 1) ROW(_bf16, Bf16, 2) ROW(_bf16_master, Bf16Master, 2)
+#define CODES_ROW(SUFFIX, S, BLOCKS)                                                               \
+  KERNEL(codes##SUFFIX, (256, BLOCKS + 1), (elements<CODES, 256, S>))                              \
+  KERNEL(row_4096##SUFFIX, (512, BLOCKS), (row_held<1, 512, S>))                                   \
+  KERNEL(row_16384##SUFFIX, (512), (row_held<4, 512, S>))                                          \
+  KERNEL(row_twice##SUFFIX, (256, BLOCKS + 1), (row_twice<256, S>))                                \
+  KERNEL(square_128##SUFFIX, (512), (square_128<4, 512, S>))                                       \
+  KERNEL(square_32##SUFFIX, (512, BLOCKS), square_32<S>)
+FOR_STORAGES(CODES_ROW)
