@@ -14,8 +14,9 @@ use crate::spec::{AdamW, AdamWCall, AdamWTensor, BlockScale, ScaleRule, Stream, 
 const ENTRIES: usize = 255;
 const _: () = assert!(ENTRIES <= PER_CHUNK);
 
-/// Elements per thread block for tensors without block scales.
+/// Elements per thread block for tensors without block scales, with moments in high precision and in codes.
 const PER_BLOCK: usize = 4096;
+const PER_BLOCK_OF_MOMENTS: usize = 16384;
 
 /// Flags of an entry (`kernels/adamw.cuh`).
 const GRAD_BF16: u32 = 1;
@@ -108,22 +109,22 @@ kernels! {
     FP8_F16 = ADAMW_MOMENTS_MODULE "adamw_moments_f16";
     FP8_CODES = ADAMW_MOMENTS_MODULE "adamw_moments_codes";
     FP8_CODES_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_codes_bf16";
-    FP8_CODES_BF16_MASTER = ADAMW_MOMENTS_MODULE "adamw_moments_codes_bf16_master";
+    FP8_CODES_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_codes_f32";
     FP8_ROW_4096 = ADAMW_MOMENTS_MODULE "adamw_moments_row_4096";
     FP8_ROW_4096_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_row_4096_bf16";
-    FP8_ROW_4096_BF16_MASTER = ADAMW_MOMENTS_MODULE "adamw_moments_row_4096_bf16_master";
+    FP8_ROW_4096_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_row_4096_f32";
     FP8_ROW_16384 = ADAMW_MOMENTS_MODULE "adamw_moments_row_16384";
     FP8_ROW_16384_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_row_16384_bf16";
-    FP8_ROW_16384_BF16_MASTER = ADAMW_MOMENTS_MODULE "adamw_moments_row_16384_bf16_master";
+    FP8_ROW_16384_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_row_16384_f32";
     FP8_ROW_TWICE = ADAMW_MOMENTS_MODULE "adamw_moments_row_twice";
     FP8_ROW_TWICE_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_row_twice_bf16";
-    FP8_ROW_TWICE_BF16_MASTER = ADAMW_MOMENTS_MODULE "adamw_moments_row_twice_bf16_master";
+    FP8_ROW_TWICE_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_row_twice_f32";
     FP8_SQUARE_128 = ADAMW_MOMENTS_MODULE "adamw_moments_square_128";
     FP8_SQUARE_128_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_square_128_bf16";
-    FP8_SQUARE_128_BF16_MASTER = ADAMW_MOMENTS_MODULE "adamw_moments_square_128_bf16_master";
+    FP8_SQUARE_128_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_square_128_f32";
     FP8_SQUARE_32 = ADAMW_MOMENTS_MODULE "adamw_moments_square_32";
     FP8_SQUARE_32_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_square_32_bf16";
-    FP8_SQUARE_32_BF16_MASTER = ADAMW_MOMENTS_MODULE "adamw_moments_square_32_bf16_master";
+    FP8_SQUARE_32_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_square_32_f32";
 }
 
 /// How a tensor is launched.
@@ -169,23 +170,22 @@ fn block_launch(block: Block, (rows, cols): (usize, usize), vectors: bool) -> Re
 }
 
 /// The kernels of parameters that are codes and whose moments are codes, by storage: any, and aligned E4M3
-/// with bf16 gradients, without and with a master weight.
+/// with gradients in bf16 or fp32.
 type OfStorage = [&'static Kernel; 3];
 
-static CODES_OF: OfStorage = [&FP8_CODES, &FP8_CODES_BF16, &FP8_CODES_BF16_MASTER];
-static ROW_4096_OF: OfStorage = [&FP8_ROW_4096, &FP8_ROW_4096_BF16, &FP8_ROW_4096_BF16_MASTER];
-static ROW_16384_OF: OfStorage = [&FP8_ROW_16384, &FP8_ROW_16384_BF16, &FP8_ROW_16384_BF16_MASTER];
-static ROW_TWICE_OF: OfStorage = [&FP8_ROW_TWICE, &FP8_ROW_TWICE_BF16, &FP8_ROW_TWICE_BF16_MASTER];
-static SQUARE_128_OF: OfStorage = [&FP8_SQUARE_128, &FP8_SQUARE_128_BF16, &FP8_SQUARE_128_BF16_MASTER];
-static SQUARE_32_OF: OfStorage = [&FP8_SQUARE_32, &FP8_SQUARE_32_BF16, &FP8_SQUARE_32_BF16_MASTER];
+static CODES_OF: OfStorage = [&FP8_CODES, &FP8_CODES_BF16, &FP8_CODES_F32];
+static ROW_4096_OF: OfStorage = [&FP8_ROW_4096, &FP8_ROW_4096_BF16, &FP8_ROW_4096_F32];
+static ROW_16384_OF: OfStorage = [&FP8_ROW_16384, &FP8_ROW_16384_BF16, &FP8_ROW_16384_F32];
+static ROW_TWICE_OF: OfStorage = [&FP8_ROW_TWICE, &FP8_ROW_TWICE_BF16, &FP8_ROW_TWICE_F32];
+static SQUARE_128_OF: OfStorage = [&FP8_SQUARE_128, &FP8_SQUARE_128_BF16, &FP8_SQUARE_128_F32];
+static SQUARE_32_OF: OfStorage = [&FP8_SQUARE_32, &FP8_SQUARE_32_BF16, &FP8_SQUARE_32_F32];
 
 /// Returns the index of a tensor's kernel in [`OfStorage`].
 fn storage_of(tensor: &AdamWTensor, vectors: bool) -> usize {
-    let is_common = vectors && tensor.param.dtype() == DType::E4m3 && tensor.grad.dtype() == DType::Bf16;
-    match (is_common, tensor.master.is_some()) {
-        (false, _) => 0,
-        (true, false) => 1,
-        (true, true) => 2,
+    match tensor.grad.dtype() {
+        DType::Bf16 if vectors && tensor.param.dtype() == DType::E4m3 => 1,
+        DType::F32 if vectors && tensor.param.dtype() == DType::E4m3 => 2,
+        _ => 0,
     }
 }
 
@@ -216,21 +216,22 @@ fn launch_of(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Result<Lau
         };
     }
     let is_plain_f32 = vectors && tensor.grad.dtype() == DType::F32 && tensor.master.is_none();
-    let (kernel, threads) = match (tensor.param.dtype(), has_codes) {
-        (DType::F32, false) => (&PLAIN_F32, 256),
-        (DType::Bf16, false) => (&PLAIN_BF16, 256),
-        (DType::F16, false) => (&PLAIN_F16, 256),
-        (_, false) => (&CODES, 256),
-        (DType::F32, true) if is_plain_f32 => (&FP8_F32_F32, 128),
-        (DType::F32, true) => (&FP8_F32, 128),
-        (DType::Bf16, true) => (&FP8_BF16, 128),
-        (DType::F16, true) => (&FP8_F16, 128),
-        (_, true) => (CODES_OF[storage_of(tensor, vectors)], 256),
+    let kernel = match (tensor.param.dtype(), has_codes) {
+        (DType::F32, false) => &PLAIN_F32,
+        (DType::Bf16, false) => &PLAIN_BF16,
+        (DType::F16, false) => &PLAIN_F16,
+        (_, false) => &CODES,
+        (DType::F32, true) if is_plain_f32 => &FP8_F32_F32,
+        (DType::F32, true) => &FP8_F32,
+        (DType::Bf16, true) => &FP8_BF16,
+        (DType::F16, true) => &FP8_F16,
+        (_, true) => CODES_OF[storage_of(tensor, vectors)],
     };
+    let per_block = if has_codes { PER_BLOCK_OF_MOMENTS } else { PER_BLOCK };
     // A tensor without elements still needs a block if there is an amax or a scale to write.
     let least = u64::from(tensor.amax.is_some() || tensor.new_scale.is_some());
-    let blocks = ((rows * cols).div_ceil(PER_BLOCK) as u64).max(least);
-    Ok(Launch { kernel, threads, blocks })
+    let blocks = ((rows * cols).div_ceil(per_block) as u64).max(least);
+    Ok(Launch { kernel, threads: 256, blocks })
 }
 
 fn entry(tensor: &AdamWTensor, vectors: bool) -> AdamWEntry {

@@ -12,12 +12,14 @@ template <u32 KIND> struct AnyStorage {
 };
 
 /// Aligned tensors, with E4M3 if they are codes.
-template <u32 KIND, u32 GRAD, bool HAS_MASTER> struct CommonStorage {
-  static DEVICE Storage of(const AdamWEntry &) { return {KIND, GRAD, HAS_MASTER, false, true}; }
+template <u32 KIND, u32 GRAD> struct CommonStorage {
+  static DEVICE Storage of(const AdamWEntry &t) {
+    return {KIND, GRAD, KIND == CODES && t.master, false, true};
+  }
 };
 
-/// Elements of a thread block of tensors without block scales.
-constexpr u32 PER_BLOCK = 4096;
+/// Threads of a block of tensors without block scales, and the elements that it updates in rounds.
+constexpr u32 THREADS = 256, PER_ROUND = THREADS * 4 * GROUPS, PER_BLOCK = 8 * PER_ROUND;
 
 /// Returns whether a warp has a block of moments. `i` is the index of the first element of a thread,
 /// of `n`. All lanes of a warp take part in reductions, so the second half of a warp repeats the block
@@ -28,7 +30,7 @@ template <class I> DEVICE bool place(I n, I &i) {
   return true;
 }
 
-template <u32 KIND, u32 THREADS, class S> DEVICE void elements(const AdamWArgs &a) {
+template <u32 KIND, class S> DEVICE void elements(const AdamWArgs &a) {
   __shared__ Factors shared;
   // The scale of the codes before the step, and the factor to quantize with.
   __shared__ float shared_scale, shared_q;
@@ -51,6 +53,14 @@ template <u32 KIND, u32 THREADS, class S> DEVICE void elements(const AdamWArgs &
   share_factors(a, t, shared);
 #pragma unroll 1
   while (valid) {
+    // The next round's elements are loaded before this one's are updated. With few warps on a
+    // multiprocessor, each would wait for its loads otherwise.
+    EightCodes following;
+    next += PER_ROUND;
+    u32 following_i = next;
+    bool following_valid = place(n, following_i);
+    if (following_valid) following = load_codes(t, s, start + following_i);
+
     Factors f = shared;
     float scale[GROUPS] = {shared_scale, shared_scale}, q[GROUPS] = {shared_q, shared_q};
     float w[GROUPS][4];
@@ -64,9 +74,7 @@ template <u32 KIND, u32 THREADS, class S> DEVICE void elements(const AdamWArgs &
         store_four(t.param, start + i + g * APART, KIND, w[g], s.vectors);
     }
     found = max_u32(found, max_u32(largest[0], largest[1]));
-    next += THREADS * 4 * GROUPS, i = next;
-    valid = place(n, i);
-    if (valid) d = load_codes(t, s, start + i);
+    d = following, i = following_i, valid = following_valid;
   }
   finish_elements<KIND>(a, t, e, keep, found);
 }
@@ -205,19 +213,18 @@ template <class S> DEVICE void square_32(const AdamWArgs &a) {
 #define KERNEL(NAME, BOUNDS, BODY)                                                                 \
   extern "C" __global__ void __launch_bounds__ BOUNDS                                              \
       adamw_moments_##NAME(const __grid_constant__ AdamWArgs a) { BODY(a); }
-#define PLAIN(NAME, KIND)                                                                          \
-  KERNEL(NAME, (128, 5), (elements<KIND, 128, AnyStorage<KIND>>))
+#define PLAIN(NAME, KIND) KERNEL(NAME, (THREADS, 2), (elements<KIND, AnyStorage<KIND>>))
 PLAIN(f32, F32)
 PLAIN(bf16, BF16)
 PLAIN(f16, F16)
-KERNEL(f32_f32, (128, 5), (elements<F32, 128, CommonStorage<F32, F32, false>>))
+KERNEL(f32_f32, (THREADS, 2), (elements<F32, CommonStorage<F32, F32>>))
 typedef AnyStorage<CODES> Any;
-typedef CommonStorage<CODES, BF16, false> Bf16;
-typedef CommonStorage<CODES, BF16, true> Bf16Master;
+typedef CommonStorage<CODES, BF16> Bf16;
+typedef CommonStorage<CODES, F32> F32s;
 // Kernels for any storage need more registers.
-#define FOR_STORAGES(ROW) ROW(, Any, 1) ROW(_bf16, Bf16, 2) ROW(_bf16_master, Bf16Master, 2)
+#define FOR_STORAGES(ROW) ROW(, Any, 1) ROW(_bf16, Bf16, 2) ROW(_f32, F32s, 2)
 #define CODES_ROW(SUFFIX, S, BLOCKS)                                                               \
-  KERNEL(codes##SUFFIX, (256, BLOCKS + 1), (elements<CODES, 256, S>))                              \
+  KERNEL(codes##SUFFIX, (THREADS, 2), (elements<CODES, S>))                                        \
   KERNEL(row_4096##SUFFIX, (512, BLOCKS), (row_held<1, 512, S>))                                   \
   KERNEL(row_16384##SUFFIX, (512), (row_held<4, 512, S>))                                          \
   KERNEL(row_twice##SUFFIX, (256, BLOCKS + 1), (row_twice<256, S>))                                \
