@@ -69,7 +69,7 @@ pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {
 const THREADS: u32 = 256;
 
 /// Number of blocks of `norm_stats` for each multiprocessor.
-const BLOCKS: u64 = 3;
+const BLOCKS: u64 = 4;
 
 /// Number of bytes of a row that a block holds in registers.
 const HELD_BYTES: usize = 16 << 10;

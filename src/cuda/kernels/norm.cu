@@ -119,20 +119,12 @@ template <class T, class F, int CHUNKS> DEVICE void norm_stats(const NormStatsAr
   __shared__ RowSums row_sums;
   const bool vectors = a.flags & X_VECTORS, weight_vectors = a.flags & WEIGHT_VECTORS;
   const i64 first = threadIdx.x * EACH;
-  Octet<T> held[HELD], following[HELD];
+  Octet<T> held[HELD];
   u32 m = 0, turn = 0;
-
-  auto load = [&](Octet<T> &octet, i64 row, i64 col) {
-    octet.load(a.x, a.x_rs, a.x_cs, vectors, row, col, a.cols);
-  };
-  auto load_row = [&](Octet<T> (&octets)[HELD], i64 row) {
-#pragma unroll
-    for (int k = 0; k < HELD; k++)
-      if (CHUNKS && row < a.rows && k * LANES < a.cols) load(octets[k], row, k * LANES + first);
-  };
-  load_row(following, blockIdx.x);
-
   for (i64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    auto load = [&](int k, i64 col) {
+      held[k].load(a.x, a.x_rs, a.x_cs, vectors, row, col, a.cols);
+    };
     // Calls `f` with the number and the first column of each chunk of this thread.
     auto each = [&](auto f) {
       if (CHUNKS) {
@@ -142,15 +134,12 @@ template <class T, class F, int CHUNKS> DEVICE void norm_stats(const NormStatsAr
       } else {
 #pragma unroll 1
         for (i64 col = first; col - first < a.cols; col += LANES) {
-          load(held[0], row, col);
+          load(0, col);
           f(0, col);
         }
       }
     };
-    // The next row arrives while the block sums this one.
-#pragma unroll
-    for (int k = 0; k < HELD; k++) held[k] = following[k];
-    load_row(following, row + gridDim.x);
+    if (CHUNKS) each(load);
 
     float mean = 0.0f;
     if (a.norm.mean) {
