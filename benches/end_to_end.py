@@ -7,7 +7,8 @@ that end in -fp8 convert with fp8_weights=True and train with fp8rs.optim.AdamW.
 are "torchao" (one scale per tensor, with its FP8 all-gather), "torchao-rowwise" and
 "torchao-rowwise_with_gw_hp", which gather in bf16, because torchao gathers no scales of rows.
 Variants "te-bf16", "te-current" and "te-delayed" have TransformerEngine's TransformerLayer as
-blocks, whose weights FSDP2 gathers in bf16.
+blocks, whose weights FSDP2 gathers in bf16. In "te-current-fp8" and "te-delayed-fp8", its weights
+are FP8, gathered in FP8 and trained by its FusedAdam with masters; they require +bf16-params.
 
 Settings can follow a variant's name, each after a +. They override options of the same names:
 
@@ -107,6 +108,7 @@ def _variants() -> dict[str, Variant]:
         found[f"torchao-{recipe}"] = Variant("torchao", recipe, False)
     for recipe in ("current", "delayed"):
         found[f"te-{recipe}"] = Variant("transformer_engine", recipe, False)
+        found[f"te-{recipe}-fp8"] = Variant("transformer_engine", recipe, False, fp8_weights=True)
     found["te-bf16"] = Variant("transformer_engine", None, False)
     compiled = {f"{k}-compiled": dataclasses.replace(v, compiled=True) for k, v in found.items()}
     # TransformerEngine's modules are not compiled: they have kernels of their own.
@@ -155,7 +157,8 @@ def parsed(name: str) -> tuple[Variant, dict[str, Any]]:
             f"{name}: setting {unknown[0]} is not known; the names are {', '.join(MODIFIERS)}"
         )
     own = dict(MODIFIERS[modifier] for modifier in modifiers)
-    if not VARIANTS[base].fp8_weights and not {"masters", "state_dtype"}.isdisjoint(own):
+    has_our_optimizer = VARIANTS[base].fp8_weights and VARIANTS[base].library == "fp8rs"
+    if not has_our_optimizer and not {"masters", "state_dtype"}.isdisjoint(own):
         raise ValueError(
             f"{name}: masters and state require fp8rs.optim.AdamW, which -fp8 variants use"
         )
@@ -241,7 +244,8 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     model.init_weights(torch.Generator(device).manual_seed(0))
     model.to(DTYPES[arguments["param_dtype"]])
     is_peer = variant.library == "transformer_engine"
-    replace_blocks(model, "te" if is_peer else arguments["blocks"])
+    with _weights_of_peer(variant):
+        replace_blocks(model, "te" if is_peer else arguments["blocks"])
     params, weights = parameter_count(model), converted_weights(model)
     if is_peer:
         matrices = (name for name, weight in model.named_parameters() if weight.ndim == 2)
@@ -308,19 +312,43 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
 _ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
+def _recipe_of_peer(variant: Variant) -> Any:
+    """Return TransformerEngine's recipe of a variant."""
+    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+    return DelayedScaling() if variant.recipe == "delayed" else Float8CurrentScaling()
+
+
+def _weights_of_peer(variant: Variant) -> AbstractContextManager[Any]:
+    """Return the context in which TransformerEngine creates the weights of a variant."""
+    if variant.library != "transformer_engine" or not variant.fp8_weights:
+        return nullcontext()
+    from transformer_engine.pytorch import quantized_model_init
+
+    context: AbstractContextManager[Any] = quantized_model_init(recipe=_recipe_of_peer(variant))
+    return context
+
+
 def _autocast(variant: Variant) -> AbstractContextManager[Any]:
     """Return the context of a forward: TransformerEngine's, for a recipe of it."""
     if variant.library != "transformer_engine" or variant.recipe is None:
         return nullcontext()
-    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
     from transformer_engine.pytorch import fp8_autocast
 
-    recipe = DelayedScaling() if variant.recipe == "delayed" else Float8CurrentScaling()
+    recipe = _recipe_of_peer(variant)
     context: AbstractContextManager[Any] = fp8_autocast(enabled=True, fp8_recipe=recipe)
     return context
 
 
 def _optimizer(model: Llama, variant: Variant, arguments: dict[str, Any]) -> torch.optim.Optimizer:
+    if variant.fp8_weights and variant.library == "transformer_engine":
+        from transformer_engine.pytorch.optimizers import FusedAdam
+
+        # torch's default weight decay.
+        peer: torch.optim.Optimizer = FusedAdam(
+            model.parameters(), LEARNING_RATE, weight_decay=0.01, master_weights=True
+        )
+        return peer
     if variant.fp8_weights:
         return AdamW(
             model.parameters(),
