@@ -11,8 +11,10 @@ is left between both is the order in which GEMMs sum, so the divergence is small
 """
 
 import argparse
+import json
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,6 +138,7 @@ def token_logprobs(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def main(argv=None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--json", metavar="FILE", help="rewards and divergences of all updates")
     args = parser.parse_args(argv)
     rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
@@ -211,6 +214,10 @@ def main(argv=None):
             f"Mean KL {mean:.1e} with FP8 training, {bf16_mean:.1e} with bf16 training. "
             f"{code_counter.different} of {code_counter.total} activation codes differ."
         )
+    if rank == 0 and args.json:
+        curves = {"rewards": rewards, "fp8": divergences, "bf16": bf16_divergences}
+        report = {"torch": torch.__version__, "device": device, "ranks": ranks, **curves}
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
     time.sleep(0.1)  # gloo may abort the exit otherwise, see docs/troubleshooting.md
     dist.destroy_process_group()
     return {

@@ -2,9 +2,9 @@
 
     python tools/figures.py   # requires matplotlib
 
-weight.svg and step.svg illustrate docs/weight.md and docs/fsdp2.md. linear_shapes.svg and
-pays_off.svg show JSON files in the same folder, which the benchmarks of these names write.
-benches/training_run.py draws training.svg.
+weight.svg and step.svg illustrate docs/weight.md and docs/fsdp2.md. linear_shapes.svg, pays_off.svg
+and rollouts.svg show JSON files in the same folder. Benchmarks write the first two, and
+examples/rl_weight_stream.py writes rollouts.json. benches/training_run.py draws training.svg.
 """
 
 from __future__ import annotations
@@ -76,6 +76,26 @@ def draw_pays_off(measured: dict[str, Any], path: Path) -> None:
             axes.set_xlabel("tokens per GPU")
             axes.set_ylabel("width")
     figure.suptitle(f"{measured['device']}, torch {measured['torch']}", fontsize=9)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def draw_rollouts(measured: dict[str, Any], path: Path) -> None:
+    """Draw a policy's reward, and the divergence of its engine from training in FP8 and bf16."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    reward, divergence = figure.subplots(1, 2)
+    reward.plot(measured["rewards"], color=OURS)
+    reward.set_title("Reward: share of even tokens", fontsize=10)
+    divergence.semilogy(measured["bf16"], ".", color=OTHERS, label="training in bf16")
+    divergence.semilogy(measured["fp8"], ".", color=OURS, label="training with the engine's codes")
+    lowest = 1e-11
+    divergence.set_ylim(lowest)  # some updates have less, or 0
+    divergence.set_title(f"KL divergence of the FP8 engine (k3), from {lowest:.0e} on", fontsize=10)
+    divergence.legend(fontsize=9, loc="lower left")
+    for axes in (reward, divergence):
+        axes.set_xlabel("update")
+        axes.grid(alpha=0.3)
+    words = f"{measured['ranks']} ranks, {measured['device']}, torch {measured['torch']}"
+    figure.suptitle(words, fontsize=9)
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -169,6 +189,9 @@ def main() -> None:
     pays_off = OUT / "pays_off.json"
     if pays_off.exists():
         draw_pays_off(json.loads(pays_off.read_text()), pays_off.with_suffix(".svg"))
+    rollouts = OUT / "rollouts.json"
+    if rollouts.exists():
+        draw_rollouts(json.loads(rollouts.read_text()), rollouts.with_suffix(".svg"))
 
 
 if __name__ == "__main__":
