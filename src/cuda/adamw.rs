@@ -220,13 +220,13 @@ fn launch_of(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Result<Lau
             block_launch(*block, (rows, cols), vectors)
         };
     }
-    let is_plain_f32 = vectors && tensor.grad.dtype() == DType::F32 && tensor.master.is_none();
+    let is_aligned_f32 = vectors && tensor.grad.dtype() == DType::F32 && tensor.master.is_none();
     let kernel = match (tensor.param.dtype(), has_codes) {
         (DType::F32, false) => &PLAIN_F32,
         (DType::Bf16, false) => &PLAIN_BF16,
         (DType::F16, false) => &PLAIN_F16,
         (_, false) => &CODES,
-        (DType::F32, true) if is_plain_f32 => &MOMENTS_F32_F32,
+        (DType::F32, true) if is_aligned_f32 => &MOMENTS_F32_F32,
         (DType::F32, true) => &MOMENTS_F32,
         (DType::Bf16, true) => &MOMENTS_BF16,
         (DType::F16, true) => &MOMENTS_F16,
