@@ -398,7 +398,8 @@ DEVICE void update(const AdamWEntry &t, const Storage &s, const Factors &f, cons
   for (int k = 0; k < GROUPS; k++) store_raw(t.master, i + k * APART, w[k], s.vectors);
 }
 
-/// Encodes and stores new values of codes. `q` is the factor to quantize each group with.
+/// Encodes and stores new values of codes. `q` is the factor to quantize each group with. Rows have whole
+/// blocks, so groups of four also start at multiples of four in the whole tensor.
 DEVICE void store_weights(const AdamWArgs &a, const AdamWEntry &t, const Storage &s,
                           const Factors &f, u64 i, const float (&w)[GROUPS][4],
                           const float (&q)[GROUPS]) {
