@@ -431,7 +431,8 @@ pub struct AdamWTensor<'a> {
     /// Output for the absolute maximum of the updated values; fp32, one element. Not with [`Target::Blocks`].
     pub amax: Option<ViewMut<'a>>,
     /// The index of the tensor's first element in the whole tensor. Together with `stream`, the seed and the
-    /// step, it determines the random words.
+    /// step, it determines the random words. With `ranges`, it is a multiple of four, because rows have whole
+    /// blocks.
     pub offset: u64,
     /// The number of the whole tensor in the random number generator. See `offset`.
     pub stream: u32,

@@ -103,28 +103,28 @@ kernels! {
     ROW_TWICE = ADAMW_BLOCKS_MODULE "adamw_row_twice";
     SQUARE_128_TWICE = ADAMW_BLOCKS_MODULE "adamw_square_128_twice";
     SQUARE_32_TWICE = ADAMW_BLOCKS_MODULE "adamw_square_32_twice";
-    FP8_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_f32";
-    FP8_F32_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_f32_f32";
-    FP8_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_bf16";
-    FP8_F16 = ADAMW_MOMENTS_MODULE "adamw_moments_f16";
-    FP8_CODES = ADAMW_MOMENTS_MODULE "adamw_moments_codes";
-    FP8_CODES_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_codes_bf16";
-    FP8_CODES_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_codes_f32";
-    FP8_ROW_4096 = ADAMW_MOMENTS_MODULE "adamw_moments_row_4096";
-    FP8_ROW_4096_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_row_4096_bf16";
-    FP8_ROW_4096_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_row_4096_f32";
-    FP8_ROW_16384 = ADAMW_MOMENTS_MODULE "adamw_moments_row_16384";
-    FP8_ROW_16384_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_row_16384_bf16";
-    FP8_ROW_16384_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_row_16384_f32";
-    FP8_ROW_TWICE = ADAMW_MOMENTS_MODULE "adamw_moments_row_twice";
-    FP8_ROW_TWICE_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_row_twice_bf16";
-    FP8_ROW_TWICE_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_row_twice_f32";
-    FP8_SQUARE_128 = ADAMW_MOMENTS_MODULE "adamw_moments_square_128";
-    FP8_SQUARE_128_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_square_128_bf16";
-    FP8_SQUARE_128_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_square_128_f32";
-    FP8_SQUARE_32 = ADAMW_MOMENTS_MODULE "adamw_moments_square_32";
-    FP8_SQUARE_32_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_square_32_bf16";
-    FP8_SQUARE_32_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_square_32_f32";
+    MOMENTS_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_f32";
+    MOMENTS_F32_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_f32_f32";
+    MOMENTS_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_bf16";
+    MOMENTS_F16 = ADAMW_MOMENTS_MODULE "adamw_moments_f16";
+    MOMENTS_CODES = ADAMW_MOMENTS_MODULE "adamw_moments_codes";
+    MOMENTS_CODES_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_codes_bf16";
+    MOMENTS_CODES_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_codes_f32";
+    MOMENTS_ROW_4096 = ADAMW_MOMENTS_MODULE "adamw_moments_row_4096";
+    MOMENTS_ROW_4096_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_row_4096_bf16";
+    MOMENTS_ROW_4096_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_row_4096_f32";
+    MOMENTS_ROW_16384 = ADAMW_MOMENTS_MODULE "adamw_moments_row_16384";
+    MOMENTS_ROW_16384_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_row_16384_bf16";
+    MOMENTS_ROW_16384_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_row_16384_f32";
+    MOMENTS_ROW_TWICE = ADAMW_MOMENTS_MODULE "adamw_moments_row_twice";
+    MOMENTS_ROW_TWICE_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_row_twice_bf16";
+    MOMENTS_ROW_TWICE_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_row_twice_f32";
+    MOMENTS_SQUARE_128 = ADAMW_MOMENTS_MODULE "adamw_moments_square_128";
+    MOMENTS_SQUARE_128_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_square_128_bf16";
+    MOMENTS_SQUARE_128_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_square_128_f32";
+    MOMENTS_SQUARE_32 = ADAMW_MOMENTS_MODULE "adamw_moments_square_32";
+    MOMENTS_SQUARE_32_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_square_32_bf16";
+    MOMENTS_SQUARE_32_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_square_32_f32";
 }
 
 /// How a tensor is launched.
@@ -169,18 +169,23 @@ fn block_launch(block: Block, (rows, cols): (usize, usize), vectors: bool) -> Re
     Ok(Launch { kernel, threads, blocks })
 }
 
-/// The kernels of parameters that are codes and whose moments are codes, by storage: any, and aligned E4M3
-/// with gradients in bf16 or fp32.
-type OfStorage = [&'static Kernel; 3];
+/// A kernel for each storage of parameters and moments that are both codes: any storage, and aligned E4M3
+/// with gradients in bf16 or in fp32.
+type ByStorage = [&'static Kernel; 3];
 
-static CODES_OF: OfStorage = [&FP8_CODES, &FP8_CODES_BF16, &FP8_CODES_F32];
-static ROW_4096_OF: OfStorage = [&FP8_ROW_4096, &FP8_ROW_4096_BF16, &FP8_ROW_4096_F32];
-static ROW_16384_OF: OfStorage = [&FP8_ROW_16384, &FP8_ROW_16384_BF16, &FP8_ROW_16384_F32];
-static ROW_TWICE_OF: OfStorage = [&FP8_ROW_TWICE, &FP8_ROW_TWICE_BF16, &FP8_ROW_TWICE_F32];
-static SQUARE_128_OF: OfStorage = [&FP8_SQUARE_128, &FP8_SQUARE_128_BF16, &FP8_SQUARE_128_F32];
-static SQUARE_32_OF: OfStorage = [&FP8_SQUARE_32, &FP8_SQUARE_32_BF16, &FP8_SQUARE_32_F32];
+static MOMENTS_CODES_BY_STORAGE: ByStorage = [&MOMENTS_CODES, &MOMENTS_CODES_BF16, &MOMENTS_CODES_F32];
+static MOMENTS_ROW_4096_BY_STORAGE: ByStorage =
+    [&MOMENTS_ROW_4096, &MOMENTS_ROW_4096_BF16, &MOMENTS_ROW_4096_F32];
+static MOMENTS_ROW_16384_BY_STORAGE: ByStorage =
+    [&MOMENTS_ROW_16384, &MOMENTS_ROW_16384_BF16, &MOMENTS_ROW_16384_F32];
+static MOMENTS_ROW_TWICE_BY_STORAGE: ByStorage =
+    [&MOMENTS_ROW_TWICE, &MOMENTS_ROW_TWICE_BF16, &MOMENTS_ROW_TWICE_F32];
+static MOMENTS_SQUARE_128_BY_STORAGE: ByStorage =
+    [&MOMENTS_SQUARE_128, &MOMENTS_SQUARE_128_BF16, &MOMENTS_SQUARE_128_F32];
+static MOMENTS_SQUARE_32_BY_STORAGE: ByStorage =
+    [&MOMENTS_SQUARE_32, &MOMENTS_SQUARE_32_BF16, &MOMENTS_SQUARE_32_F32];
 
-/// Returns the index of a tensor's kernel in [`OfStorage`].
+/// Returns the index of a tensor's kernel in [`ByStorage`].
 fn storage_of(tensor: &AdamWTensor, vectors: bool) -> usize {
     match tensor.grad.dtype() {
         DType::Bf16 if vectors && tensor.param.dtype() == DType::E4m3 => 1,
@@ -194,11 +199,11 @@ fn storage_of(tensor: &AdamWTensor, vectors: bool) -> usize {
 fn moments_block_launch(block: Block, (rows, cols): (usize, usize), storage: usize) -> Result<Launch, Error> {
     let squares = |side: usize| rows.div_ceil(side) as u64 * cols.div_ceil(side) as u64;
     let (kernels, threads, blocks) = match (block.rows, block.cols) {
-        (1, Block::ALL) if cols <= 4096 => (&ROW_4096_OF, 512, rows as u64),
-        (1, Block::ALL) if cols <= 16384 => (&ROW_16384_OF, 512, rows as u64),
-        (1, Block::ALL) => (&ROW_TWICE_OF, 256, rows as u64),
-        (32, 32) => (&SQUARE_32_OF, 512, squares(32).div_ceil(4)),
-        (128, 128) => (&SQUARE_128_OF, 512, squares(128)),
+        (1, Block::ALL) if cols <= 4096 => (&MOMENTS_ROW_4096_BY_STORAGE, 512, rows as u64),
+        (1, Block::ALL) if cols <= 16384 => (&MOMENTS_ROW_16384_BY_STORAGE, 512, rows as u64),
+        (1, Block::ALL) => (&MOMENTS_ROW_TWICE_BY_STORAGE, 256, rows as u64),
+        (32, 32) => (&MOMENTS_SQUARE_32_BY_STORAGE, 512, squares(32).div_ceil(4)),
+        (128, 128) => (&MOMENTS_SQUARE_128_BY_STORAGE, 512, squares(128)),
         _ => return Err(block.unsupported(BlockFormat::list_blocks(|format| format.in_adamw))),
     };
     Ok(Launch { kernel: kernels[storage], threads, blocks })
@@ -215,17 +220,17 @@ fn launch_of(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Result<Lau
             block_launch(*block, (rows, cols), vectors)
         };
     }
-    let is_plain_f32 = vectors && tensor.grad.dtype() == DType::F32 && tensor.master.is_none();
+    let is_aligned_f32 = vectors && tensor.grad.dtype() == DType::F32 && tensor.master.is_none();
     let kernel = match (tensor.param.dtype(), has_codes) {
         (DType::F32, false) => &PLAIN_F32,
         (DType::Bf16, false) => &PLAIN_BF16,
         (DType::F16, false) => &PLAIN_F16,
         (_, false) => &CODES,
-        (DType::F32, true) if is_plain_f32 => &FP8_F32_F32,
-        (DType::F32, true) => &FP8_F32,
-        (DType::Bf16, true) => &FP8_BF16,
-        (DType::F16, true) => &FP8_F16,
-        (_, true) => CODES_OF[storage_of(tensor, vectors)],
+        (DType::F32, true) if is_aligned_f32 => &MOMENTS_F32_F32,
+        (DType::F32, true) => &MOMENTS_F32,
+        (DType::Bf16, true) => &MOMENTS_BF16,
+        (DType::F16, true) => &MOMENTS_F16,
+        (_, true) => MOMENTS_CODES_BY_STORAGE[storage_of(tensor, vectors)],
     };
     let per_block = if has_codes { PER_BLOCK_OF_MOMENTS } else { PER_BLOCK };
     // A tensor without elements still needs a block if there is an amax or a scale to write.

@@ -55,11 +55,11 @@ pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {
 
 const THREADS: u32 = 256;
 
-/// Number of blocks for each multiprocessor.
+/// Largest number of blocks for each multiprocessor.
 const BLOCKS: u64 = 8;
 
 /// Computes the product, or with `dy` the gradients of gate and up, into `values`, and quantizes each into its
-/// planes. Either all or none of the planes have delayed scaling.
+/// planes. All planes have the same rule, and either all or none of them have delayed scaling.
 fn quantize(
     glu: &Glu,
     dy: Option<View>,
@@ -80,15 +80,15 @@ fn quantize(
     let vectors = outputs_are_aligned
         && inputs.iter().all(|input| rows_aligned(input, 16))
         && values.iter().all(|values| aligned(values.ptr(), 16));
-    let input = |i: usize| inputs.get(i).map_or(null(), |input| input.ptr.cast_const());
+    let ptr = |i: usize| inputs.get(i).map_or(null(), |input| input.ptr.cast_const());
     let strides =
         |i: usize| inputs.get(i).map_or((0, 0), |input| (input.row_stride as i64, input.col_stride as i64));
     let [(gate_rs, gate_cs), (up_rs, up_cs), (dy_rs, dy_cs)] = [0, 1, 2].map(strides);
 
     let mut args = GluArgs {
-        gate: input(0),
-        up: input(1),
-        dy: input(2),
+        gate: ptr(0),
+        up: ptr(1),
+        dy: ptr(2),
         values: values[0].ptr(),
         up_values: values.get(1).map_or(null_mut(), ViewMut::ptr),
         scale: null_mut(),
@@ -113,9 +113,10 @@ fn quantize(
         args.up_scale = planes.get(1).map_or(null_mut(), |planes| planes.scale.ptr());
         args.grid_max = workspace::slots(device, stream, planes.len())?;
     }
-    let per_row = gate.cols.div_ceil(16 / gate.dtype.size()) as u64;
-    let most = BLOCKS * u64::from(driver::device(device)?.multiprocessors);
-    let blocks = (gate.rows as u64 * per_row).div_ceil(u64::from(THREADS)).clamp(1, most);
+    let vectors_per_row = gate.cols.div_ceil(16 / gate.dtype.size()) as u64;
+    let max_blocks = BLOCKS * u64::from(driver::device(device)?.multiprocessors);
+    // At least one block, because the scales of empty tensors are written too.
+    let blocks = (gate.rows as u64 * vectors_per_row).div_ceil(u64::from(THREADS)).clamp(1, max_blocks);
     let kernels = if dy.is_some() { &GLU_GRADIENTS } else { &GLU };
     let kernel = &kernels[input_index(gate.dtype)][format_index(format)];
     launch(device, stream, kernel, Grid { blocks, threads: THREADS }, &args)?;

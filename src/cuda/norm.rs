@@ -68,7 +68,7 @@ pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {
 /// Number of threads of a block of `norm_stats`, which takes rows in turn.
 const THREADS: u32 = 256;
 
-/// Number of blocks of `norm_stats` for each multiprocessor.
+/// Largest number of blocks of `norm_stats` for each multiprocessor.
 const BLOCKS: u64 = 4;
 
 /// Number of bytes of a row that a block holds in registers.
@@ -121,8 +121,8 @@ pub(crate) fn quantize_norm(
     }
     let is_held = x.cols() * x.dtype().size() <= HELD_BYTES;
     // At least one block, because the scale of an empty tensor is written too.
-    let most = BLOCKS * u64::from(driver::device(device)?.multiprocessors);
-    let grid = Grid { blocks: (x.rows() as u64).clamp(1, most), threads: THREADS };
+    let max_blocks = BLOCKS * u64::from(driver::device(device)?.multiprocessors);
+    let grid = Grid { blocks: (x.rows() as u64).clamp(1, max_blocks), threads: THREADS };
     launch(device, stream, kernel(if is_held { &STATS } else { &STATS_LONG }), grid, &stats)?;
 
     let cast = Cast::new(x, planes, weights_are_aligned, stream)?;

@@ -59,7 +59,8 @@ fn sigmoid(x: f32) -> f32 {
 }
 
 /// Returns e^x, with an error of at most 2 units in the last place. `x` is first clamped to [-87, 87], so
-/// that 1 / (1 + e^x) is a normal number. The result for NaN is NaN.
+/// that 1 / (1 + e^x) is a normal number. The result for NaN has no meaning, because the bits of a NaN have no
+/// exponent to add k to. Activations and derivatives multiply by x, so they are NaN.
 ///
 /// With k = x / ln 2 rounded to an integer, e^x = 2^k * e^r, where |r| <= ln(2) / 2. The factor e^r is a
 /// polynomial of degree 7.
@@ -110,7 +111,16 @@ mod tests {
         assert_eq!((exp(0.0), exp(-0.0)), (1.0, 1.0));
         assert_eq!((exp(f32::INFINITY), exp(1000.0)), (exp(87.0), exp(87.0)));
         assert_eq!(exp(f32::NEG_INFINITY), exp(-87.0));
-        assert!(exp(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn activations_and_derivatives_of_any_nan_are_nan() {
+        for bits in [0x7FC0_0000, 0xFFC0_0000, 0x7FC0_0001, 0x7F80_0001, 0x7FFF_FFFF, 0xFFFF_FFFF] {
+            for activation in [Activation::Silu, Activation::GeluTanh] {
+                let (value, derivative) = activation.with_derivative(f32::from_bits(bits));
+                assert!(value.is_nan() && derivative.is_nan(), "{activation:?} {bits:#x}");
+            }
+        }
     }
 
     fn reference(activation: Activation, x: f64) -> f64 {

@@ -1,26 +1,26 @@
 //! Norms over the rows of a matrix: `RMSNorm` and `LayerNorm`.
 //!
 //! All operations are fp32 with one rounding each, in the order that is written here, without fused
-//! multiply-add. Sums have a fixed order, which the lanes of a warp can follow. Backends therefore agree in
+//! multiply-add. Sums have a fixed order, which the threads of a block can follow. Backends therefore agree in
 //! every byte.
 
 use super::wide::NAN_BITS;
 
 /// Number of partial sums of a row: 8 neighboring ones for each thread of 8 warps. Element i is added to
 /// partial sum i mod `LANES`.
-pub(crate) const LANES: usize = WARPS * THREADS * EACH;
+pub(crate) const LANES: usize = WARPS * THREADS * PER_THREAD;
 const WARPS: usize = 8;
 const THREADS: usize = 32;
-const EACH: usize = 8;
+const PER_THREAD: usize = 8;
 
 /// Returns the sum of the partial sums: first of each thread, then over the threads of a warp, then over the
 /// warps. Each step adds the upper half of the numbers to the lower half.
 #[inline(always)]
 pub(crate) fn sum_lanes(lanes: &[f32; LANES]) -> f32 {
     let mut warps = [0.0_f32; WARPS];
-    for (warp, lanes) in warps.iter_mut().zip(lanes.as_chunks::<{ THREADS * EACH }>().0) {
+    for (warp, lanes) in warps.iter_mut().zip(lanes.as_chunks::<{ THREADS * PER_THREAD }>().0) {
         let mut threads = [0.0_f32; THREADS];
-        for (thread, sums) in threads.iter_mut().zip(lanes.as_chunks::<EACH>().0) {
+        for (thread, sums) in threads.iter_mut().zip(lanes.as_chunks::<PER_THREAD>().0) {
             *thread = sum_halves(*sums);
         }
         *warp = sum_halves(threads);
@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sums_follow_the_lanes_of_a_warp() {
+    fn sums_follow_the_threads_of_a_block() {
         // 2^24 absorbs a 1 that is added to it alone. Elements 0 and 2048 share a lane, and elements 0 and 4
         // the first step within a thread.
         let big = 16_777_216.0;

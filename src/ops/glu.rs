@@ -13,7 +13,7 @@ use crate::{cpu, cuda};
 pub fn quantize_glu(glu: Glu, values: ViewMut, planes: TensorPlanes, stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     inputs(&mut call, &glu)?;
-    rounded(&mut call, "values", &values, &glu)?;
+    output_values(&mut call, "values", &values, &glu)?;
     let format = outputs(&mut call, glu.gate.shape(), &planes)?;
     match call.finish()? {
         Device::Cpu => {
@@ -25,8 +25,9 @@ pub fn quantize_glu(glu: Glu, values: ViewMut, planes: TensorPlanes, stream: Str
 }
 
 /// Computes the gradients of gate and up for the gradient `dy` of activation(gate) * up, rounds them to the
-/// dtype of the gate, and quantizes each of them. Both have the same format. `values` and `up_values` are the
-/// outputs for the rounded values, as in [`quantize_glu`].
+/// dtype of the gate, and quantizes each of them. Both have the same format and rule, and either both or neither
+/// have delayed scaling. `values` and `up_values` are the outputs for the rounded gradients of gate and up, as in
+/// [`quantize_glu`].
 pub fn quantize_glu_backward(
     glu: Glu,
     dy: View,
@@ -39,8 +40,8 @@ pub fn quantize_glu_backward(
     inputs(&mut call, &glu)?;
     call.input("dy", &dy, Kind::Is(glu.gate.dtype()))?;
     shape("dy", dy.shape(), glu.gate.shape(), "the shape of gate")?;
-    rounded(&mut call, "values", &values, &glu)?;
-    rounded(&mut call, "up_values", &up_values, &glu)?;
+    output_values(&mut call, "values", &values, &glu)?;
+    output_values(&mut call, "up_values", &up_values, &glu)?;
     let format = outputs(&mut call, glu.gate.shape(), &gate)?;
     let up_format = outputs(&mut call, glu.gate.shape(), &up)?;
     if up_format != format {
@@ -68,7 +69,12 @@ fn inputs<'a>(call: &mut Call<'a>, glu: &Glu<'a>) -> Result<(), Error> {
     shape("up", glu.up.shape(), glu.gate.shape(), "the shape of gate")
 }
 
-fn rounded<'a>(call: &mut Call<'a>, arg: &'static str, values: &'a ViewMut, glu: &Glu) -> Result<(), Error> {
+fn output_values<'a>(
+    call: &mut Call<'a>,
+    arg: &'static str,
+    values: &'a ViewMut,
+    glu: &Glu,
+) -> Result<(), Error> {
     call.output(arg, values, Kind::Is(glu.gate.dtype()))?;
     shape(arg, values.shape(), glu.gate.shape(), "the shape of gate")?;
     contiguous(arg, values.is_contiguous())

@@ -2,7 +2,9 @@
 
 They rotate the two halves of a head, as in Llama. In eager mode, a rotation is one function with
 three elementwise operations in each direction. Composed of torch's operators it would be six, and
-more in the backward, most of them on float32 results.
+more in the backward, most of them on float32 results. Each operation computes in float32 if the
+angles are float32, so a 16-bit result is rounded twice: after the product with the cosines, and
+after the sum.
 """
 
 from __future__ import annotations
@@ -50,13 +52,15 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
         rotation: cosines and sines, each (length, kv_channels) or (batch, length, kv_channels).
             They are constants and get no gradient.
     """
-    cos, sin = (angles.unsqueeze(-3) for angles in rotation)
+    cos, sin = rotation
+    cos = cos.unsqueeze(-3)
+    sin = sin.unsqueeze(-3)
     if is_plain(x) and not torch.compiler.is_compiling():
         out: Tensor = _Rotate.apply(x, cos, sin, False)
         return out
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x * cos + turned * sin).to(x.dtype)
+    first_half, second_half = x.chunk(2, dim=-1)
+    rotated = torch.cat((-second_half, first_half), dim=-1)
+    return (x * cos + rotated * sin).to(x.dtype)
 
 
 class _Rotate(torch.autograd.Function):
@@ -69,16 +73,17 @@ class _Rotate(torch.autograd.Function):
         y = torch.empty_like(x)
         torch.mul(x, cos, out=y)
 
-        # Transposed, a rotation has the sines of its halves in the other order.
-        first, second = x.chunk(2, dim=-1)
-        to_first, to_second = y.chunk(2, dim=-1)
-        of_first, of_second = sin.chunk(2, dim=-1)
+        # The backward multiplies by the transposed matrix: signs change, and so do the halves that
+        # the sines belong to.
+        x_first, x_second = x.chunk(2, dim=-1)
+        y_first, y_second = y.chunk(2, dim=-1)
+        sin_first, sin_second = sin.chunk(2, dim=-1)
         if back:
-            to_first.addcmul_(second, of_second)
-            to_second.addcmul_(first, of_first, value=-1)
+            y_first.addcmul_(x_second, sin_second)
+            y_second.addcmul_(x_first, sin_first, value=-1)
         else:
-            to_first.addcmul_(second, of_first, value=-1)
-            to_second.addcmul_(first, of_second)
+            y_first.addcmul_(x_second, sin_first, value=-1)
+            y_second.addcmul_(x_first, sin_second)
         return y
 
     @staticmethod

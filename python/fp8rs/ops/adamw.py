@@ -89,7 +89,8 @@ def adamw_(
             columns. Rows then have a multiple of 128 elements. Empty for other moments.
         exp_avg_sq_ranges: the same of the second moments.
         offsets: the index of each parameter's first element in the whole parameter. Offset, stream,
-            seed and step select the numbers of stochastic rounding.
+            seed and step select the numbers of stochastic rounding. With moments that are codes, an
+            offset is a multiple of four, because rows have whole blocks.
         streams: the number of each whole parameter.
         lr_tensor: replaces ``lr``; float32, one element.
         grad_scale: the factor that gradients were multiplied by; float32, one element.

@@ -1,6 +1,6 @@
-"""Operators that compute values and quantize them with one scale, without writing the values.
+"""Operators that compute values and quantize them with one scale, without returning the values.
 
-The values are rounded to the dtype of the input first, as they would be if they were written. CPU
+The values are rounded to the dtype of the input first, as they would be if they were returned. CPU
 and CUDA give the same bytes. ``scale`` and ``amax`` are given together, for delayed scaling, as in
 ``quantize_delayed``. Like ``_quantize_delayed``, the operators do not declare the write to
 ``amax``.

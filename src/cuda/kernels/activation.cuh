@@ -10,6 +10,7 @@ DEVICE float clamp_exponent(float x) {
   return d;
 }
 
+/// Returns e^x. The result for NaN has no meaning, as in format/activation.rs.
 DEVICE float exponential(float x) {
   const float ROUND = 12582912.0f;
   float clamped = clamp_exponent(x);
@@ -28,7 +29,9 @@ DEVICE float exponential(float x) {
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
 }
 
-/// The denominator is at most 1 + e^87 < 2^126, and NaN stays NaN.
+/// Returns 1 / (1 + e^-x). The denominator is at most 1 + e^87 < 2^126, as `moderate_reciprocal`
+/// requires. The result for NaN has no meaning. Activations and derivatives multiply by x, so they are
+/// NaN.
 DEVICE float sigmoid(float x) { return moderate_reciprocal(__fadd_rn(1.0f, exponential(-x))); }
 
 /// The activation of a value and its derivative.
@@ -53,8 +56,8 @@ DEVICE Activated gelu(float x) {
   return {__fmul_rn(x, s), __fadd_rn(s, __fmul_rn(x, change))};
 }
 
-/// Activates the elements of a vector. One branch for all, because each element would have both
-/// functions otherwise.
+/// Activates the elements of a vector. One branch selects the function for all of them. With a branch
+/// for each element, the unrolled loop would contain both functions for each.
 template <class T>
 DEVICE void activate(bool is_gelu, const u32 (&d)[4], Activated (&out)[4 * T::PER_REG]) {
   constexpr int COUNT = 4 * T::PER_REG, P = T::PER_REG;

@@ -189,10 +189,10 @@ DEVICE float smaller_magnitude(float a, float b) {
 }
 
 /// Encodes a value with stochastic rounding (format/fp8.rs).
-DEVICE u32 encode_stochastic(bool wide, float v, u32 random) {
-  u32 mantissa = wide ? 2 : 3, smallest = (wide ? 113u : 121u) << 23;
+DEVICE u32 encode_stochastic(bool is_e5m2, float v, u32 random) {
+  u32 mantissa = is_e5m2 ? 2 : 3, smallest = (is_e5m2 ? 113u : 121u) << 23;
   u32 bits = __float_as_uint(v), magnitude = bits & 0x7fffffffu;
-  u32 clamped = min(magnitude, wide ? 0x47600000u : 0x43e00000u);
+  u32 clamped = min(magnitude, is_e5m2 ? 0x47600000u : 0x43e00000u);
   u32 exponent = max(clamped & 0x7f800000u, smallest);
   // The magnitude in steps of the format.
   float steps =
@@ -206,25 +206,25 @@ DEVICE u32 encode_stochastic(bool wide, float v, u32 random) {
 
 /// Encodes four values with stochastic rounding, as `encode_stochastic` does. Values are rounded in
 /// fp32 to values of the format, which `pair_of` then encodes.
-DEVICE u32 encode_stochastic(bool wide, const float (&v)[4], const u32 (&words)[4]) {
-  u32 dropped_bits = wide ? 21u : 20u, dropped = (1u << dropped_bits) - 1u;
-  float smallest_normal = wide ? 0x1p-14f : 0x1p-6f;
+DEVICE u32 encode_stochastic(bool is_e5m2, const float (&v)[4], const u32 (&words)[4]) {
+  u32 dropped_bits = is_e5m2 ? 21u : 20u, dropped = (1u << dropped_bits) - 1u;
+  float smallest_normal = is_e5m2 ? 0x1p-14f : 0x1p-6f;
   float rounded[4];
 #pragma unroll
   for (int j = 0; j < 4; j++) {
-    // The bits that a code lacks are the fraction. Adding the complement of the random number
-    // carries into the code if the random number is below the fraction.
+    // The dropped bits are the fraction. Adding the complement of a random number of as many bits
+    // carries into the other bits if the random number is below the fraction.
     u32 bits = __float_as_uint(v[j]) + dropped - (words[j] >> (32u - dropped_bits));
     rounded[j] = __uint_as_float(bits & ~dropped);
   }
   float least = smaller_magnitude(smaller_magnitude(v[0], v[1]), smaller_magnitude(v[2], v[3]));
-  // Also if a value is NaN.
+  // Few values are below the normal numbers. Comparisons with NaN are false, so it has this branch too.
   if (!(fabsf(least) >= smallest_normal)) {
-    float in_steps = wide ? 0x1p40f : 0x1p33f, step = wide ? 0x1p-16f : 0x1p-9f;
+    float in_steps = is_e5m2 ? 0x1p40f : 0x1p33f, step = is_e5m2 ? 0x1p-16f : 0x1p-9f;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       float magnitude = fabsf(v[j]);
-      // The lower 24 bits of the number of steps are a fraction.
+      // The lower 24 bits of the number of steps are the fraction.
       u32 steps = __float2uint_rz(__fmul_rn(fminf(magnitude, smallest_normal), in_steps));
       u32 code = (steps + 0xffffffu - (words[j] >> 8)) >> 24;
       if (magnitude < smallest_normal)
@@ -232,11 +232,11 @@ DEVICE u32 encode_stochastic(bool wide, const float (&v)[4], const u32 (&words)[
       if (magnitude != magnitude) rounded[j] = magnitude;
     }
   }
-  return pair_of(wide, rounded[0], rounded[1]) | pair_of(wide, rounded[2], rounded[3]) << 16;
+  return pair_of(is_e5m2, rounded[0], rounded[1]) | pair_of(is_e5m2, rounded[2], rounded[3]) << 16;
 }
 
-/// Encodes N groups of four adjacent elements. Their indices are multiples of four, in the tensor and
-/// in the whole tensor.
+/// Encodes N groups of four adjacent elements, `v` times `q`. `i` has the index of each group's first
+/// element, a multiple of four in the tensor and in the whole tensor.
 template <int N>
 DEVICE void encode_fours(const AdamWArgs &a, const AdamWEntry &t, bool is_e5m2, u32 step,
                          const u64 (&i)[N], const float (&v)[N][4], const float (&q)[N],

@@ -2,8 +2,8 @@
 // scale per tensor, row or square block. Half of a warp updates 128 adjacent elements of a row, which
 // are one block of each moment.
 //
-// Branches on the types of tensors would be a third of the instructions. The most frequent types have
-// kernels of their own, and other tensors a kernel for all.
+// Branches on how tensors are stored would be a third of the instructions. The most frequent storages
+// have kernels of their own, without these branches. One kernel supports all others.
 #include "moments.cuh"
 #include "adamw_scales.cuh"
 
@@ -21,9 +21,9 @@ template <u32 KIND, u32 GRAD> struct CommonStorage {
 /// Threads of a block of tensors without block scales, and the elements that it updates in rounds.
 constexpr u32 THREADS = 256, PER_ROUND = THREADS * 4 * GROUPS, PER_BLOCK = 8 * PER_ROUND;
 
-/// Returns whether a warp has a block of moments. `i` is the index of the first element of a thread,
-/// of `n`. All lanes of a warp take part in reductions, so the second half of a warp repeats the block
-/// of the first half if there is no other.
+/// Returns whether a warp has a block of moments. `i` is the index of the thread's first element, and
+/// `n` the number of elements. All lanes of a warp take part in reductions. If only the first half of a
+/// warp has a block, the second half repeats it: `i` becomes its index, and both store the same bytes.
 template <class I> DEVICE bool place(I n, I &i) {
   if (i - (threadIdx.x & LANES) * (MOMENT_BLOCK / LANES) >= n) return false;
   if (i >= n) i -= MOMENT_BLOCK;
@@ -38,13 +38,14 @@ template <u32 KIND, class S> DEVICE void elements(const AdamWArgs &a) {
   u32 e = entry_of(a, blockIdx.x);
   const AdamWEntry &t = a.entries[e];
   const Storage s = S::of(t);
-  u64 start = (u64)(blockIdx.x - t.first_block) * PER_BLOCK, rest = t.rows * t.cols - start;
-  u32 n = rest < PER_BLOCK ? (u32)rest : PER_BLOCK;
+  u64 start = (u64)(blockIdx.x - t.first_block) * PER_BLOCK, remaining = t.rows * t.cols - start;
+  u32 n = remaining < PER_BLOCK ? (u32)remaining : PER_BLOCK;
   bool keep = KIND != CODES || t.new_scale;
-  u32 next = (u32)first_element(threadIdx.x), i = next, found = 0;
+  // `place` may move `i` to the block of the other half of the warp, but not `next`.
+  u32 next = first_element(threadIdx.x), i = next, max_bits = 0;
   bool valid = place(n, i);
-  EightCodes d;
-  if (valid) d = load_codes(t, s, start + i);
+  LaneInputs d;
+  if (valid) d = load_inputs(t, s, start + i);
   // Overlaps with the first loads.
   if (threadIdx.x == 0) {
     shared_scale = KIND == CODES && !s.has_master ? *(const float *)t.scale : 1.0f;
@@ -55,17 +56,17 @@ template <u32 KIND, class S> DEVICE void elements(const AdamWArgs &a) {
   while (valid) {
     // The next round's elements are loaded before this one's are updated. With few warps on a
     // multiprocessor, each would wait for its loads otherwise.
-    EightCodes following;
+    LaneInputs following;
     next += PER_ROUND;
     u32 following_i = next;
     bool following_valid = place(n, following_i);
-    if (following_valid) following = load_codes(t, s, start + following_i);
+    if (following_valid) following = load_inputs(t, s, start + following_i);
 
     Factors f = shared;
     float scale[GROUPS] = {shared_scale, shared_scale}, q[GROUPS] = {shared_q, shared_q};
     float w[GROUPS][4];
-    u32 largest[GROUPS];
-    update(t, s, f, d, scale, start + i, keep, w, largest);
+    u32 group_max[GROUPS];
+    update(t, s, f, d, scale, start + i, keep, w, group_max);
     if (KIND == CODES) {
       if (keep) store_weights(a, t, s, f, start + i, w, q);
     } else {
@@ -73,10 +74,12 @@ template <u32 KIND, class S> DEVICE void elements(const AdamWArgs &a) {
       for (int g = 0; g < GROUPS; g++)
         store_four(t.param, start + i + g * APART, KIND, w[g], s.vectors);
     }
-    found = max_u32(found, max_u32(largest[0], largest[1]));
-    d = following, i = following_i, valid = following_valid;
+    max_bits = max_u32(max_bits, max_u32(group_max[0], group_max[1]));
+    d = following;
+    i = following_i;
+    valid = following_valid;
   }
-  finish_elements<KIND>(a, t, e, keep, found);
+  finish_elements<KIND>(a, t, e, keep, max_bits);
 }
 
 /// Updates a rectangle that THREADS threads hold in registers, as `held` in adamw_blocks.cu. A row
@@ -97,16 +100,16 @@ DEVICE void held(const AdamWArgs &a, const AdamWEntry &t, const Storage &s, cons
     return valid;
   };
   u64 i;
-  u32 found = 0;
+  u32 max_bits = 0;
 #pragma unroll
   for (int k = 0; k < HELD; k++) {
     if (place(k, i)) {
-      u32 largest[GROUPS];
-      update(t, s, f, load_codes(t, s, i), scale, i, true, w[k], largest);
-      found = max_u32(found, max_u32(largest[0], largest[1]));
+      u32 group_max[GROUPS];
+      update(t, s, f, load_inputs(t, s, i), scale, i, true, w[k], group_max);
+      max_bits = max_u32(max_bits, max_u32(group_max[0], group_max[1]));
     }
   }
-  float factor = scale_after(a, t, number, ::largest<THREADS / 32>(found), threadIdx.x == 0);
+  float factor = scale_after(a, t, number, largest<THREADS / 32>(max_bits), threadIdx.x == 0);
   float q[GROUPS] = {factor, factor};
 #pragma unroll
   for (int k = 0; k < HELD; k++)
@@ -136,22 +139,22 @@ template <u32 THREADS, class S> DEVICE void row_twice(const AdamWArgs &a) {
   constexpr u32 STRIDE = THREADS * 4 * GROUPS;
   const Storage s = S::of(t);
   float before = scale_before(t, row), scale[GROUPS] = {before, before}, w[GROUPS][4];
-  u32 found = 0, largest[GROUPS];
+  u32 max_bits = 0, group_max[GROUPS];
 #pragma unroll 1
   for (u64 next = first_element(threadIdx.x);; next += STRIDE) {
     u64 col = next;
     if (!place(t.cols, col)) break;
-    update(t, s, f, load_codes(t, s, start + col), scale, start + col, false, w, largest);
-    found = max_u32(found, max_u32(largest[0], largest[1]));
+    update(t, s, f, load_inputs(t, s, start + col), scale, start + col, false, w, group_max);
+    max_bits = max_u32(max_bits, max_u32(group_max[0], group_max[1]));
   }
-  float factor = scale_after(a, t, row, ::largest<THREADS / 32>(found), threadIdx.x == 0);
+  float factor = scale_after(a, t, row, largest<THREADS / 32>(max_bits), threadIdx.x == 0);
   float q[GROUPS] = {factor, factor};
 #pragma unroll 1
   for (u64 next = first_element(threadIdx.x);; next += STRIDE) {
     u64 col = next;
     if (!place(t.cols, col)) break;
     u64 i = start + col;
-    update(t, s, f, load_codes(t, s, i), scale, i, true, w, largest);
+    update(t, s, f, load_inputs(t, s, i), scale, i, true, w, group_max);
     store_weights(a, t, s, f, i, w, q);
   }
 }
@@ -175,7 +178,7 @@ template <class S> DEVICE void square_32(const AdamWArgs &a) {
   const AdamWEntry &t = a.entries[entry_of(a, blockIdx.x)];
   share_factors(a, t, shared);
   Factors f = shared;
-  u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, eighth = lane % 8;
+  u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, lane_of_eight = lane % 8;
   u64 tile = blockIdx.x - t.first_block, across = t.cols / MOMENT_BLOCK;
   const Storage s = S::of(t);
   u64 row = tile / across * 32 + threadIdx.x / LANES;
@@ -185,27 +188,30 @@ template <class S> DEVICE void square_32(const AdamWArgs &a) {
   u64 i = row * t.cols + tile % across * MOMENT_BLOCK + threadIdx.x % LANES * 4;
   u32 square[GROUPS];
   float scale[GROUPS], q[GROUPS], w[GROUPS][4];
-  u32 found[GROUPS] = {0, 0};
+  u32 max_bits[GROUPS] = {0, 0};
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
     square[g] = lane % LANES / 8 + g * 2;
     scale[g] = scale_before(t, tile * 4 + square[g]);
   }
-  if (valid) update(t, s, f, load_codes(t, s, i), scale, i, true, w, found);
+  if (valid) update(t, s, f, load_inputs(t, s, i), scale, i, true, w, max_bits);
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
     // The eight lanes of a row, and those of the warp's other row.
-    for (int mask = 1; mask < 8; mask *= 2) found[g] = max_u32(found[g], shuffle_xor(found[g], mask));
-    found[g] = max_u32(found[g], shuffle_xor(found[g], LANES));
-    if (lane < LANES && eighth == 0) part[warp][square[g]] = found[g];
+    for (int mask = 1; mask < 8; mask *= 2)
+      max_bits[g] = max_u32(max_bits[g], shuffle_xor(max_bits[g], mask));
+    max_bits[g] = max_u32(max_bits[g], shuffle_xor(max_bits[g], LANES));
+    if (lane < LANES && lane_of_eight == 0) part[warp][square[g]] = max_bits[g];
   }
   __syncthreads();
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
-    found[g] = max_u32(part[eighth][square[g]], part[eighth + 8][square[g]]);
-    for (int mask = 1; mask < 8; mask *= 2) found[g] = max_u32(found[g], shuffle_xor(found[g], mask));
-    bool writes = warp == 0 && lane < LANES && eighth == 0;
-    q[g] = scale_after(a, t, tile * 4 + square[g], found[g], writes);
+    // The lanes have two warps each, which together are all 16.
+    max_bits[g] = max_u32(part[lane_of_eight][square[g]], part[lane_of_eight + 8][square[g]]);
+    for (int mask = 1; mask < 8; mask *= 2)
+      max_bits[g] = max_u32(max_bits[g], shuffle_xor(max_bits[g], mask));
+    bool writes = warp == 0 && lane < LANES && lane_of_eight == 0;
+    q[g] = scale_after(a, t, tile * 4 + square[g], max_bits[g], writes);
   }
   if (valid) store_weights(a, t, s, f, i, w, q);
 }
@@ -218,11 +224,12 @@ PLAIN(f32, F32)
 PLAIN(bf16, BF16)
 PLAIN(f16, F16)
 KERNEL(f32_f32, (THREADS, 2), (elements<F32, CommonStorage<F32, F32>>))
-typedef AnyStorage<CODES> Any;
-typedef CommonStorage<CODES, BF16> Bf16;
-typedef CommonStorage<CODES, F32> F32s;
-// Kernels for any storage need more registers.
-#define FOR_STORAGES(ROW) ROW(, Any, 1) ROW(_bf16, Bf16, 2) ROW(_f32, F32s, 2)
+typedef AnyStorage<CODES> AnyCodes;
+typedef CommonStorage<CODES, BF16> CodesBf16Grad;
+typedef CommonStorage<CODES, F32> CodesF32Grad;
+// Suffix of the kernels, storage, and blocks for each multiprocessor. Kernels for any storage need more
+// registers.
+#define FOR_STORAGES(ROW) ROW(, AnyCodes, 1) ROW(_bf16, CodesBf16Grad, 2) ROW(_f32, CodesF32Grad, 2)
 #define CODES_ROW(SUFFIX, S, BLOCKS)                                                               \
   KERNEL(codes##SUFFIX, (THREADS, 2), (elements<CODES, S>))                                        \
   KERNEL(row_4096##SUFFIX, (512, BLOCKS), (row_held<1, 512, S>))                                   \

@@ -28,32 +28,33 @@ enum : u32 { VECTORS = 1 };  // rows of all inputs and outputs are contiguous an
 template <class T, class F, bool GRADIENTS> DEVICE void glu(const GluArgs &a) {
   constexpr int COLS = 4 * T::PER_REG;
   const bool vectors = a.flags & VECTORS;
-  // Vectors are taken in turn. A division for each would cost as much as the activation.
-  i64 across = a.cols ? (a.cols + COLS - 1) / COLS : 1;
+  // Threads process vectors in turn, row by row. The step to a thread's next vector is divided into
+  // rows and vectors once. A division for each vector would cost as much as the activation.
+  i64 row_vectors = a.cols ? (a.cols + COLS - 1) / COLS : 1;
   i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x, step = (i64)gridDim.x * blockDim.x;
-  i64 row = first / across, at = first - row * across;
-  i64 down = step / across, right = step - down * across;
-  u32 m = 0, up_m = 0;
+  i64 row = first / row_vectors, vector = first - row * row_vectors;
+  i64 row_step = step / row_vectors, vector_step = step - row_step * row_vectors;
+  u32 amax = 0, up_amax = 0;
   while (row < a.rows) {
-    i64 col = at * COLS;
+    i64 col = vector * COLS;
     u32 gate[4], up[4], dy[4];
     load_vector<T>(a.gate, a.gate_rs, a.gate_cs, vectors, row, col, a.cols, gate);
     load_vector<T>(a.up, a.up_rs, a.up_cs, vectors, row, col, a.cols, up);
     if (GRADIENTS) load_vector<T>(a.dy, a.dy_rs, a.dy_cs, vectors, row, col, a.cols, dy);
 
-    float v[COLS];
+    float v[COLS];  // the elements of one output: first of `up_values`, then of `values`
     Activated activated[COLS];
     activate<T>(a.gelu, gate, activated);
 
     // Elements outside are 0, and so are their products and gradients.
-    i64 to = (row * a.cols + col) * T::BYTES;
+    i64 offset = (row * a.cols + col) * T::BYTES;
     if (GRADIENTS) {
 #pragma unroll
       for (int j = 0; j < COLS; j++)
         v[j] = __fmul_rn(T::get(dy[j / T::PER_REG], j % T::PER_REG), activated[j].value);
       u32 packed[4];
-      up_m = T::amax(up_m, pack<T>(v, packed));
-      store_vector<T>((char *)a.up_values + to, vectors, col, a.cols, packed);
+      up_amax = T::amax(up_amax, pack<T>(v, packed));
+      store_vector<T>((char *)a.up_values + offset, vectors, col, a.cols, packed);
     }
 #pragma unroll
     for (int j = 0; j < COLS; j++) {
@@ -65,24 +66,25 @@ template <class T, class F, bool GRADIENTS> DEVICE void glu(const GluArgs &a) {
         v[j] = __fmul_rn(activated[j].value, u);
       }
     }
-    m = T::amax(m, pack<T>(v, gate));
-    store_vector<T>((char *)a.values + to, vectors, col, a.cols, gate);
+    // The registers of the gate are free now.
+    amax = T::amax(amax, pack<T>(v, gate));
+    store_vector<T>((char *)a.values + offset, vectors, col, a.cols, gate);
 
-    row += down;
-    at += right;
-    if (at >= across) {
-      at -= across;
+    row += row_step;
+    vector += vector_step;
+    if (vector >= row_vectors) {
+      vector -= row_vectors;
       row++;
     }
   }
 
   if (!a.scale) return;
-  u32 most = block_max(magnitude<T>(m));
-  if (last_of(a.grid_max, gridDim.x, most)) *a.scale = scale_of<F>(most, a.rule);
+  u32 max_bits = block_max(magnitude<T>(amax));
+  if (last_of(a.grid_max, gridDim.x, max_bits)) *a.scale = scale_of<F>(max_bits, a.rule);
   if (!GRADIENTS) return;
   __syncthreads();  // the shared memory of the first maximum is used again
-  most = block_max(magnitude<T>(up_m));
-  if (last_of(a.grid_max + 1, gridDim.x, most)) *a.up_scale = scale_of<F>(most, a.rule);
+  max_bits = block_max(magnitude<T>(up_amax));
+  if (last_of(a.grid_max + 1, gridDim.x, max_bits)) *a.up_scale = scale_of<F>(max_bits, a.rule);
 }
 
 #define GLU(NAME, T, F)                                                                            \

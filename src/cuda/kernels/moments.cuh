@@ -27,7 +27,7 @@ struct SecondMoment {
   static DEVICE u32 magnitude(float v) { return __float_as_uint(v); }
 };
 
-/// The largest and the smallest magnitude of a block, as fp32 bits.
+/// The largest and the smallest magnitude of a block, or of a lane's elements, as fp32 bits.
 struct MomentRange {
   u32 largest, smallest;
 };
@@ -104,7 +104,7 @@ DEVICE u32 block_lanes_max(u32 v) {
   return v;
 }
 
-/// Returns the range of a block, whose zeros do not count. `lane` is the result of `lane_range`. All
+/// Returns the range of a block, for which zeros do not count. `lane` is the result of `lane_range`. All
 /// lanes of the warp must call this.
 template <class M>
 DEVICE MomentRange block_range(const float (&v)[GROUPS][4], const MomentRange &lane) {
@@ -150,6 +150,7 @@ DEVICE void encode_moments(const float (&v)[GROUPS][4], const MomentRange &lane,
     // Without this, the compiler subtracts first, which needs two instructions.
     asm("" : "+r"(largest));
   }
+  // Smaller magnitudes have code 0.
   constexpr u32 BINADE = 1u << 23;
   u32 cut = M::SIGNED && r.smallest > BINADE ? r.smallest - BINADE : 1u;
   bool is_finite = r.largest < 0x7f800000u;
@@ -241,7 +242,7 @@ DEVICE Storage storage_of(const AdamWEntry &t, u32 kind) {
 }
 
 /// The inputs of the update of a lane's elements.
-struct EightCodes {
+struct LaneInputs {
   uint4 grad[GROUPS], weight[GROUPS];
   u32 exp_avg[GROUPS], exp_avg_sq[GROUPS];
   MomentRange exp_avg_range, exp_avg_sq_range;
@@ -255,8 +256,8 @@ DEVICE MomentRange load_range(const u32 *ranges, u64 i, bool vectors) {
 }
 
 /// Loads the inputs of a lane's elements. `i` is the index of the first one.
-DEVICE EightCodes load_codes(const AdamWEntry &t, const Storage &s, u64 i) {
-  EightCodes d;
+DEVICE LaneInputs load_inputs(const AdamWEntry &t, const Storage &s, u64 i) {
+  LaneInputs d;
   const void *weights = s.has_master ? t.master : t.param;
   u32 weight_kind = s.has_master ? F32 : s.kind;
   if (s.vectors) {
@@ -303,7 +304,7 @@ DEVICE void store_moments(void *codes, u32 *ranges, u64 i, const float (&v)[GROU
   }
 }
 
-/// Moves each element to the place before, and the first one to the last place.
+/// Moves each element forward by one, and the first one to the end.
 DEVICE void rotate(float (&x)[GROUPS][4]) {
   float first = x[0][0];
 #pragma unroll
@@ -344,7 +345,8 @@ DEVICE void advance(const Factors &f, const float (&g)[GROUPS][4], float (&m)[GR
       }
     }
   } else {
-    // Rare, so it is short code. Registers have no index, so each element moves to the first place.
+    // Rare, so a loop keeps the code short. Registers have no index, so each element in turn moves to
+    // the front. After the last round, all elements are where they were.
 #pragma unroll 1
     for (int n = 0; n < GROUPS * 4; n++) {
       float root = divide_by_root(__fsqrt_rn(v[0][0]), f);
@@ -358,11 +360,11 @@ DEVICE void advance(const Factors &f, const float (&g)[GROUPS][4], float (&m)[GR
 }
 
 /// Computes the new values, and the bits of the largest magnitude of each group. With `keep`, stores
-/// moments and master. All lanes of a warp must call this, each with the index of its first element.
-/// `scale` is the weight's scale for each group.
-DEVICE void update(const AdamWEntry &t, const Storage &s, const Factors &f, const EightCodes &d,
+/// moments and master. `i` is the index of the lane's first element, and `scale` the weight's scale for
+/// each group. All lanes of the warp must call this.
+DEVICE void update(const AdamWEntry &t, const Storage &s, const Factors &f, const LaneInputs &d,
                    const float (&scale)[GROUPS], u64 i, bool keep, float (&w)[GROUPS][4],
-                   u32 (&largest)[GROUPS]) {
+                   u32 (&group_max)[GROUPS]) {
   float g[GROUPS][4], m[GROUPS][4], v[GROUPS][4];
   decode_moments<FirstMoment>(d.exp_avg, moment_grid<FirstMoment>(d.exp_avg_range), m);
   decode_moments<SecondMoment>(d.exp_avg_sq, moment_grid<SecondMoment>(d.exp_avg_sq_range), v);
@@ -379,13 +381,13 @@ DEVICE void update(const AdamWEntry &t, const Storage &s, const Factors &f, cons
   for (int k = 0; k < GROUPS; k++) {
     u32 low = InF32::amax(__float_as_uint(w[k][0]), __float_as_uint(w[k][1]));
     u32 high = InF32::amax(__float_as_uint(w[k][2]), __float_as_uint(w[k][3]));
-    largest[k] = InF32::amax_bits(InF32::amax(low, high), 0);
+    group_max[k] = InF32::amax_bits(InF32::amax(low, high), 0);
   }
   if (!keep) return;
   store_moments<FirstMoment>(t.exp_avg, t.exp_avg_range, i, m, m_range, s.vectors);
   store_moments<SecondMoment>(t.exp_avg_sq, t.exp_avg_sq_range, i, v, v_range, s.vectors);
   if (!s.has_master) return;
-  if (max_u32(largest[0], largest[1]) > 0x7f800000u) {
+  if (max_u32(group_max[0], group_max[1]) > 0x7f800000u) {
 #pragma unroll
     for (int k = 0; k < GROUPS; k++) {
 #pragma unroll
@@ -396,7 +398,8 @@ DEVICE void update(const AdamWEntry &t, const Storage &s, const Factors &f, cons
   for (int k = 0; k < GROUPS; k++) store_raw(t.master, i + k * APART, w[k], s.vectors);
 }
 
-/// Encodes and stores new values of codes. `q` is the factor to quantize each group with.
+/// Encodes and stores new values of codes. `q` is the factor to quantize each group with. Rows have whole
+/// blocks, so groups of four also start at multiples of four in the whole tensor.
 DEVICE void store_weights(const AdamWArgs &a, const AdamWEntry &t, const Storage &s,
                           const Factors &f, u64 i, const float (&w)[GROUPS][4],
                           const float (&q)[GROUPS]) {

@@ -1,8 +1,8 @@
 // Norms over rows with quantization of their result (format/norm.rs).
 //
 // A quantization has two launches. The first computes the statistics of each row and, for current
-// scaling, the scale. A block reads a row once and holds it in registers. The second reads the input
-// again, normalizes it and casts it in both directions.
+// scaling, the scale. A block holds a row in registers, unless the row is long. The second reads the
+// input again, normalizes it and casts it in both directions.
 #include "patch.cuh"
 #include "strided.cuh"
 #include "vectors.cuh"
@@ -34,12 +34,12 @@ enum : u32 {
 };
 
 #define WARPS 8
-#define EACH 8           // adjacent partial sums of a thread
-#define LANES (WARPS * 32 * EACH)  // partial sums of a row
+#define PER_THREAD 8     // adjacent partial sums of a thread
+#define LANES (WARPS * 32 * PER_THREAD)  // partial sums of a row
 
-/// EACH adjacent elements of a row.
+/// PER_THREAD adjacent elements of a row.
 template <class T> struct Octet {
-  static constexpr int PER_VECTOR = 4 * T::PER_REG, VECTORS = EACH / PER_VECTOR;
+  static constexpr int PER_VECTOR = 4 * T::PER_REG, VECTORS = PER_THREAD / PER_VECTOR;
   u32 d[VECTORS][4];
 
   DEVICE void load(const void *x, i64 rs, i64 cs, bool vectors, i64 row, i64 col, i64 cols) {
@@ -53,7 +53,7 @@ template <class T> struct Octet {
   }
 
   /// Replaces the elements by values rounded to T, and returns the `T::amax` of them.
-  DEVICE u32 put(const float (&v)[EACH]) {
+  DEVICE u32 put(const float (&v)[PER_THREAD]) {
     u32 m = 0;
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) m = T::amax(m, pack<T>(v + i * PER_VECTOR, d[i]));
@@ -61,7 +61,7 @@ template <class T> struct Octet {
   }
 };
 
-/// EACH elements of a weight or a bias, of which each is `absent` if there is none.
+/// PER_THREAD elements of a weight or a bias. Without one, elements are the `absent` value.
 template <class T> struct Parameter {
   Octet<T> octet;
   bool present;
@@ -94,42 +94,43 @@ DEVICE float sum_eight(const float (&s)[8]) {
                    __fadd_rn(__fadd_rn(s[1], s[5]), __fadd_rn(s[3], s[7])));
 }
 
-/// Sums over a block, one after the other.
+/// Shared memory for sums over a block.
 struct RowSums {
   float warps[2][WARPS];
 
-  /// Returns the sum of the partial sums of a block, in all threads. Two sums in succession use
-  /// different memory, so that one barrier suffices for each.
-  DEVICE float add(const float (&s)[EACH], u32 &turn) {
-    float sum = sum_eight(s);
+  /// Returns the sum of the partial sums of a block, in all threads. `turn` is the number of sums
+  /// before this one. Two sums in succession use different memory, so that one barrier suffices for
+  /// each.
+  DEVICE float add(const float (&partial)[PER_THREAD], u32 &turn) {
+    float sum = sum_eight(partial);
 #pragma unroll
     for (int half = 16; half > 0; half /= 2) sum = __fadd_rn(sum, shuffle_down(sum, half));
-    float (&at)[WARPS] = warps[turn & 1];
+    float (&warp_sums)[WARPS] = warps[turn & 1];
     turn++;
-    if ((threadIdx.x & 31) == 0) at[threadIdx.x >> 5] = sum;
+    if ((threadIdx.x & 31) == 0) warp_sums[threadIdx.x >> 5] = sum;
     __syncthreads();
-    return sum_eight(at);
+    return sum_eight(warp_sums);
   }
 };
 
-/// Computes the statistics of rows, each with a block. CHUNKS chunks of LANES elements are held in
-/// registers. With CHUNKS 0, a row may have any length, and is read two or three times.
+/// Computes the statistics of rows, each with a block. Registers hold CHUNKS chunks of LANES elements.
+/// With CHUNKS 0, a row may have any length, and is read again for each sum and for the scale.
 template <class T, class F, int CHUNKS> DEVICE void norm_stats(const NormStatsArgs &a) {
-  constexpr int HELD = CHUNKS ? CHUNKS : 1;
+  constexpr int REGISTER_CHUNKS = CHUNKS ? CHUNKS : 1;
   __shared__ RowSums row_sums;
   const bool vectors = a.flags & X_VECTORS, weight_vectors = a.flags & WEIGHT_VECTORS;
-  const i64 first = threadIdx.x * EACH;
-  Octet<T> held[HELD];
-  u32 m = 0, turn = 0;
+  const i64 first = threadIdx.x * PER_THREAD;
+  Octet<T> chunks[REGISTER_CHUNKS];
+  u32 amax = 0, turn = 0;
   for (i64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
     auto load = [&](int k, i64 col) {
-      held[k].load(a.x, a.x_rs, a.x_cs, vectors, row, col, a.cols);
+      chunks[k].load(a.x, a.x_rs, a.x_cs, vectors, row, col, a.cols);
     };
-    // Calls `f` with the number and the first column of each chunk of this thread.
-    auto each = [&](auto f) {
+    // Calls `f` for each chunk, with its number and this thread's first column.
+    auto for_chunks = [&](auto f) {
       if (CHUNKS) {
 #pragma unroll
-        for (int k = 0; k < HELD; k++)
+        for (int k = 0; k < REGISTER_CHUNKS; k++)
           if (k * LANES < a.cols) f(k, k * LANES + first);
       } else {
 #pragma unroll 1
@@ -139,22 +140,22 @@ template <class T, class F, int CHUNKS> DEVICE void norm_stats(const NormStatsAr
         }
       }
     };
-    if (CHUNKS) each(load);
+    if (CHUNKS) for_chunks(load);
 
     float mean = 0.0f;
     if (a.norm.mean) {
-      float sums[EACH] = {0, 0, 0, 0, 0, 0, 0, 0};
-      each([&](int k, i64) {
+      float sums[PER_THREAD] = {0, 0, 0, 0, 0, 0, 0, 0};
+      for_chunks([&](int k, i64) {
 #pragma unroll
-        for (int i = 0; i < EACH; i++) sums[i] = __fadd_rn(sums[i], held[k].get(i));
+        for (int i = 0; i < PER_THREAD; i++) sums[i] = __fadd_rn(sums[i], chunks[k].get(i));
       });
       mean = __fdiv_rn(row_sums.add(sums, turn), (float)a.cols);
     }
-    float sums[EACH] = {0, 0, 0, 0, 0, 0, 0, 0};
-    each([&](int k, i64 col) {
+    float sums[PER_THREAD] = {0, 0, 0, 0, 0, 0, 0, 0};
+    for_chunks([&](int k, i64 col) {
 #pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        float x = __fadd_rn(held[k].get(i), -mean);
+      for (int i = 0; i < PER_THREAD; i++) {
+        float x = __fadd_rn(chunks[k].get(i), -mean);
         if (col + i < a.cols) sums[i] = __fadd_rn(sums[i], __fmul_rn(x, x));
       }
     });
@@ -167,23 +168,23 @@ template <class T, class F, int CHUNKS> DEVICE void norm_stats(const NormStatsAr
       if (a.norm.mean) a.norm.mean[row] = mean;
     }
     if (!a.scale) continue;
-    each([&](int k, i64 col) {
+    for_chunks([&](int k, i64 col) {
       Parameter<T> weight, bias;
       weight.load(a.norm.weight, weight_vectors, col, a.cols);
       bias.load(a.norm.bias, weight_vectors, col, a.cols);
-      float v[EACH];
+      float v[PER_THREAD];
 #pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        v[i] = normalized(held[k].get(i), mean, rstd, weight.get(i, ABSENT_WEIGHT),
+      for (int i = 0; i < PER_THREAD; i++) {
+        v[i] = normalized(chunks[k].get(i), mean, rstd, weight.get(i, ABSENT_WEIGHT),
                           bias.get(i, ABSENT_BIAS));
         if (col + i >= a.cols) v[i] = 0.0f;
       }
-      m = T::amax(m, held[k].put(v));
+      amax = T::amax(amax, chunks[k].put(v));
     });
   }
   if (a.scale) {
-    m = block_max(magnitude<T>(m));
-    if (last_of(a.grid_max, gridDim.x, m)) *a.scale = scale_of<F>(m, a.rule);
+    u32 max_bits = block_max(magnitude<T>(amax));
+    if (last_of(a.grid_max, gridDim.x, max_bits)) *a.scale = scale_of<F>(max_bits, a.rule);
   }
 }
 

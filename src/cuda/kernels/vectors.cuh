@@ -2,6 +2,7 @@
 #pragma once
 #include "values.cuh"
 
+/// The conversion to the elements of an input type.
 template <class T> struct Output;
 template <> struct Output<InF32> { typedef OutF32 type; };
 template <> struct Output<InBf16> { typedef OutBf16 type; };
@@ -22,6 +23,7 @@ DEVICE void load_vector(const void *x, i64 rs, i64 cs, bool vectors, i64 row, i6
 #pragma unroll 1
   for (int j = 0; j < COLS; j++, at += cs * T::BYTES) {
     u32 v = col + j < cols ? T::load(at, 0) : 0;
+    // Registers have no index, so all elements move down by one.
     d[0] = T::shift_in(d[0], d[1]);
     d[1] = T::shift_in(d[1], d[2]);
     d[2] = T::shift_in(d[2], d[3]);
@@ -29,7 +31,7 @@ DEVICE void load_vector(const void *x, i64 rs, i64 cs, bool vectors, i64 row, i6
   }
 }
 
-/// Packs values into registers as elements of T. Returns the `T::amax` of them.
+/// Rounds values to elements of T, in registers. Returns the `T::amax` of them.
 template <class T> DEVICE u32 pack(const float *v, u32 (&d)[4]) {
   typedef typename Output<T>::type O;
 #pragma unroll
@@ -38,7 +40,7 @@ template <class T> DEVICE u32 pack(const float *v, u32 (&d)[4]) {
     else d[k] = O::pair(v[2 * k], v[2 * k + 1]);
   }
   u32 m = T::amax(T::amax(d[0], d[1]), T::amax(d[2], d[3]));
-  // A NaN loses its sign and payload. One branch for all, because NaNs are rare.
+  // A stored NaN is positive and has no payload. One branch for all elements, because NaNs are rare.
   if (magnitude<T>(m) > 0x7f800000u) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {

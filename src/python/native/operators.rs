@@ -515,10 +515,10 @@ fn quantize_glu(mut values: Values) -> Results {
     let planes = FusedPlanes::new(&gate, dtype.format()?, wanted)?;
     let (gate, up) = (gate.matrix(false)?, up.matrix(false)?);
     let glu = Glu { gate: gate.view("gate")?, up: up.view("up")?, activation };
-    let values = gate.allocate(glu.gate.dtype(), gate.sizes()?)?;
+    let product = gate.allocate(glu.gate.dtype(), gate.sizes()?)?;
     let stream = stream([&scale, &amax].into_iter().flatten().chain([&gate, &up]))?;
-    let planes_out = planes.planes(rule, [scale.as_ref(), amax.as_ref()])?;
-    ops::quantize_glu(glu, values.view_mut("values")?, planes_out, stream)?;
+    let outputs = planes.planes(rule, [scale.as_ref(), amax.as_ref()])?;
+    ops::quantize_glu(glu, product.view_mut("values")?, outputs, stream)?;
     planes.results(&gate)
 }
 
@@ -534,14 +534,15 @@ fn quantize_glu_backward(mut values: Values) -> Results {
     let up_planes = FusedPlanes::new(&gate, dtype.format()?, wanted)?;
     let (gate, up, dy) = (gate.matrix(false)?, up.matrix(false)?, dy.matrix(false)?);
     let glu = Glu { gate: gate.view("gate")?, up: up.view("up")?, activation };
-    let new = || gate.allocate(glu.gate.dtype(), gate.sizes()?);
-    let (values, up_values) = (new()?, new()?);
+    let new_gradient = || gate.allocate(glu.gate.dtype(), gate.sizes()?);
+    let gate_gradient = new_gradient()?;
+    let up_gradient = new_gradient()?;
     let stream = stream(delayed.iter().flatten().chain([&gate, &up, &dy]))?;
     let [gate_scale, gate_amax, up_scale, up_amax] = delayed.each_ref().map(Option::as_ref);
     let to_gate = gate_planes.planes(rule, [gate_scale, gate_amax])?;
     let to_up = up_planes.planes(rule, [up_scale, up_amax])?;
-    let to_values = [values.view_mut("values")?, up_values.view_mut("up_values")?];
-    ops::quantize_glu_backward(glu, dy.view("dy")?, to_values, to_gate, to_up, stream)?;
+    let gradients = [gate_gradient.view_mut("values")?, up_gradient.view_mut("up_values")?];
+    ops::quantize_glu_backward(glu, dy.view("dy")?, gradients, to_gate, to_up, stream)?;
     let mut results = gate_planes.results(&gate)?;
     // Results must not share memory, not even that of empty ones.
     let [row, col] = up_planes.codes.or_new_empty(&gate)?;
