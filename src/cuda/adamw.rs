@@ -103,10 +103,10 @@ kernels! {
     ROW_TWICE = ADAMW_BLOCKS_MODULE "adamw_row_twice";
     SQUARE_128_TWICE = ADAMW_BLOCKS_MODULE "adamw_square_128_twice";
     SQUARE_32_TWICE = ADAMW_BLOCKS_MODULE "adamw_square_32_twice";
-    MOMENTS_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_f32";
-    MOMENTS_F32_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_f32_f32";
-    MOMENTS_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_bf16";
-    MOMENTS_F16 = ADAMW_MOMENTS_MODULE "adamw_moments_f16";
+    MOMENTS_PLAIN_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_f32";
+    MOMENTS_PLAIN_F32_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_f32_f32";
+    MOMENTS_PLAIN_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_bf16";
+    MOMENTS_PLAIN_F16 = ADAMW_MOMENTS_MODULE "adamw_moments_f16";
     MOMENTS_CODES = ADAMW_MOMENTS_MODULE "adamw_moments_codes";
     MOMENTS_CODES_BF16 = ADAMW_MOMENTS_MODULE "adamw_moments_codes_bf16";
     MOMENTS_CODES_F32 = ADAMW_MOMENTS_MODULE "adamw_moments_codes_f32";
@@ -226,10 +226,10 @@ fn launch_of(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Result<Lau
         (DType::Bf16, false) => &PLAIN_BF16,
         (DType::F16, false) => &PLAIN_F16,
         (_, false) => &CODES,
-        (DType::F32, true) if is_aligned_f32 => &MOMENTS_F32_F32,
-        (DType::F32, true) => &MOMENTS_F32,
-        (DType::Bf16, true) => &MOMENTS_BF16,
-        (DType::F16, true) => &MOMENTS_F16,
+        (DType::F32, true) if is_aligned_f32 => &MOMENTS_PLAIN_F32_F32,
+        (DType::F32, true) => &MOMENTS_PLAIN_F32,
+        (DType::Bf16, true) => &MOMENTS_PLAIN_BF16,
+        (DType::F16, true) => &MOMENTS_PLAIN_F16,
         (_, true) => MOMENTS_CODES_BY_STORAGE[storage_of(tensor, vectors)],
     };
     let per_block = if has_codes { PER_BLOCK_OF_MOMENTS } else { PER_BLOCK };
