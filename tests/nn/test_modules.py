@@ -471,3 +471,12 @@ def test_rotation_by_different_angles_for_the_halves_has_gradients_of_any_order(
     x = torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(rotated, (x, cos, sin))
     assert torch.autograd.gradgradcheck(rotated, (x, cos, sin))
+
+
+def test_learned_angles_of_a_rotation_get_gradients(device):
+    x = torch.randn(2, 3, LENGTH, CHANNELS, device=device)
+    cos, sin = rotary_pos_emb(LENGTH, CHANNELS, device=device)
+    expected = x.sum((0, 1))
+    cos.requires_grad_()
+    (gradient,) = torch.autograd.grad(rotate(x, (cos, sin)).sum(), cos)
+    torch.testing.assert_close(gradient, expected)

@@ -50,14 +50,16 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     Args:
         x: (batch, heads, length, kv_channels).
         rotation: cosines and sines, each (length, kv_channels) or (batch, length, kv_channels).
-            They are constants and get no gradient.
     """
     cos, sin = rotation
     cos = cos.unsqueeze(-3)
     sin = sin.unsqueeze(-3)
-    if is_plain(x) and not torch.compiler.is_compiling():
+    # The function has no gradients of the angles.
+    angles_are_constant = not cos.requires_grad and not sin.requires_grad
+    if angles_are_constant and is_plain(x) and not torch.compiler.is_compiling():
         out: Tensor = _Rotate.apply(x, cos, sin, False)
         return out
+
     first_half, second_half = x.chunk(2, dim=-1)
     rotated = torch.cat((-second_half, first_half), dim=-1)
     return (x * cos + rotated * sin).to(x.dtype)
