@@ -30,9 +30,11 @@ NAMES = {
 #: TransformerEngine's names for Llama's. Rows of several weights are in this order.
 TRANSFORMER_ENGINE = {
     "self_attention.layernorm_qkv.layer_norm_weight": ["input_layernorm"],
-    "self_attention.layernorm_qkv.query_weight": ["self_attn.q_proj"],
-    "self_attention.layernorm_qkv.key_weight": ["self_attn.k_proj"],
-    "self_attention.layernorm_qkv.value_weight": ["self_attn.v_proj"],
+    "self_attention.layernorm_qkv.weight": [
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+    ],
     "self_attention.proj.weight": ["self_attn.o_proj"],
     "layernorm_mlp.layer_norm_weight": ["post_attention_layernorm"],
     "layernorm_mlp.fc1_weight": ["mlp.gate_proj", "mlp.up_proj"],
@@ -87,6 +89,9 @@ class TransformerEngineBlock(nn.Module):
             config.hidden,
             config.heads,
             attn_input_format="bshd",
+            # One parameter, which weights in FP8 require.
+            fuse_qkv_params=True,
+            qkv_weight_interleaved=False,
             params_dtype=dtype,
             device=device,
             **_options(config),

@@ -18,7 +18,8 @@ Variants:
 - torchao: bf16 with the experts' weights converted by torchao.prototype.moe_training (0.18). It
   gathers bf16. Numbers of rows per expert are multiples of 16, which it requires.
 - auto, fp8, gather: ``fp8rs.convert_to_float8_training(model, experts=...)``. Linear layers of the
-  attention are converted too.
+  attention are converted too. With auto, they run in FP8 where it is faster, which is the default
+  of a conversion. Otherwise they always do.
 
 Settings can follow a variant's name, each after a +:
 
@@ -292,7 +293,10 @@ def _train(
         peak = torch.tensor(float(peak_memory(device.type)), device=device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         if variant in arguments["profile"] and number == 0:
-            report({"what": profiled(step, None)})
+            trace = None
+            if arguments["trace"] is not None and dist.get_rank() == 0:
+                trace = Path(arguments["trace"], f"{family}-{variant}.json.gz")
+            report({"what": profiled(step, trace)})
         with counted(model, ranks) as traffic:
             step()
         result = {
@@ -391,7 +395,7 @@ def _convert(model: nn.Module, base: str, settings: set[str]) -> None:
         convert_to_float8_training(
             model,
             recipe="current",
-            gemms="fp8",
+            gemms="auto" if base == "auto" else "fp8",
             experts=base,  # type: ignore[arg-type]
             filter_fqns=["lm_head"],
             module_filter_fn=chosen,
@@ -616,6 +620,9 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
         default=[],
         metavar="NAME,...",
         help="variants whose kernels are printed, for their first measurement",
+    )
+    parser.add_argument(
+        "--trace", metavar="FOLDER", help="write traces of profiled variants to this folder"
     )
     parser.add_argument("--tiny", action="store_true", help="small models, for a smoke run")
     parser.add_argument("--json", type=Path, metavar="FILE")
