@@ -69,26 +69,26 @@ fn quantize(
     stream: Stream,
 ) -> Result<(), Error> {
     let device = ordinal(glu.gate.device());
-    let mut inputs = vec![glu.gate.matrix(), glu.up.matrix()];
-    inputs.extend(dy.map(|dy| dy.matrix()));
-    if inputs.iter().all(Matrix::is_contiguous) {
+    let mut gate = glu.gate.matrix();
+    let mut up = glu.up.matrix();
+    let mut dy = dy.map(|dy| dy.matrix());
+    if gate.is_contiguous() && up.is_contiguous() && dy.as_ref().is_none_or(Matrix::is_contiguous) {
         // One row, of which only the beginning has to be aligned.
-        inputs = inputs.into_iter().map(Matrix::flat).collect();
+        gate = gate.flat();
+        up = up.flat();
+        dy = dy.map(Matrix::flat);
     }
-    let gate = inputs[0];
     let outputs_are_aligned = gate.rows <= 1 || (gate.cols * gate.dtype.size()).is_multiple_of(16);
     let vectors = outputs_are_aligned
-        && inputs.iter().all(|input| rows_aligned(input, 16))
+        && rows_aligned(&gate, 16)
+        && rows_aligned(&up, 16)
+        && dy.as_ref().is_none_or(|dy| rows_aligned(dy, 16))
         && values.iter().all(|values| aligned(values.ptr(), 16));
-    let ptr = |i: usize| inputs.get(i).map_or(null(), |input| input.ptr.cast_const());
-    let strides =
-        |i: usize| inputs.get(i).map_or((0, 0), |input| (input.row_stride as i64, input.col_stride as i64));
-    let [(gate_rs, gate_cs), (up_rs, up_cs), (dy_rs, dy_cs)] = [0, 1, 2].map(strides);
 
     let mut args = GluArgs {
-        gate: ptr(0),
-        up: ptr(1),
-        dy: ptr(2),
+        gate: gate.ptr.cast_const(),
+        up: up.ptr.cast_const(),
+        dy: dy.map_or(null(), |dy| dy.ptr.cast_const()),
         values: values[0].ptr(),
         up_values: values.get(1).map_or(null_mut(), ViewMut::ptr),
         scale: null_mut(),
@@ -96,12 +96,12 @@ fn quantize(
         grid_max: null_mut(),
         rows: gate.rows as i64,
         cols: gate.cols as i64,
-        gate_rs,
-        gate_cs,
-        up_rs,
-        up_cs,
-        dy_rs,
-        dy_cs,
+        gate_rs: gate.row_stride as i64,
+        gate_cs: gate.col_stride as i64,
+        up_rs: up.row_stride as i64,
+        up_cs: up.col_stride as i64,
+        dy_rs: dy.map_or(0, |dy| dy.row_stride as i64),
+        dy_cs: dy.map_or(0, |dy| dy.col_stride as i64),
         rule: planes[0].rule.into(),
         gelu: u32::from(glu.activation == Activation::GeluTanh),
         flags: if vectors { VECTORS } else { 0 },

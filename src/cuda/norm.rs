@@ -5,7 +5,7 @@ use std::ptr::null_mut;
 use super::driver::{self, Grid, args, launch};
 use super::modules::{ByTypes, Module, by_types, format_index, input_index, module};
 use super::tensorwise::{
-    Delayed, Rule, StridedArgs, across_strided, patch_rows, strided_grid, tiles_are_supported,
+    Delayed, Rule, StridedArgs, across_strided, strided_grid, tile_grid, tiles_across, tiles_are_supported,
 };
 use super::views::{aligned, ordinal, rows_aligned};
 use super::workspace;
@@ -145,22 +145,20 @@ impl Cast {
         weights_are_aligned: bool,
         stream: Stream,
     ) -> Result<Self, Error> {
-        let (mut scale, mut delayed) = (planes.scale.ptr().cast_const(), Delayed::NONE);
+        let mut scale = planes.scale.ptr().cast_const();
+        let mut delayed = Delayed::NONE;
         if let Some((given, amax)) = &planes.delayed {
             let grid_max = workspace::slots(ordinal(x.device()), stream, 1)?;
             scale = given.ptr();
             delayed = Delayed { amax: amax.ptr(), scale_used: planes.scale.ptr(), grid_max };
         }
-        let (rowwise, columnwise) = (planes.rowwise.as_ref(), planes.columnwise.as_ref());
-        let args = StridedArgs::new(x, rowwise, columnwise, scale, delayed);
+
+        let rowwise = planes.rowwise.as_ref();
+        let columnwise = planes.columnwise.as_ref();
         let in_tiles = weights_are_aligned && tiles_are_supported(x, rowwise, columnwise);
-        if !in_tiles {
-            let args = StridedArgs { tiles_across: across_strided(x), ..args };
-            return Ok(Self { args, grid: strided_grid(x, &delayed), in_tiles });
-        }
-        let tiles_across = x.cols().div_ceil(128);
-        let blocks = (x.rows().div_ceil(8 * patch_rows(x)) * tiles_across) as u64;
-        let args = StridedArgs { tiles_across: tiles_across as i64, ..args };
-        Ok(Self { args, grid: Grid { blocks, threads: 128 }, in_tiles })
+        let mut args = StridedArgs::new(x, rowwise, columnwise, scale, delayed);
+        args.tiles_across = if in_tiles { tiles_across(x) } else { across_strided(x) };
+        let grid = if in_tiles { tile_grid(x) } else { strided_grid(x, &delayed) };
+        Ok(Self { args, grid, in_tiles })
     }
 }

@@ -14,7 +14,7 @@ template <u32 KIND> DEVICE void elements(const AdamWArgs &a) {
   bool keep = KIND != CODES || t.new_scale, vectors = t.flags & VECTORS;
   float scale = KIND == CODES && !t.master ? *(const float *)t.scale : 1.0f;
   float q = KIND == CODES && keep ? reciprocal(*t.new_scale) : 1.0f;
-  u32 found = 0;
+  u32 maximum = 0;
 #pragma unroll 1
   for (int round = 0; round < ROUNDS; round++) {
     Four d[GROUPS];
@@ -36,19 +36,19 @@ template <u32 KIND> DEVICE void elements(const AdamWArgs &a) {
         update(t, f, d[g], KIND, scale, i, keep, w);
         if (KIND != CODES) store_four(t.param, i, KIND, w);
         else if (keep) *(u32 *)((u8 *)t.param + i) = encode_four(a, t, f.step, i, w, q);
-        found = larger(found, w);
+        maximum = larger(maximum, w);
       } else {
 #pragma unroll 1
         for (int j = 0; j < 4 && i < n; j++, i++) {
           float w = update_one(t, f, KIND, scale, i, keep);
           if (KIND != CODES) store_one(t.param, i, KIND, w);
           else if (keep) ((u8 *)t.param)[i] = encode_one(a, t, f.step, i, w, q);
-          found = larger(found, w);
+          maximum = larger(maximum, w);
         }
       }
     }
   }
-  finish_elements<KIND>(a, t, e, keep, found);
+  finish_elements<KIND>(a, t, e, keep, maximum);
 }
 
 #define ELEMENTS(NAME, KIND)                                                                       \

@@ -64,9 +64,9 @@ enum Kind : u32 { F32, BF16, F16, CODES };
 
 /// The values of a step that all elements of a tensor share (format/adamw.rs).
 struct Factors {
-  float grad, decay, lerp, beta2, rest, root, eps, size;
+  float grad, decay, lerp, beta2, one_minus_beta2, root, eps, size;
   float per_root;          // 1 / root
-  float per_root_rest;     // what rounding removed from per_root
+  float per_root_error;    // what rounding removed from per_root
   u32 from_grad, step;
   u32 is_moderate;         // whether `advance` may use `moderate_sqrt` and `moderate_quotient`
 };
@@ -100,10 +100,10 @@ DEVICE Factors factors_of(const AdamWArgs &a, const AdamWEntry &t) {
   f.from_grad = lerp >= 0.5f;
   f.lerp = f.from_grad ? -__fsub_rn(1.0f, lerp) : lerp;
   f.beta2 = __double2float_rn(a.beta2);
-  f.rest = __double2float_rn(__dsub_rn(1.0, a.beta2));
+  f.one_minus_beta2 = __double2float_rn(__dsub_rn(1.0, a.beta2));
   f.root = __double2float_rn(__dsqrt_rn(__dsub_rn(1.0, power(a.beta2, f.step))));
   f.per_root = reciprocal(f.root);
-  f.per_root_rest = __fmul_rn(__fmaf_rn(-f.root, f.per_root, 1.0f), f.per_root);
+  f.per_root_error = __fmul_rn(__fmaf_rn(-f.root, f.per_root, 1.0f), f.per_root);
   f.eps = __double2float_rn(a.eps);
   f.size = __double2float_rn(__ddiv_rn(lr, __dsub_rn(1.0, power(a.beta1, f.step))));
   f.is_moderate = f.root >= SMALLEST_ROOT && f.eps >= 0.0f && f.eps <= 1.0f;
@@ -298,7 +298,7 @@ DEVICE Four load(const AdamWEntry &t, u64 i, u32 kind) {
 /// because `per_root` is the rounded reciprocal (Markstein, 1990). No remainder is subnormal: the square
 /// root of a float32 number is at least 2^-75, and the root at least 2^-27 or 0.
 DEVICE float divide_by_moderate_root(float x, const Factors &f) {
-  float q = __fmaf_rn(x, f.per_root, __fmul_rn(x, f.per_root_rest));
+  float q = __fmaf_rn(x, f.per_root, __fmul_rn(x, f.per_root_error));
   return __fmaf_rn(__fmaf_rn(-f.root, q, x), f.per_root, q);
 }
 
@@ -331,7 +331,7 @@ DEVICE float advance_moments(const Factors &f, float g, float &m, float &v) {
   float grad = __fmul_rn(g, f.grad);
   float start = f.from_grad ? grad : m;
   m = __fadd_rn(start, __fmul_rn(__fsub_rn(grad, m), f.lerp));
-  v = __fadd_rn(__fmul_rn(v, f.beta2), __fmul_rn(__fmul_rn(f.rest, grad), grad));
+  v = __fadd_rn(__fmul_rn(v, f.beta2), __fmul_rn(__fmul_rn(f.one_minus_beta2, grad), grad));
   return __fmul_rn(f.size, m);
 }
 
@@ -440,17 +440,17 @@ DEVICE void share_factors(const AdamWArgs &a, const AdamWEntry &t, Factors &shar
 /// Writes the amax, and the scale of codes with a new one, after all elements of a tensor without
 /// block scales. All threads of the block must call this.
 template <u32 KIND>
-DEVICE void finish_elements(const AdamWArgs &a, const AdamWEntry &t, u32 e, bool keep, u32 found) {
+DEVICE void finish_elements(const AdamWArgs &a, const AdamWEntry &t, u32 e, bool keep, u32 maximum) {
   bool known = KIND == CODES && keep;
   if (!t.amax && !known) return;
-  found = block_max(found);
+  maximum = block_max(maximum);
   u32 end = end_of(a, e);
-  if (!last_of(a.maxima + e, end - t.first_block, found)) return;
+  if (!last_of(a.maxima + e, end - t.first_block, maximum)) return;
   if (!known) {
-    *t.amax = __uint_as_float(found);
+    *t.amax = __uint_as_float(maximum);
     return;
   }
-  bool finite = found < 0x7f800000u;
-  if (t.amax && finite) *t.amax = fmaxf(*t.amax, __uint_as_float(found));
+  bool finite = maximum < 0x7f800000u;
+  if (t.amax && finite) *t.amax = fmaxf(*t.amax, __uint_as_float(maximum));
   *(float *)t.scale = finite ? *t.new_scale : __uint_as_float(NAN_BITS);
 }

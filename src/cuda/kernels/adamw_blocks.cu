@@ -20,15 +20,15 @@ DEVICE void held(const AdamWArgs &a, const AdamWEntry &t, const Factors &f, cons
     return row < p.rows && col < groups;
   };
   u64 i;
-  u32 found = 0;
+  u32 maximum = 0;
 #pragma unroll
   for (int k = 0; k < HELD; k++) {
     if (place(k, i)) {
       update(t, f, load(t, i, CODES), CODES, scale, i, true, w[k]);
-      found = larger(found, w[k]);
+      maximum = larger(maximum, w[k]);
     }
   }
-  float q = scale_after(a, t, number, largest<THREADS / 32>(found), thread == 0 && p.rows > 0);
+  float q = scale_after(a, t, number, largest<THREADS / 32>(maximum), thread == 0 && p.rows > 0);
 #pragma unroll
   for (int k = 0; k < HELD; k++)
     if (place(k, i)) *(u32 *)((u8 *)t.param + i) = encode_four(a, t, f.step, i, w[k], q);
@@ -91,12 +91,12 @@ template <int SIZE> DEVICE void twice(const AdamWArgs &a) {
   u64 pitch = t.cols;
   constexpr u32 ACROSS = SIZE ? SIZE : 512, DOWN = 512 / ACROSS;
   u32 first_row = threadIdx.x / ACROSS, first_col = threadIdx.x % ACROSS;
-  u32 found = 0;
+  u32 maximum = 0;
   for (u32 row = first_row; row < p.rows; row += DOWN)
     for (u64 col = first_col; col < p.cols; col += ACROSS)
-      found = larger(found, update_one(t, f, CODES, scale, p.start + row * pitch + col, false));
-  found = largest<16>(found);
-  float q = scale_after(a, t, number, found, threadIdx.x == 0);
+      maximum = larger(maximum, update_one(t, f, CODES, scale, p.start + row * pitch + col, false));
+  maximum = largest<16>(maximum);
+  float q = scale_after(a, t, number, maximum, threadIdx.x == 0);
   for (u32 row = first_row; row < p.rows; row += DOWN) {
     for (u64 col = first_col; col < p.cols; col += ACROSS) {
       u64 i = p.start + row * pitch + col;

@@ -264,8 +264,7 @@ impl Cast<'_> {
     /// Casts and transposes tiles.
     fn tiles(&self, columnwise: &ViewMut) -> Result<(), Error> {
         let (rows, cols) = self.x.shape();
-        let tiles_across = cols.div_ceil(128);
-        let tiles = (rows.div_ceil(8 * patch_rows(self.x)) * tiles_across) as u64;
+        let one_per_tile = tile_grid(self.x);
         let cast = CastTransposeArgs {
             x: self.x.ptr(),
             rowwise: self.rowwise.map_or(std::ptr::null_mut(), ViewMut::ptr),
@@ -274,19 +273,17 @@ impl Cast<'_> {
             cols: cols as i64,
             x_rs: self.x.row_stride() as i64,
             rowwise_rs: self.rowwise.map_or(0, |rowwise| rowwise.row_stride() as i64),
-            tiles_across: tiles_across as i64,
+            tiles_across: tiles_across(self.x),
             scale: self.source.scale(),
             delayed: self.source.delayed(),
         };
-        let threads = 128;
-        let one_per_tile = Grid { blocks: tiles, threads };
         match self.source {
             CastScale::Static(_) => self.launch(&CAST_TRANSPOSE, one_per_tile, &cast),
             CastScale::Delayed { .. } => self.launch(&CAST_TRANSPOSE_DELAYED, one_per_tile, &cast),
             CastScale::Current { rule, scale } => {
-                let (current, blocks) = self.current(rule, scale, tiles)?;
+                let (current, blocks) = self.current(rule, scale, one_per_tile.blocks)?;
                 let args = CurrentCastTransposeArgs { cast, current };
-                self.launch(&CAST_TRANSPOSE_CURRENT, Grid { blocks, threads }, &args)
+                self.launch(&CAST_TRANSPOSE_CURRENT, Grid { blocks, ..one_per_tile }, &args)
             }
         }
     }
@@ -301,7 +298,7 @@ impl Cast<'_> {
 }
 
 /// Returns the rows of a patch, which a thread transposes in registers.
-pub(super) fn patch_rows(x: &View) -> usize {
+fn patch_rows(x: &View) -> usize {
     if x.dtype().size() == 4 { 8 } else { 16 }
 }
 
@@ -324,6 +321,18 @@ pub(super) fn tiles_are_supported(x: &View, rowwise: Option<&ViewMut>, columnwis
             && (rowwise.row_stride() as usize).is_multiple_of(8)
     });
     x_is_supported && columnwise_is_supported && rowwise_is_supported
+}
+
+/// Returns the number of tiles of 128 columns in a row of tiles.
+pub(super) fn tiles_across(x: &View) -> i64 {
+    x.cols().div_ceil(128) as i64
+}
+
+/// Returns the grid of a cast in tiles, one block for each.
+pub(super) fn tile_grid(x: &View) -> Grid {
+    let tile_rows = 8 * patch_rows(x);
+    let blocks = x.rows().div_ceil(tile_rows) as u64 * tiles_across(x) as u64;
+    Grid { blocks, threads: 128 }
 }
 
 /// Returns the number of tiles of 32x32 elements in a row of tiles.
