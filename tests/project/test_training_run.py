@@ -112,9 +112,19 @@ def test_an_interrupted_run_resumes_with_equal_losses(
         "| bf16, seed 1",
         "| fp8rs current, FP8 weights",
     ]
-    summary = json.loads((parts / "report.json").read_text())["summary"]
+    report = json.loads((parts / "report.json").read_text())
+    summary, runs = report["summary"], report["runs"]
     assert summary["bf16-0"]["above_bf16"] == pytest.approx(-summary["bf16-1"]["above_bf16"])
     assert (parts / "report.svg").read_text().startswith("<?xml")
+
+    # A stopped run is compared with references at its own steps, if they reached them.
+    runs["fp8-weights"] |= {"step": 2, "held_out": runs["fp8-weights"]["held_out"][:2]}
+    sums = {name: run["held_out"][0][1] + run["held_out"][1][1] for name, run in runs.items()}
+    ratio = sums["fp8-weights"] / ((sums["bf16-0"] + sums["bf16-1"]) / 2)
+    assert bench.summary(runs)["fp8-weights"]["above_bf16"] == pytest.approx(ratio - 1)
+    runs["bf16-0"] |= {"step": 0, "held_out": runs["bf16-0"]["held_out"][:1]}
+    ratio = sums["fp8-weights"] / sums["bf16-1"]
+    assert bench.summary(runs)["fp8-weights"]["above_bf16"] == pytest.approx(ratio - 1)
 
 
 def test_without_checkpoints_a_run_writes_results_and_begins_again(
