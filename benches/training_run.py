@@ -702,6 +702,7 @@ def draw_ratios(
         curve = above_mean(curves[name])
         title = VARIANTS[name].title
         axes.plot(curve.keys(), curve.values(), color=colors[name], linewidth=1, label=title)
+    axes.margins(y=0.25)  # room for the legend
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
 

@@ -185,3 +185,32 @@ def test_a_report_without_results_is_an_error(
 ) -> None:
     assert bench.main(["report", str(tmp_path)]) == 2
     assert "run the train command first" in capsys.readouterr().err
+
+
+def test_the_page_has_the_numbers_of_the_published_curves(bench: Any) -> None:
+    published = json.loads((ROOT / "docs/figures/training_moments.json").read_text())["runs"]
+    # Trainings that shared a GPU have no speeds.
+    runs = {name: run | {"speeds": [0.0]} for name, run in published.items()}
+    at_1050 = {}
+    for name, run in runs.items():
+        held_out = [[step, loss] for step, loss in run["held_out"] if step <= 1050]
+        at_1050[name] = run | {"step": 1050, "held_out": held_out}
+    summary, summary_at_1050 = bench.summary(runs), bench.summary(at_1050)
+
+    results = (ROOT / "benches/RESULTS.md").read_text()
+    section = results.split("### Training with 8-bit moments\n")[1].split("\n## ")[0]
+    for name, row in summary.items():
+        if bench.VARIANTS[name].start is not None:
+            for _, loss in runs[name]["held_out"]:
+                assert f"{loss:.4f}" in section, name
+            continue
+        cells = [
+            row["title"],
+            f"{row['step']:,}",
+            f"{row['loss']:.4f}",
+            f"{row['above_bf16']:+.2%}",
+            f"{summary_at_1050[name]['above_bf16']:+.2%}",
+            f"{row['state_bytes_per_parameter']:.2f}",
+            f"{row['peak_memory'] / 1e9:.1f}",
+        ]
+        assert f"| {' | '.join(cells)} |\n" in section, name
