@@ -37,6 +37,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import shutil
 import statistics
@@ -117,10 +118,10 @@ VARIANTS = {
     "torchao": Variant("torchao tensorwise", "torchao"),
     # FP8 moments. In FP8 weights, the optimizer is fp8rs's.
     "fp8-moments": Variant(
-        "FP8 weights, FP8 moments", "fp8rs", "current", fp8_weights=True, moments="fp8"
+        "FP8 weights, 8-bit moments", "fp8rs", "current", fp8_weights=True, moments="fp8"
     ),
     "fp8-moments-no-masters": Variant(
-        "FP8 weights, FP8 moments, no masters",
+        "FP8 weights, 8-bit moments, no masters",
         "fp8rs",
         "current",
         fp8_weights=True,
@@ -132,7 +133,7 @@ VARIANTS = {
         "FP8 weights, beta2 0.999", "fp8rs", "current", fp8_weights=True, beta2=0.999
     ),
     "fp8-moments-999": Variant(
-        "FP8 weights, FP8 moments, beta2 0.999",
+        "FP8 weights, 8-bit moments, beta2 0.999",
         "fp8rs",
         "current",
         fp8_weights=True,
@@ -140,7 +141,7 @@ VARIANTS = {
         beta2=0.999,
     ),
     "fp8-moments-no-masters-999": Variant(
-        "FP8 weights, FP8 moments, no masters, beta2 0.999",
+        "FP8 weights, 8-bit moments, no masters, beta2 0.999",
         "fp8rs",
         "current",
         fp8_weights=True,
@@ -149,7 +150,7 @@ VARIANTS = {
         beta2=0.999,
     ),
     # 8-bit optimizers on the model in bf16, whose parameters are fp32.
-    "8bit-fp8rs": Variant("bf16, fp8rs AdamW, FP8 moments", optimizer="fp8rs", moments="fp8"),
+    "8bit-fp8rs": Variant("bf16, fp8rs AdamW, 8-bit moments", optimizer="fp8rs", moments="fp8"),
     "8bit-torchao": Variant("bf16, torchao AdamW8bit", optimizer="torchao-8bit"),
     "8bit-torchao-fp8": Variant("bf16, torchao AdamWFp8", optimizer="torchao-fp8"),
     "8bit-bitsandbytes": Variant("bf16, bitsandbytes AdamW8bit", optimizer="bitsandbytes-8bit"),
@@ -164,7 +165,7 @@ VARIANTS = {
         rate=1 / 600,
     ),
     "tune-fp8-moments": Variant(
-        "fine-tuning, FP8 moments",
+        "fine-tuning, 8-bit moments",
         "fp8rs",
         "current",
         optimizer="fp8rs",
@@ -580,26 +581,37 @@ def summary(runs: dict[str, Any]) -> dict[str, Any]:
     """Return the last loss, speed and memory of each run.
 
     The last loss is the mean of the last five evaluations. "above_bf16" is relative to the mean of
-    the bf16 runs with the same beta2. Fine-tuning is compared with fp32 moments instead.
+    the bf16 runs with the same beta2, at the same steps. A run that was stopped is thus compared
+    with evaluations before the end of the bf16 runs. Fine-tuning is compared with fp32 moments
+    instead.
     """
-    last = {
-        name: statistics.fmean(loss for _, loss in run["held_out"][-5:])
-        for name, run in runs.items()
-    }
     results = {}
     for name, run in runs.items():
-        references = [last[other] for other in references_of(name) if other in last]
-        base = statistics.fmean(references) if references else None
+        steps = [step for step, _ in run["held_out"][-5:]]
+        loss = mean_loss(run, steps)
+        reference_losses = []
+        for reference in references_of(name):
+            # A reference that was stopped earlier has no loss at these steps.
+            if reference in runs and runs[reference]["step"] >= run["step"]:
+                reference_losses.append(mean_loss(runs[reference], steps))
+        above = loss / statistics.fmean(reference_losses) - 1 if reference_losses else None
+
         results[name] = {
             "title": VARIANTS[name].title,
             "step": run["step"],
-            "loss": last[name],
-            "above_bf16": None if base is None else last[name] / base - 1,
+            "loss": loss,
+            "above_bf16": above,
             "tokens_per_second": statistics.median(run["speeds"]),
             "peak_memory": run["peak_memory"],
             "state_bytes_per_parameter": run.get("state_bytes", 0) * run["ranks"] / run["params"],
         }
     return results
+
+
+def mean_loss(run: dict[str, Any], steps: list[int]) -> float:
+    """Return the mean of a run's held-out losses after some steps."""
+    losses = dict(run["held_out"])
+    return statistics.fmean(losses[step] for step in steps)
 
 
 def references_of(name: str) -> list[str]:
@@ -632,39 +644,73 @@ def table(results: dict[str, Any]) -> str:
 
 
 def draw(runs: dict[str, Any], path: Path) -> None:
-    """Draw held-out losses, and their ratios to the mean of the bf16 runs."""
+    """Draw held-out losses, and in a panel for each group of variants their ratios to bf16.
+
+    Fine-tuning starts from other weights, so it is in the table only.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # for reproducible bytes
-    curves = {name: dict(map(tuple, run["held_out"])) for name, run in runs.items()}
-    names = [name for name in runs if VARIANTS[name].is_reference and VARIANTS[name].beta2 == 0.95]
-    references = [curves[name] for name in names]
-    common = sorted(set.intersection(*map(set, references))) if references else []
-    means = {step: statistics.fmean(curve[step] for curve in references) for step in common}
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    losses, apart = figure.subplots(1, 2)
-    if means:
-        low, high = (
-            [100 * (bound(curve[step] for curve in references) / means[step] - 1) for step in means]
-            for bound in (min, max)
-        )
-        apart.fill_between(common, low, high, color="0.85", label="bf16, its seeds")
+    curves = {}
+    variants_of_panels: dict[str, list[str]] = {}
+    for name, run in runs.items():
+        variant = VARIANTS[name]
+        if variant.start is None:
+            curves[name] = dict(run["held_out"])
+            if not variant.is_reference:
+                variants_of_panels.setdefault(panel_of(variant), []).append(name)
+
+    rows = 1 + len(variants_of_panels) // 2
+    figure = Figure(figsize=(10, 3.8 * rows), layout="constrained")
+    losses, *panels = figure.subplots(rows, 2).flat
+    compared = [name for names in variants_of_panels.values() for name in names]
+    # All colors of the cycle but grey, which is the color of bf16.
+    colors = dict(zip(compared, itertools.cycle(f"C{n}" for n in range(10) if n != 7)))
     for name, curve in curves.items():
-        title, grey = VARIANTS[name].title, VARIANTS[name].is_reference
-        style: dict[str, Any] = {"color": "0.6", "linewidth": 2} if grey else {"linewidth": 1}
-        losses.plot(*zip(*curve.items(), strict=True), label=title, **style)
-        if not grey:
-            steps = [step for step in curve if step in means]
-            ratios = [100 * (curve[step] / means[step] - 1) for step in steps]
-            apart.plot(steps, ratios, label=title, **style)
-    losses.set(xlabel="step", ylabel="nats per token", title="Held-out loss")
-    apart.set(xlabel="step", ylabel="percent", title="Held-out loss, relative to the mean of bf16")
-    losses.legend(fontsize=8)
-    apart.legend(fontsize=8)
-    for axes in (losses, apart):
-        axes.grid(alpha=0.3)
+        width = 1 if name in colors else 2
+        losses.plot(curve.keys(), curve.values(), color=colors.get(name, "0.6"), linewidth=width)
+    losses.set(xlabel="step", ylabel="nats per token", title="Held-out loss, bf16 in grey")
+    losses.grid(alpha=0.3)
+
+    for axes in panels[len(variants_of_panels) :]:
+        axes.set_visible(False)
+    for axes, (title, names) in zip(panels, variants_of_panels.items(), strict=False):
+        draw_ratios(axes, names, curves, colors)
+        axes.set(xlabel="step", ylabel="percent above the mean of bf16", title=title)
     figure.savefig(path, metadata={"Date": None})
+
+
+def draw_ratios(
+    axes: Any, names: list[str], curves: dict[str, dict[int, float]], colors: dict[str, str]
+) -> None:
+    """Draw ratios of losses to the mean of their common references, and the references' range."""
+    references = [curves[name] for name in references_of(names[0]) if name in curves]
+    steps = sorted(set.intersection(*map(set, references))) if references else []
+    means = {step: statistics.fmean(curve[step] for curve in references) for step in steps}
+
+    def above_mean(curve: dict[int, float]) -> dict[int, float]:
+        return {step: 100 * (curve[step] / means[step] - 1) for step in curve if step in means}
+
+    axes.axhline(0, color="0.6", linewidth=1)
+    if len(references) > 1:
+        ratios = [above_mean(curve) for curve in references]
+        lowest = [min(curve[step] for curve in ratios) for step in steps]
+        highest = [max(curve[step] for curve in ratios) for step in steps]
+        axes.fill_between(steps, lowest, highest, color="0.85", label="range of bf16's seeds")
+    for name in names:
+        curve = above_mean(curves[name])
+        title = VARIANTS[name].title
+        axes.plot(curve.keys(), curve.values(), color=colors[name], linewidth=1, label=title)
+    axes.margins(y=0.25)  # room for the legend
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def panel_of(variant: Variant) -> str:
+    """Return the title of the panel that a variant is drawn in. It has the same references."""
+    title = "Optimizers of the bf16 model" if variant.library == "torch" else "FP8 models"
+    return title if variant.beta2 == 0.95 else f"{title}, beta2 {variant.beta2}"
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

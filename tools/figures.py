@@ -4,7 +4,8 @@
 
 weight.svg and step.svg illustrate docs/weight.md and docs/fsdp2.md. linear_shapes.svg, pays_off.svg
 and rollouts.svg show JSON files in the same folder. Benchmarks write the first two, and
-examples/rl_weight_stream.py writes rollouts.json. benches/training_run.py draws training.svg.
+examples/rl_weight_stream.py writes rollouts.json. benches/training_run.py draws training.svg and
+training_moments.svg.
 """
 
 from __future__ import annotations

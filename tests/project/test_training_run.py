@@ -112,9 +112,19 @@ def test_an_interrupted_run_resumes_with_equal_losses(
         "| bf16, seed 1",
         "| fp8rs current, FP8 weights",
     ]
-    summary = json.loads((parts / "report.json").read_text())["summary"]
+    report = json.loads((parts / "report.json").read_text())
+    summary, runs = report["summary"], report["runs"]
     assert summary["bf16-0"]["above_bf16"] == pytest.approx(-summary["bf16-1"]["above_bf16"])
     assert (parts / "report.svg").read_text().startswith("<?xml")
+
+    # A stopped run is compared with references at its own steps, if they reached them.
+    runs["fp8-weights"] |= {"step": 2, "held_out": runs["fp8-weights"]["held_out"][:2]}
+    sums = {name: run["held_out"][0][1] + run["held_out"][1][1] for name, run in runs.items()}
+    ratio = sums["fp8-weights"] / ((sums["bf16-0"] + sums["bf16-1"]) / 2)
+    assert bench.summary(runs)["fp8-weights"]["above_bf16"] == pytest.approx(ratio - 1)
+    runs["bf16-0"] |= {"step": 0, "held_out": runs["bf16-0"]["held_out"][:1]}
+    ratio = sums["fp8-weights"] / sums["bf16-1"]
+    assert bench.summary(runs)["fp8-weights"]["above_bf16"] == pytest.approx(ratio - 1)
 
 
 def test_without_checkpoints_a_run_writes_results_and_begins_again(
@@ -175,3 +185,32 @@ def test_a_report_without_results_is_an_error(
 ) -> None:
     assert bench.main(["report", str(tmp_path)]) == 2
     assert "run the train command first" in capsys.readouterr().err
+
+
+def test_the_page_has_the_numbers_of_the_published_curves(bench: Any) -> None:
+    published = json.loads((ROOT / "docs/figures/training_moments.json").read_text())["runs"]
+    # Trainings that shared a GPU have no speeds.
+    runs = {name: run | {"speeds": [0.0]} for name, run in published.items()}
+    at_1050 = {}
+    for name, run in runs.items():
+        held_out = [[step, loss] for step, loss in run["held_out"] if step <= 1050]
+        at_1050[name] = run | {"step": 1050, "held_out": held_out}
+    summary, summary_at_1050 = bench.summary(runs), bench.summary(at_1050)
+
+    results = (ROOT / "benches/RESULTS.md").read_text()
+    section = results.split("### Training with 8-bit moments\n")[1].split("\n## ")[0]
+    for name, row in summary.items():
+        if bench.VARIANTS[name].start is not None:
+            for _, loss in runs[name]["held_out"]:
+                assert f"{loss:.4f}" in section, name
+            continue
+        cells = [
+            row["title"],
+            f"{row['step']:,}",
+            f"{row['loss']:.4f}",
+            f"{row['above_bf16']:+.2%}",
+            f"{summary_at_1050[name]['above_bf16']:+.2%}",
+            f"{row['state_bytes_per_parameter']:.2f}",
+            f"{row['peak_memory'] / 1e9:.1f}",
+        ]
+        assert f"| {' | '.join(cells)} |\n" in section, name
