@@ -54,6 +54,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,9 +64,10 @@ import torch
 import torch._functorch.config
 import torch.distributed as dist
 from blocks import replace_blocks
-from launch import RankFailed, launch
+from launch import RankFailed, Report, launch
 from meter import Meter, converted_weights, peak_memory
 from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from traffic import converted_share, counted
@@ -85,7 +87,7 @@ LEARNING_RATE = 1e-6
 #: Dtypes by the names in options.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: The state_dtype of fp8rs.optim.AdamW by the names in options.
-STATE_DTYPES = {**DTYPES, "fp8": "fp8"}
+STATE_DTYPES: dict[str, torch.dtype | str] = {**DTYPES, "fp8": "fp8"}
 
 
 @dataclass(frozen=True)
@@ -99,28 +101,33 @@ class Variant:
 
 
 def _variants() -> dict[str, Variant]:
-    found = {"bf16": Variant("torch", None, False)}
+    eager = {"bf16": Variant("torch", None, False)}
     for recipe in RECIPES:
-        if recipe != "tensorwise":
-            found[recipe] = Variant("fp8rs", recipe, False)
-            found[f"{recipe}-fp8"] = Variant("fp8rs", recipe, False, fp8_weights=True)
-    found["torchao"] = Variant("torchao", "tensorwise", False)
+        if recipe != "tensorwise":  # Another name of current.
+            eager[recipe] = Variant("fp8rs", recipe, False)
+            eager[f"{recipe}-fp8"] = Variant("fp8rs", recipe, False, fp8_weights=True)
+
+    eager["torchao"] = Variant("torchao", "tensorwise", False)
     for recipe in ("rowwise", "rowwise_with_gw_hp"):
-        found[f"torchao-{recipe}"] = Variant("torchao", recipe, False)
+        eager[f"torchao-{recipe}"] = Variant("torchao", recipe, False)
+
     for recipe in ("current", "delayed"):
-        found[f"te-{recipe}"] = Variant("transformer_engine", recipe, False)
-        found[f"te-{recipe}-fp8"] = Variant("transformer_engine", recipe, False, fp8_weights=True)
-    found["te-bf16"] = Variant("transformer_engine", None, False)
-    compiled = {f"{k}-compiled": dataclasses.replace(v, compiled=True) for k, v in found.items()}
-    # TransformerEngine's modules are not compiled: they have kernels of their own.
-    compiled = {k: v for k, v in compiled.items() if v.library != "transformer_engine"}
-    return {**found, **compiled}
+        eager[f"te-{recipe}"] = Variant("transformer_engine", recipe, False)
+        eager[f"te-{recipe}-fp8"] = Variant("transformer_engine", recipe, False, fp8_weights=True)
+    eager["te-bf16"] = Variant("transformer_engine", None, False)
+
+    compiled = {}
+    for name, variant in eager.items():
+        # TransformerEngine's modules are not compiled: they have kernels of their own.
+        if variant.library != "transformer_engine":
+            compiled[f"{name}-compiled"] = dataclasses.replace(variant, compiled=True)
+    return {**eager, **compiled}
 
 
 VARIANTS = _variants()
 
 #: Settings that can follow a variant's name after a +: an option and its value.
-MODIFIERS: dict[str, tuple[str, Any]] = {
+MODIFIERS: dict[str, tuple[str, bool | str]] = {
     "masters": ("masters", True),
     "no-masters": ("masters", False),
     "save-input": ("save_input", True),
@@ -131,16 +138,15 @@ MODIFIERS: dict[str, tuple[str, Any]] = {
     "modules": ("blocks", "modules"),
     "comm": ("comm", True),
     "torch-symm-mem": ("torch_symm_mem", True),
-    **{
-        f"{dtype}-{kind}": (option, dtype)
-        for dtype in DTYPES
-        for kind, option in (
-            ("reduce", "reduce_dtype"),
-            ("params", "param_dtype"),
-        )
-    },
-    **{f"{dtype}-state": ("state_dtype", dtype) for dtype in STATE_DTYPES},
 }
+for _dtype in DTYPES:
+    MODIFIERS[f"{_dtype}-reduce"] = ("reduce_dtype", _dtype)
+    MODIFIERS[f"{_dtype}-params"] = ("param_dtype", _dtype)
+for _dtype in STATE_DTYPES:
+    MODIFIERS[f"{_dtype}-state"] = ("state_dtype", _dtype)
+
+#: Libraries that may be missing, by the names that variants have.
+PEERS = {"torchao": "torchao", "transformer_engine": "TransformerEngine"}
 
 
 def parsed(name: str) -> tuple[Variant, dict[str, Any]]:
@@ -152,26 +158,28 @@ def parsed(name: str) -> tuple[Variant, dict[str, Any]]:
     base, *modifiers = name.split("+")
     if base not in VARIANTS:
         raise ValueError(f"variant {base} is not known; the names are {', '.join(VARIANTS)}")
-    unknown = [modifier for modifier in modifiers if modifier not in MODIFIERS]
-    if unknown:
-        raise ValueError(
-            f"{name}: setting {unknown[0]} is not known; the names are {', '.join(MODIFIERS)}"
-        )
-    own = dict(MODIFIERS[modifier] for modifier in modifiers)
-    has_our_optimizer = VARIANTS[base].fp8_weights and VARIANTS[base].library == "fp8rs"
-    if not has_our_optimizer and not {"masters", "state_dtype"}.isdisjoint(own):
+    variant = VARIANTS[base]
+
+    overrides = {}
+    for modifier in modifiers:
+        if modifier not in MODIFIERS:
+            raise ValueError(
+                f"{name}: setting {modifier} is not known; the names are {', '.join(MODIFIERS)}"
+            )
+        option, value = MODIFIERS[modifier]
+        overrides[option] = value
+
+    changes_our_optimizer = "masters" in overrides or "state_dtype" in overrides
+    has_our_optimizer = variant.fp8_weights and variant.library == "fp8rs"
+    if changes_our_optimizer and not has_our_optimizer:
         raise ValueError(
             f"{name}: masters and state require fp8rs.optim.AdamW, which -fp8 variants use"
         )
-    if VARIANTS[base].recipe != "block" and "squares" in own:
+    if "squares" in overrides and variant.recipe != "block":
         raise ValueError(f"{name}: squares requires a block variant")
-    if VARIANTS[base].library == "transformer_engine" and "blocks" in own:
+    if "blocks" in overrides and variant.library == "transformer_engine":
         raise ValueError(f"{name}: variants of TransformerEngine have its blocks")
-    return VARIANTS[base], own
-
-
-#: Libraries that may be missing, by the names that variants have.
-PEERS = {"torchao": "torchao", "transformer_engine": "TransformerEngine"}
+    return variant, overrides
 
 
 def main() -> int:
@@ -191,33 +199,43 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    report: dict[str, Any] = {"workload": _workload(options), "machine": _machine(options)}
-    report["variants"] = {}
+
+    results: dict[str, dict[str, Any]] = {}
+    report = {
+        "workload": _workload(options),
+        "machine": _machine(options),
+        "variants": results,
+    }
     for name in options.variants:
-        report["variants"][name] = _measured(name, options)
+        results[name] = _measured(name, options)
         options.out.write_text(json.dumps(report, indent=2) + "\n")
+
     print(table(report))
     if options.plot is not None:
         plot(report, options.plot)
-    return 1 if all("error" in v for v in report["variants"].values()) else 0
+    all_failed = all("error" in result for result in results.values())
+    return 1 if all_failed else 0
 
 
 def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    variant, own = parsed(name)
+    """Return the results of a variant, or the reason why it has none."""
+    variant, overrides = parsed(name)
     if variant.library in PEERS and importlib.util.find_spec(variant.library) is None:
         peer = PEERS[variant.library]
         reason = f"{peer} cannot be imported: add a folder that contains it to PYTHONPATH"
         print(f"{name}: skipped: {reason}", flush=True)
         return {"error": reason}
+
     start = time.perf_counter()
 
     def show(event: dict[str, Any]) -> None:
-        print(f"{name}: {time.perf_counter() - start:6.1f} s  {event['what']}", flush=True)
+        elapsed = time.perf_counter() - start
+        print(f"{name}: {elapsed:6.1f} s  {event['what']}", flush=True)
 
     try:
         results = launch(
             rank,
-            {"variant": name, **_workload(options), **own},
+            {"variant": name, **_workload(options), **overrides},
             ranks=options.ranks,
             device=options.device,
             on_event=show,
@@ -226,35 +244,45 @@ def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     except (RankFailed, TimeoutError) as error:
         print(f"{name}: failed: {error}", flush=True)
         return {"error": str(error)}
-    first = results[0]
-    first["peak_memory"] = max(result["peak_memory"] for result in results)
-    return dict(first)
+
+    # Rank 0 reports for all ranks, except for the peak memory.
+    result: dict[str, Any] = results[0]
+    result["peak_memory"] = max(result_of_rank["peak_memory"] for result_of_rank in results)
+    return result
 
 
-def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
+def rank(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Train and measure a variant on one rank."""
-    (variant, _), ranks = parsed(arguments["variant"]), dist.get_world_size()
-    device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else "cpu"
-    device = torch.device(device if arguments["device"] == "cuda" else "cpu")
-    config = LlamaConfig(**arguments["model"])
+    variant, _ = parsed(arguments["variant"])
+    ranks = dist.get_world_size()
+    if arguments["device"] == "cuda":
+        device = torch.device("cuda", dist.get_rank())
+    else:
+        device = torch.device("cpu")
     batch = _batch(arguments, device)
+
+    # The meter counts what is allocated from here on.
     meter = Meter()
     with device:
-        model = Llama(config)
+        model = Llama(LlamaConfig(**arguments["model"]))
     # All ranks initialize equal weights, because they shard one model.
     model.init_weights(torch.Generator(device).manual_seed(0))
     model.to(DTYPES[arguments["param_dtype"]])
-    is_peer = variant.library == "transformer_engine"
+    has_peer_blocks = variant.library == "transformer_engine"
     with _weights_of_peer(variant):
-        replace_blocks(model, "te" if is_peer else arguments["blocks"])
-    params, weights = parameter_count(model), converted_weights(model)
-    if is_peer:
-        matrices = (name for name, weight in model.named_parameters() if weight.ndim == 2)
-        weights = {name for name in matrices if name.startswith("blocks.")}
-    options = {"save_input": arguments["save_input"]}
+        replace_blocks(model, "te" if has_peer_blocks else arguments["blocks"])
+
+    param_count = parameter_count(model)
+    if has_peer_blocks:
+        converted_names = _matrices_of_blocks(model)
+    else:
+        converted_names = converted_weights(model)
+
+    # Convert and compile first: FSDP2 shards converted weights.
+    recipe_options = {"save_input": arguments["save_input"]}
     if arguments.get("squares"):
-        options["wgrad_input_block"] = (128, 128)
-    after_step = _prepare(model, variant, arguments, device.type, options)
+        recipe_options["wgrad_input_block"] = (128, 128)
+    after_step = _prepare(model, variant, arguments, device.type, recipe_options)
     shard(model, device.type, ranks, reduce_dtype=DTYPES[arguments["reduce_dtype"]])
     if arguments.get("comm"):
         set_fsdp_comm(model)
@@ -263,7 +291,7 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
             if isinstance(module, FSDPModule):
                 module.set_symm_mem_for_comm()
     optimizer = _optimizer(model, variant, arguments)
-    report({"what": f"{params / 1e9:.2f} G parameters"})
+    report({"what": f"{param_count / 1e9:.2f} G parameters"})
 
     def step() -> torch.Tensor:
         with sdpa_kernel(_ATTENTION, set_priority=True):
@@ -275,49 +303,71 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         after_step(model)
         return loss.detach()
 
+    # The peak includes the first steps, which allocate optimizer states.
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     for _ in range(arguments["warm_up"]):
         step()
-    loss = step()
-    dist.all_reduce(loss)
-    report({"what": f"loss after {arguments['warm_up']} steps: {loss.item() / ranks:.4f}"})
-    seconds = _timed(step, arguments["steps"], device)
+    loss_sum = step()
+    dist.all_reduce(loss_sum)
+    loss = loss_sum.item() / ranks
+    report({"what": f"loss after {arguments['warm_up']} steps: {loss:.4f}"})
+
+    step_seconds = _timed(step, arguments["steps"], device)
     peak = peak_memory(device.type)
+
     if arguments["profile"]:
-        trace = arguments["trace"] if dist.get_rank() == 0 else None
-        name = None if trace is None else Path(trace) / f"{arguments['variant']}.json.gz"
-        report({"what": profiled(step, name)})
+        trace = None
+        if arguments["trace"] is not None and dist.get_rank() == 0:
+            trace = Path(arguments["trace"], f"{arguments['variant']}.json.gz")
+        report({"what": profiled(step, trace)})
+
+    # Counting slows a step down, so a step that is not timed is counted.
     with counted(model, ranks) as traffic:
         step()
     model.reshard()  # type: ignore[operator]
-    at_rest = meter.at_rest(model, optimizer, weights)
-    hooked = variant.library in ("fp8rs", "torchao")
+    at_rest = meter.at_rest(model, optimizer, converted_names)
+    if variant.library in ("fp8rs", "torchao"):
+        weight_bytes = traffic.handed_over
+    else:
+        weight_bytes = converted_share(traffic, model, converted_names, ranks, itemsize=2)
+
     return {
-        "params": params,
-        "loss": loss.item() / ranks,
-        "step_seconds": seconds,
-        "tokens_per_second": arguments["sequence"] / statistics.median(seconds),
+        "params": param_count,
+        "loss": loss,
+        "step_seconds": step_seconds,
+        "tokens_per_second": arguments["sequence"] / statistics.median(step_seconds),
         "peak_memory": peak,
         "at_rest": dataclasses.asdict(at_rest),
         "reduce_scatter_bytes": sum(traffic.scatters),
         "all_reduces": len(traffic.all_reduces),
         "allgather_bytes": traffic.total,
-        "weight_bytes": traffic.handed_over
-        if hooked
-        else converted_share(traffic, model, weights, ranks, itemsize=2),
+        "weight_bytes": weight_bytes,
     }
 
 
+#: Attention's kernels, best first.
 _ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
+def _matrices_of_blocks(model: Llama) -> set[str]:
+    """Return the names of the matrices in blocks, which TransformerEngine computes in FP8."""
+    names = set()
+    for name, parameter in model.named_parameters():
+        if name.startswith("blocks.") and parameter.ndim == 2:
+            names.add(name)
+    return names
+
+
+# TransformerEngine may be missing, so its types are `Any`.
 def _recipe_of_peer(variant: Variant) -> Any:
     """Return TransformerEngine's recipe of a variant."""
     from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
-    return DelayedScaling() if variant.recipe == "delayed" else Float8CurrentScaling()
+    if variant.recipe == "delayed":
+        return DelayedScaling()
+    return Float8CurrentScaling()
 
 
 def _weights_of_peer(variant: Variant) -> AbstractContextManager[Any]:
@@ -365,29 +415,27 @@ def _prepare(
     variant: Variant,
     arguments: dict[str, Any],
     device: str,
-    options: dict[str, Any],
-) -> Any:
+    recipe_options: dict[str, Any],
+) -> Callable[[Llama], None]:
     """Convert and compile the model, and return a function to call after each optimizer step.
 
-    ``options`` are fields of the recipe that differ from its defaults.
+    ``recipe_options`` are fields of fp8rs's recipe that differ from its defaults.
     """
 
     def nothing(model: Llama) -> None:
         pass
 
-    after_step: Any = nothing
+    after_step: Callable[[Llama], None] = nothing
     if variant.library == "fp8rs":
         assert variant.recipe is not None
-        recipe = dataclasses.replace(resolve_recipe(variant.recipe), **options)
-        fp8 = variant.fp8_weights
-        masters = fp8 and arguments["masters"]
+        has_masters = variant.fp8_weights and arguments["masters"]
         convert_to_float8_training(
             model,
-            recipe=recipe,
+            recipe=dataclasses.replace(resolve_recipe(variant.recipe), **recipe_options),
             filter_fqns=HIGH_PRECISION,
             gemms=arguments.get("gemms", "fp8"),
-            fp8_weights=fp8,
-            preserve_high_precision_init_val=masters,
+            fp8_weights=variant.fp8_weights,
+            preserve_high_precision_init_val=has_masters,
         )
     elif variant.library == "torchao":
         from torchao import float8 as peer
@@ -404,6 +452,7 @@ def _prepare(
         )
         if has_fp8_gather:
             after_step = peer.precompute_float8_dynamic_scale_for_fsdp
+
     if variant.compiled:
         if arguments["recompute"]:
             torch._functorch.config.ban_recompute_materialized_backward = False
@@ -412,24 +461,29 @@ def _prepare(
     return after_step
 
 
-def _timed(step: Any, steps: int, device: torch.device) -> list[float]:
+def _timed(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:
     """Return the seconds of each step, from CUDA events or from the clock on a CPU."""
+    seconds = []
     if device.type != "cuda":
-        seconds = []
         for _ in range(steps):
             start = time.perf_counter()
             step()
             seconds.append(time.perf_counter() - start)
         return seconds
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+
+    # Events between the steps do not make the host wait for the device.
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     torch.cuda.synchronize()
     dist.barrier()
-    marks[0].record()
-    for mark in marks[1:]:
+    events[0].record()
+    for event in events[1:]:
         step()
-        mark.record()
+        event.record()
     torch.cuda.synchronize()
-    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
+
+    for before, after in itertools.pairwise(events):
+        seconds.append(before.elapsed_time(after) / 1e3)
+    return seconds
 
 
 #: Kinds of communication, by a part of the kernel's name in a profile. The driver's copies use no
@@ -445,19 +499,20 @@ COMMUNICATION = {
 }
 
 
-def communication(kernels: list[Any], steps: int) -> str:
+def communication(kernels: Sequence[FunctionEventAvg], steps: int) -> str:
     """Return a line with the time per step of communication kernels in a profile."""
-    times = dict.fromkeys(COMMUNICATION.values(), 0.0)
+    us_by_kind = dict.fromkeys(COMMUNICATION.values(), 0.0)
     for kernel in kernels:
-        for part, what in COMMUNICATION.items():
-            if part in kernel.key:
-                times[what] += kernel.self_device_time_total
+        kernel_name = str(kernel.key)
+        for name_part, kind in COMMUNICATION.items():
+            if name_part in kernel_name:
+                us_by_kind[kind] += kernel.self_device_time_total
                 break
-    found = ", ".join(f"{what} {time / steps / 1e3:.2f}" for what, time in times.items())
-    return f"communication, ms of a step: {found}"
+    columns = [f"{kind} {us / steps / 1e3:.2f}" for kind, us in us_by_kind.items()]
+    return f"communication, ms of a step: {', '.join(columns)}"
 
 
-def profiled(step: Any, trace: Path | None) -> str:
+def profiled(step: Callable[[], object], trace: Path | None) -> str:
     """Profile two steps and return their kernels, sorted by time.
 
     Args:
@@ -466,40 +521,57 @@ def profiled(step: Any, trace: Path | None) -> str:
     """
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-        for _ in range(2):
+    steps = 2
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        for _ in range(steps):
             step()
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
-        found.export_chrome_trace(str(trace))
-    on_device = [e for e in found.key_averages() if e.device_type != DeviceType.CPU]
-    kernels = [e for e in on_device if e.self_device_time_total and not e.is_user_annotation]
-    kernels.sort(key=lambda e: -e.self_device_time_total)
-    lines = [
-        f"{e.self_device_time_total / 2e3:9.2f} ms {e.count // 2:5d} x {e.key[:200]}"
-        for e in kernels
-    ]
-    events = [e for e in found.events() if e.device_type != DeviceType.CPU]
-    return "\n".join([communication(kernels, 2), busy(events, 2), "a step:", *lines[:40]])
+        profiler.export_chrome_trace(str(trace))
+
+    # Annotations span the kernels of a region, whose times are in the kernels' own rows.
+    kernels = []
+    for kernel in profiler.key_averages():
+        is_on_device = kernel.device_type != DeviceType.CPU
+        if is_on_device and kernel.self_device_time_total and not kernel.is_user_annotation:
+            kernels.append(kernel)
+    kernels.sort(key=lambda kernel: -kernel.self_device_time_total)
+    events = [event for event in profiler.events() if event.device_type != DeviceType.CPU]
+
+    lines = [communication(kernels, steps), busy(events, steps), "a step:"]
+    for kernel in kernels[:40]:
+        ms = kernel.self_device_time_total / steps / 1e3
+        lines.append(f"{ms:9.2f} ms {kernel.count // steps:5d} x {kernel.key[:200]}")
+    return "\n".join(lines)
 
 
-def busy(events: list[Any], steps: int) -> str:
+def busy(events: Sequence[FunctionEvent], steps: int) -> str:
     """Return a line with the time per step in which the device computes.
 
     The rest of the time, it waits for the host or for communication.
     """
-    spans = sorted(
-        (e.time_range.start, e.time_range.end)
-        for e in events
-        if not e.is_user_annotation and not any(part in e.key for part in COMMUNICATION)
-    )
-    computing, until = 0.0, float("-inf")
+    spans = []
+    for event in events:
+        is_communication = any(name_part in event.key for name_part in COMMUNICATION)
+        if not is_communication and not event.is_user_annotation:
+            spans.append((event.time_range.start, event.time_range.end))
+    spans.sort()
+
+    # Kernels of several streams overlap: count the time after the end of the earlier ones.
+    computing_us = 0.0
+    last_end = float("-inf")
     for start, end in spans:
-        computing += max(0.0, end - max(start, until))
-        until = max(until, end)
-    whole = until - spans[0][0] if spans else 0.0
+        computing_us += max(0.0, end - max(start, last_end))
+        last_end = max(last_end, end)
+
+    total_us = 0.0
+    if spans:
+        first_start, _ = spans[0]
+        total_us = last_end - first_start
+    computing_ms = computing_us / steps / 1e3
+    total_ms = total_us / steps / 1e3
     return (
-        f"computing, ms of a step: {computing / steps / 1e3:.2f} of {whole / steps / 1e3:.2f} "
+        f"computing, ms of a step: {computing_ms:.2f} of {total_ms:.2f} "
         "from the first to the last kernel, while profiled"
     )
 
@@ -520,21 +592,26 @@ def table(report: dict[str, Any]) -> str:
         "| of which converted weights | reduced GB | all-reduces | loss |",
         "|---" * 10 + "|",
     ]
-    for name, found in variants.items():
-        if "error" in found:
-            lines.append(f"| {name} | {found['error'].strip().splitlines()[-1]} |{' |' * 8}")
+    for name, result in variants.items():
+        if "error" in result:
+            error_lines = result["error"].strip().splitlines()
+            lines.append(f"| {name} | {error_lines[-1]} |{' |' * 8}")
             continue
-        kind = "bf16-compiled" if parsed(name)[0].compiled else "bf16"
-        rest = found["at_rest"]
-        base = variants.get(kind, {}).get("tokens_per_second")
-        ratio = f"{found['tokens_per_second'] / base:.3f}" if base else ""
+
+        variant, _ = parsed(name)
+        baseline = variants.get("bf16-compiled" if variant.compiled else "bf16", {})
+        ratio = ""
+        if "tokens_per_second" in baseline:
+            ratio = f"{result['tokens_per_second'] / baseline['tokens_per_second']:.3f}"
+
+        at_rest = result["at_rest"]
         lines.append(
-            f"| {name} | {found['tokens_per_second']:,.0f} | {ratio} "
-            f"| {found['peak_memory'] / 1e9:.1f} "
-            f"| {rest['weights']:.2f} + {rest['optimizer']:.2f} "
-            f"| {found['allgather_bytes'] / 1e9:.2f} | {found['weight_bytes'] / 1e9:.2f} "
-            f"| {found['reduce_scatter_bytes'] / 1e9:.2f} | {found['all_reduces']} "
-            f"| {found['loss']:.4f} |"
+            f"| {name} | {result['tokens_per_second']:,.0f} | {ratio} "
+            f"| {result['peak_memory'] / 1e9:.1f} "
+            f"| {at_rest['weights']:.2f} + {at_rest['optimizer']:.2f} "
+            f"| {result['allgather_bytes'] / 1e9:.2f} | {result['weight_bytes'] / 1e9:.2f} "
+            f"| {result['reduce_scatter_bytes'] / 1e9:.2f} | {result['all_reduces']} "
+            f"| {result['loss']:.4f} |"
         )
     return "\n".join(lines)
 
@@ -543,15 +620,27 @@ def plot(report: dict[str, Any], path: Path) -> None:
     """Plot throughput, peak memory and gathered bytes as bars."""
     from matplotlib.figure import Figure
 
-    found = {name: v for name, v in report["variants"].items() if "error" not in v}
-    panels = (
-        ("tokens/s/GPU", [v["tokens_per_second"] for v in found.values()]),
-        ("peak memory, GB", [v["peak_memory"] / 1e9 for v in found.values()]),
-        ("gathered per step, GB", [v["allgather_bytes"] / 1e9 for v in found.values()]),
-    )
-    figure = Figure(figsize=(12, 1.5 + 0.4 * len(found)), layout="constrained")
-    for axes, (title, values) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
-        bars = axes.barh(list(found), values)
+    names = []
+    speeds = []
+    peak_gigabytes = []
+    gathered_gigabytes = []
+    for name, result in report["variants"].items():
+        if "error" in result:
+            continue
+        names.append(name)
+        speeds.append(result["tokens_per_second"])
+        peak_gigabytes.append(result["peak_memory"] / 1e9)
+        gathered_gigabytes.append(result["allgather_bytes"] / 1e9)
+
+    panels = {
+        "tokens/s/GPU": speeds,
+        "peak memory, GB": peak_gigabytes,
+        "gathered per step, GB": gathered_gigabytes,
+    }
+    figure = Figure(figsize=(12, 1.5 + 0.4 * len(names)), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), sharey=True)
+    for axes, (title, values) in zip(all_axes, panels.items(), strict=True):
+        bars = axes.barh(names, values)
         axes.bar_label(bars, fmt="{:,.4g}", padding=3)
         axes.set_title(title)
         axes.margins(x=0.2)
@@ -635,13 +724,21 @@ def _options() -> argparse.Namespace:
         default="plain",
         help="plain layers, or fp8rs.nn.TransformerLayer, which has kernels of its own if eager",
     )
-    for name, what in (
-        ("state", "dtype of the moments of fp8rs.optim.AdamW"),
-        ("reduce", "dtype of the reduce-scatter"),
-        ("param", "dtype of stored parameters and of their sharded gradients"),
-    ):
-        choices = STATE_DTYPES if name == "state" else DTYPES
-        parser.add_argument(f"--{name}-dtype", choices=choices, default="fp32", help=what)
+    parser.add_argument(
+        "--state-dtype",
+        choices=STATE_DTYPES,
+        default="fp32",
+        help="dtype of the moments of fp8rs.optim.AdamW",
+    )
+    parser.add_argument(
+        "--reduce-dtype", choices=DTYPES, default="fp32", help="dtype of the reduce-scatter"
+    )
+    parser.add_argument(
+        "--param-dtype",
+        choices=DTYPES,
+        default="fp32",
+        help="dtype of stored parameters and of their sharded gradients",
+    )
     parser.add_argument(
         "--limit", type=float, default=240, help="time limit of a variant in seconds"
     )

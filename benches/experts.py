@@ -52,7 +52,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from end_to_end import profiled
-from launch import RankFailed, launch
+from launch import RankFailed, Report, launch
 from meter import peak_memory
 from routing import ROUTINGS, rows_per_expert, top_k_index
 from torch import Tensor, nn
@@ -91,6 +91,7 @@ class Size:
 
 
 MODELS = {
+    # layers, experts, top_k, hidden, width, heads, kv_heads, head_dim
     "mixtral": Size(2, 8, 2, 4096, 14336, 32, 8, 128),
     "qwen3": Size(6, 128, 8, 2048, 768, 32, 4, 128),
 }
@@ -99,16 +100,33 @@ TINY = {
     "qwen3": Size(2, 16, 4, 64, 32, 4, 2, 16, 256),
 }
 
-#: Goals on two H100s with 8,192 balanced tokens, in ms per step, and the times of bf16 and of bf16
-#: with comm when the goals were set.
-GOALS = {"mixtral": (130, 165, 152), "qwen3": (165, 190, 179)}
+
+@dataclass(frozen=True)
+class Goal:
+    """A goal in ms per step, and the times of bf16 when it was set."""
+
+    ms: int
+    bf16_ms: int
+    bf16_comm_ms: int
+
+
+#: Goals on two H100s with 8,192 balanced tokens.
+GOALS = {
+    "mixtral": Goal(130, bf16_ms=165, bf16_comm_ms=152),
+    "qwen3": Goal(165, bf16_ms=190, bf16_comm_ms=179),
+}
+
+#: A model and a variant to measure.
+Job = tuple[str, str]
 
 #: Values of ``experts`` in `convert_to_float8_training`.
 FP8RS = ("auto", "fp8", "gather")
 BASES = ("bf16", "torchao", *FP8RS)
 SETTINGS = ("comm", "bf16-linear")
-VARIANTS = ("bf16", "bf16+comm", "torchao")
-VARIANTS += tuple(name + comm for name in FP8RS for comm in ("", "+comm"))
+VARIANTS = ["bf16", "bf16+comm", "torchao"]
+for _base in FP8RS:
+    VARIANTS.append(_base)
+    VARIANTS.append(f"{_base}+comm")
 
 NO_TORCHAO = "torchao cannot be imported: install it, or add its folder to PYTHONPATH"
 
@@ -143,11 +161,16 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
+
+    # The path of the JSON file is not part of the measurement.
+    recorded_options = {}
+    for name, value in vars(options).items():
+        if not isinstance(value, Path):
+            recorded_options[name] = value
     report: dict[str, Any] = {
         "torch": torch.__version__,
-        "gpu": gpu,
-        "options": {k: v for k, v in vars(options).items() if not isinstance(v, Path)},
+        "gpu": torch.cuda.get_device_name() if options.device == "cuda" else None,
+        "options": recorded_options,
         "results": [],
         "errors": [],
     }
@@ -165,35 +188,39 @@ def main(argv: list[str] | None = None) -> int:
 def _measure(options: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
     """Run the variants of all models, and add their results and errors to ``report``."""
     start = time.perf_counter()
-    left: list[tuple[str, str]] = []
-    begun: list[tuple[str, str]] = []
+    #: Models and variants that are not measured yet.
+    pending_jobs: list[Job] = []
+    #: Those that the current group of processes began, in order.
+    started_jobs: list[Job] = []
 
     def show(text: str) -> None:
-        print(f"{time.perf_counter() - start:6.1f} s  {text}", flush=True)
+        elapsed = time.perf_counter() - start
+        print(f"{elapsed:6.1f} s  {text}", flush=True)
 
-    def failed(job: tuple[str, str], error: str) -> None:
+    def record_failure(job: Job, error: str) -> None:
         model, variant = job
         report["errors"].append({"model": model, "variant": variant, "error": error})
         save()
         show(f"{model}, {variant} failed: {error}")
 
-    for job in itertools.product(options.model, options.variants):
-        if parsed(job[1])[0] == "torchao" and not has_torchao():
-            failed(job, NO_TORCHAO)
-        else:
-            left.append(job)
-
     def on_event(event: dict[str, Any]) -> None:
         if "begins" in event:
-            begun.append(event["begins"])
+            started_jobs.append(event["begins"])
         if "result" in event:
             report["results"].append(event["result"])
             save()
         show(event["what"])
 
-    while left:
-        begun.clear()
-        arguments = {**report["options"], "jobs": left}
+    for model, variant in itertools.product(options.model, options.variants):
+        base, _ = parsed(variant)
+        if base == "torchao" and not has_torchao():
+            record_failure((model, variant), NO_TORCHAO)
+        else:
+            pending_jobs.append((model, variant))
+
+    while pending_jobs:
+        started_jobs.clear()
+        arguments = {**report["options"], "jobs": pending_jobs}
         try:
             launch(
                 rank,
@@ -201,24 +228,31 @@ def _measure(options: argparse.Namespace, report: dict[str, Any], save: Callable
                 ranks=options.ranks,
                 device=options.device,
                 on_event=on_event,
-                limit_seconds=(len(left) + 1) * options.limit,
+                limit_seconds=(len(pending_jobs) + 1) * options.limit,
             )
             return
         except (RankFailed, TimeoutError) as error:
-            job = begun[-1] if begun else left[0]
-            failed(job, str(error))
-            if not begun:
-                return  # The processes do not start.
-            left = left[left.index(job) + 1 :]
+            # If no job began, the processes do not start: others would fail in the same way.
+            if not started_jobs:
+                record_failure(pending_jobs[0], str(error))
+                return
+
+            # The last job that began is the one that failed. Go on after it.
+            failed_job = started_jobs[-1]
+            record_failure(failed_job, str(error))
+            pending_jobs = pending_jobs[pending_jobs.index(failed_job) + 1 :]
 
 
 # --- on a rank -----------------------------------------------------------------------------------
 
 
-def rank(arguments: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> None:
+def rank(arguments: dict[str, Any], report: Report) -> None:
     """Train and measure the variants of a model."""
-    index = dist.get_rank()
-    device = torch.device("cuda", index) if arguments["device"] == "cuda" else torch.device("cpu")
+    if arguments["device"] == "cuda":
+        device = torch.device("cuda", dist.get_rank())
+    else:
+        device = torch.device("cpu")
+
     ranks = dist.get_world_size()
     with ExitStack() as stack:
         if arguments["rank_of"]:
@@ -226,6 +260,7 @@ def rank(arguments: dict[str, Any], report: Callable[[dict[str, Any]], None]) ->
             stack.enter_context(_as_rank_0_of(ranks))
         for model, variant in arguments["jobs"]:
             report({"begins": (model, variant), "what": f"{model}, {variant}"})
+
             # After the limit, print the stack of each thread and end the process.
             limit = arguments["limit"]
             faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
@@ -233,6 +268,8 @@ def rank(arguments: dict[str, Any], report: Callable[[dict[str, Any]], None]) ->
                 _train(model, variant, arguments, device, ranks, report)
             finally:
                 faulthandler.cancel_dump_traceback_later()
+
+            # Free the model before the next one is built.
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -244,19 +281,20 @@ def _train(
     arguments: dict[str, Any],
     device: torch.device,
     ranks: int,
-    report: Callable[[dict[str, Any]], None],
+    report: Report,
 ) -> None:
     """Build a model, and measure its steps with each number of tokens and routing."""
     base, settings = parsed(variant)
-    size = (TINY if arguments["tiny"] else MODELS)[family]
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    size = TINY[family] if arguments["tiny"] else MODELS[family]
+    memory_before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     torch.manual_seed(0)  # All ranks initialize equal weights, because they shard one model.
     with device:
         model = build(family, size)
-    parameters = sum(p.numel() for p in model.parameters())
+    param_count = sum(p.numel() for p in model.parameters())
     _prepare_experts(model, base)
     _convert(model, base, settings)
-    forced = _Routing(model)
+    forced_routing = _Routing(model)
+
     mesh = init_device_mesh(device.type, (ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
@@ -265,16 +303,20 @@ def _train(
     if "comm" in settings:
         set_fsdp_comm(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    what = f"{family}, {variant}: {parameters / 1e9:.2f} G parameters"
-    report({"what": what + (f", {before / 1e9:.1f} GB allocated before" if before else "")})
+
+    what = f"{family}, {variant}: {param_count / 1e9:.2f} G parameters"
+    if memory_before:
+        what += f", {memory_before / 1e9:.1f} GB allocated before"
+    report({"what": what})
+
     cases = itertools.product(arguments["tokens"], arguments["routing"])
-    for number, (tokens, routing) in enumerate(cases):
-        counts = rows_per_expert(tokens * size.top_k, size.experts, routing)
-        forced.index = top_k_index(tokens, size.top_k, counts).to(device)
+    for case_number, (tokens, routing) in enumerate(cases):
+        rows_E = rows_per_expert(tokens * size.top_k, size.experts, routing)
+        forced_routing.index = top_k_index(tokens, size.top_k, rows_E).to(device)
         sequence = min(tokens, arguments["sequence"])
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
-        shape = (tokens // sequence, sequence)
-        batch = torch.randint(size.vocabulary, shape, generator=generator).to(device)
+        batch_shape = (tokens // sequence, sequence)
+        batch = torch.randint(size.vocabulary, batch_shape, generator=generator).to(device)
 
         def step(batch: Tensor = batch) -> Tensor:
             loss: Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss
@@ -287,37 +329,46 @@ def _train(
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         # Later cases only have to fill the allocator's cache.
-        for _ in range(arguments["warm_up"] if number == 0 else 2):
+        warm_up = arguments["warm_up"] if case_number == 0 else 2
+        for _ in range(warm_up):
             loss = step()
-        seconds, host = timed(step, arguments["steps"], device)
+        step_seconds, host_seconds = timed(step, arguments["steps"], device)
         peak = torch.tensor(float(peak_memory(device.type)), device=device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
-        if variant in arguments["profile"] and number == 0:
+
+        if variant in arguments["profile"] and case_number == 0:
             trace = None
             if arguments["trace"] is not None and dist.get_rank() == 0:
                 trace = Path(arguments["trace"], f"{family}-{variant}.json.gz")
             report({"what": profiled(step, trace)})
+
+        # Counting slows a step down, so a step that is not timed is counted.
         with counted(model, ranks) as traffic:
             step()
+
+        step_ms = [1e3 * seconds for seconds in step_seconds]
         result = {
             "model": family,
             "variant": variant,
             "tokens": tokens,
             "routing": routing,
-            "largest_expert": max(counts),
-            "ms": [1e3 * s for s in seconds],
-            "host_ms": 1e3 * statistics.median(host),
+            "largest_expert": max(rows_E),
+            "ms": step_ms,
+            "host_ms": 1e3 * statistics.median(host_seconds),
             "peak_memory": peak.item(),
-            "memory_before": before,
+            "memory_before": memory_before,
             "gathered_bytes": traffic.total,
             "reduced_bytes": sum(traffic.scatters),
             "loss": loss.item(),
         }
-        median = statistics.median(result["ms"])
-        what = f"{family}, {variant}, {tokens} tokens, {routing}: {median:.1f} ms"
-        report({"result": result, "what": f"{what}, loss {result['loss']:.4f}"})
+        what = (
+            f"{family}, {variant}, {tokens} tokens, {routing}: "
+            f"{statistics.median(step_ms):.1f} ms, loss {loss.item():.4f}"
+        )
+        report({"result": result, "what": what})
 
 
+# transformers may be missing, so the types of its models are `Any`.
 def build(name: str, size: Size) -> Any:
     """Return an untrained model of transformers."""
     from transformers import (
@@ -327,7 +378,7 @@ def build(name: str, size: Size) -> Any:
         Qwen3MoeForCausalLM,
     )
 
-    common = {
+    common_options = {
         "vocab_size": size.vocabulary,
         "hidden_size": size.hidden,
         "num_hidden_layers": size.layers,
@@ -338,22 +389,28 @@ def build(name: str, size: Size) -> Any:
         "max_position_embeddings": 32768,
         "use_cache": False,
     }
-    kind: Any
+    model_class: Any
     if name == "mixtral":
         config = MixtralConfig(
-            num_local_experts=size.experts, intermediate_size=size.width, **common
+            num_local_experts=size.experts, intermediate_size=size.width, **common_options
         )
-        kind = MixtralForCausalLM
+        model_class = MixtralForCausalLM
     else:
         config = Qwen3MoeConfig(
             num_experts=size.experts,
             moe_intermediate_size=size.width,
             norm_topk_prob=True,
-            **common,
+            **common_options,
         )
-        kind = Qwen3MoeForCausalLM
-    how = {"attn_implementation": "sdpa", "experts_implementation": "grouped_mm"}
-    return kind._from_config(config, dtype=torch.float32, **how).train()
+        model_class = Qwen3MoeForCausalLM
+
+    model = model_class._from_config(
+        config,
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+        experts_implementation="grouped_mm",
+    )
+    return model.train()
 
 
 def _prepare_experts(model: nn.Module, base: str) -> None:
@@ -371,34 +428,38 @@ def _prepare_experts(model: nn.Module, base: str) -> None:
 
 def unmasked_experts(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute experts as "grouped_mm" of transformers 5.18 to 5.24 does."""
+    # Rows are sorted by expert. Each token has top_k rows.
     top_k = top_k_index.size(-1)
-    ids, order = torch.sort(top_k_index.reshape(-1))
+    expert_ids, order = torch.sort(top_k_index.reshape(-1))
     rows = x[order // top_k]
-    counted = ids.float() if x.device.type == "cpu" else ids.int()
-    counts = torch.histc(counted, bins=self.num_experts, min=0, max=self.num_experts - 1)
-    offs = torch.cumsum(counts, dim=0, dtype=torch.int32)
-    h = functional.grouped_mm(rows, self.gate_up_proj.transpose(-2, -1), offs=offs)
-    y = functional.grouped_mm(self._apply_gate(h), self.down_proj.transpose(-2, -1), offs=offs)
+
+    # On the CPU, histc requires a floating-point dtype.
+    histc_input = expert_ids.float() if x.device.type == "cpu" else expert_ids.int()
+    rows_E = torch.histc(histc_input, bins=self.num_experts, min=0, max=self.num_experts - 1)
+    offs = torch.cumsum(rows_E, dim=0, dtype=torch.int32)
+
+    gate_up = functional.grouped_mm(rows, self.gate_up_proj.transpose(-2, -1), offs=offs)
+    hidden = self._apply_gate(gate_up)
+    y = functional.grouped_mm(hidden, self.down_proj.transpose(-2, -1), offs=offs)
+
+    # Restore the order of tokens, and add the results of each token's experts.
     weighted = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.size(0), device=x.device)
-    out = weighted[inverse].view(x.size(0), top_k, x.size(1)).sum(dim=1)
+    inverse_order = torch.empty_like(order)
+    inverse_order[order] = torch.arange(order.size(0), device=x.device)
+    out = weighted[inverse_order].view(x.size(0), top_k, x.size(1)).sum(dim=1)
     return out.to(x.dtype)
 
 
 def _convert(model: nn.Module, base: str, settings: set[str]) -> None:
     if base in FP8RS:
-
-        def chosen(layer: nn.Module, name: str) -> bool:
-            return "bf16-linear" not in settings
-
+        converts_linear = "bf16-linear" not in settings
         convert_to_float8_training(
             model,
             recipe="current",
             gemms="auto" if base == "auto" else "fp8",
             experts=base,  # type: ignore[arg-type]
             filter_fqns=["lm_head"],
-            module_filter_fn=chosen,
+            module_filter_fn=lambda layer, name: converts_linear,
         )
     elif base == "torchao":
         from torchao.prototype.moe_training.config import (
@@ -421,13 +482,18 @@ class _Routing:
     index: Tensor
 
     def __init__(self, model: nn.Module) -> None:
-        routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+        routers = []
+        for module in model.modules():
+            if type(module).__name__.endswith("TopKRouter"):
+                routers.append(module)
         if not routers:
             raise RuntimeError("the model has no module whose class is named ...TopKRouter")
         for router in routers:
             router.register_forward_hook(self._replace)
 
-    def _replace(self, module: nn.Module, args: Any, outputs: tuple[Tensor, ...]) -> Any:
+    def _replace(
+        self, module: nn.Module, args: tuple[Any, ...], outputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         logits, scores, index = outputs
         if index.shape != self.index.shape or scores.shape != self.index.shape:
             raise RuntimeError(
@@ -441,24 +507,30 @@ def timed(
     step: Callable[[], object], steps: int, device: torch.device
 ) -> tuple[list[float], list[float]]:
     """Return the duration of each step in seconds, and how long the host took to submit it."""
-    host = []
+    host_seconds = []
     if device.type != "cuda":
         for _ in range(steps):
             start = time.perf_counter()
             step()
-            host.append(time.perf_counter() - start)
-        return host, host
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+            host_seconds.append(time.perf_counter() - start)
+        return host_seconds, host_seconds
+
+    # Events between the steps do not make the host wait for the device.
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     torch.cuda.synchronize()
     dist.barrier()
-    marks[0].record()
-    for mark in marks[1:]:
+    events[0].record()
+    for event in events[1:]:
         start = time.perf_counter()
         step()
-        host.append(time.perf_counter() - start)
-        mark.record()
+        host_seconds.append(time.perf_counter() - start)
+        event.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)], host
+
+    step_seconds = []
+    for before, after in itertools.pairwise(events):
+        step_seconds.append(before.elapsed_time(after) / 1e3)
+    return step_seconds, host_seconds
 
 
 @contextmanager
@@ -468,23 +540,25 @@ def _as_rank_0_of(ranks: int) -> Iterator[None]:
 
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    reduced, exchanged = dist.reduce_scatter_tensor, dist.all_to_all_single
 
     # The fake group does not write the outputs of these collectives. The functions are called for
     # their checks, and so that the bytes are counted.
-    def reduce(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = reduced(output, input, *args, **kwargs)
+    fake_reduce_scatter = dist.reduce_scatter_tensor
+    fake_all_to_all = dist.all_to_all_single
+
+    def reduce_scatter_tensor(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = fake_reduce_scatter(output, input, *args, **kwargs)
         output.copy_(input.view(ranks, -1)[0].view_as(output))
         return work
 
-    def exchange(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = exchanged(output, input, *args, **kwargs)
+    def all_to_all_single(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = fake_all_to_all(output, input, *args, **kwargs)
         output.copy_(input)
         return work
 
     with (
-        mock.patch.object(dist, "reduce_scatter_tensor", reduce),
-        mock.patch.object(dist, "all_to_all_single", exchange),
+        mock.patch.object(dist, "reduce_scatter_tensor", reduce_scatter_tensor),
+        mock.patch.object(dist, "all_to_all_single", all_to_all_single),
     ):
         yield
 
@@ -494,91 +568,126 @@ def _as_rank_0_of(ranks: int) -> Iterator[None]:
 
 def baseline(variant: str) -> str:
     """Return the bf16 variant with the same collectives."""
-    return "bf16+comm" if "comm" in parsed(variant)[1] else "bf16"
+    _, settings = parsed(variant)
+    return "bf16+comm" if "comm" in settings else "bf16"
 
 
 def tables(report: dict[str, Any]) -> str:
     """Return Markdown tables of all results, and the goals."""
+    # Each model, number of tokens and routing has a table of variants.
+    results_by_case: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for result in report["results"]:
+        case = (result["model"], result["tokens"], result["routing"])
+        results_by_case.setdefault(case, {})[result["variant"]] = result
+
     lines = []
-    results = report["results"]
-    for model, tokens, routing in dict.fromkeys(
-        (r["model"], r["tokens"], r["routing"]) for r in results
-    ):
-        found = {
-            r["variant"]: r
-            for r in results
-            if (r["model"], r["tokens"], r["routing"]) == (model, tokens, routing)
-        }
-        ms = {name: statistics.median(r["ms"]) for name, r in found.items()}
-        failed = [e for e in report["errors"] if e["model"] == model]
+    for (model, tokens, routing), results in results_by_case.items():
+        median_ms = {}
+        for name, result in results.items():
+            median_ms[name] = statistics.median(result["ms"])
+
         lines += ["", f"{model}, {tokens:,} tokens per GPU, {routing}:", ""]
         lines += [
             "| variant | ms | lowest to highest | tokens/s/GPU | vs bf16 | vs bf16, same comm "
             "| peak GB | gathered GB | reduced GB | host ms | loss |",
             "|---" * 11 + "|",
         ]
-        for name, r in found.items():
-            same = ms.get(baseline(name))
+        for name, result in results.items():
+            ms = median_ms[name]
+            vs_bf16 = _ratio(median_ms.get("bf16"), ms)
+            vs_bf16_same_comm = _ratio(median_ms.get(baseline(name)), ms)
             lines.append(
-                f"| {name} | {ms[name]:.1f} | {min(r['ms']):.1f} to {max(r['ms']):.1f} "
-                f"| {tokens / ms[name] * 1e3:,.0f} | {_ratio(ms.get('bf16'), ms[name])} "
-                f"| {_ratio(same, ms[name])} | {r['peak_memory'] / 1e9:.1f} "
-                f"| {r['gathered_bytes'] / 1e9:.2f} | {r['reduced_bytes'] / 1e9:.2f} "
-                f"| {r['host_ms']:.1f} | {r['loss']:.4f} |"
+                f"| {name} | {ms:.1f} | {min(result['ms']):.1f} to {max(result['ms']):.1f} "
+                f"| {tokens / ms * 1e3:,.0f} | {vs_bf16} "
+                f"| {vs_bf16_same_comm} | {result['peak_memory'] / 1e9:.1f} "
+                f"| {result['gathered_bytes'] / 1e9:.2f} | {result['reduced_bytes'] / 1e9:.2f} "
+                f"| {result['host_ms']:.1f} | {result['loss']:.4f} |"
             )
-        for error in failed:
-            if error["variant"] not in found:
-                *_, last = trace = error["error"].strip().splitlines()
-                # After a time-out, the stacks of threads follow the error.
-                reason = next((line for line in trace if line.startswith("Timeout")), last)
+
+        for error in report["errors"]:
+            if error["model"] == model and error["variant"] not in results:
+                reason = _reason(error["error"])
                 lines.append(f"| {error['variant']} | {reason[:200]} |{' |' * 9}")
-        lines += ["", *_goals(model, tokens, routing, found, ms, report["options"])]
+
+        lines.append("")
+        goal_line = _goal_line(model, tokens, routing, median_ms, report["options"])
+        if goal_line is not None:
+            lines.append(goal_line)
+        lines += _regression_lines(results, median_ms)
     return "\n".join(lines)
 
 
-def _ratio(base: float | None, ms: float) -> str:
-    return "" if base is None else f"{base / ms:.3f}"
+def _reason(error: str) -> str:
+    """Return the line of an error that says what is wrong."""
+    lines = error.strip().splitlines()
+    for line in lines:
+        # After a time-out, the stacks of threads follow the error.
+        if line.startswith("Timeout"):
+            return line
+    return lines[-1]
 
 
-def _goals(
-    model: str,
-    tokens: int,
-    routing: str,
-    found: dict[str, Any],
-    ms: dict[str, float],
-    options: dict[str, Any],
-) -> Iterator[str]:
-    own = [name for name in found if parsed(name)[0] in FP8RS]
-    if not own:
-        return
-    goal, *earlier = GOALS[model]
-    if (options["ranks"], tokens, routing, options["tiny"]) == (2, 8192, "balanced", False):
-        best = min(own, key=ms.__getitem__)
-        yield (
-            f"- goal {goal} ms: {'reached' if ms[best] <= goal else 'missed'}, {best} takes "
-            f"{ms[best]:.1f} ms (when it was set: bf16 {earlier[0]}, bf16+comm {earlier[1]})"
-        )
-    slower = {
-        f"{name} ({_ratio(ms[baseline(name)], ms[name])})"
-        for name in own
-        if baseline(name) in ms and ms[name] > ms[baseline(name)]
-    }
-    yield f"- slower than bf16 with the same comm: {', '.join(sorted(slower)) or 'none'}"
-    larger = [
-        name
-        for name in own
-        if baseline(name) in found
-        and found[name]["peak_memory"] >= found[baseline(name)]["peak_memory"]
+def _ratio(base_ms: float | None, ms: float) -> str:
+    return "" if base_ms is None else f"{base_ms / ms:.3f}"
+
+
+def _fp8rs_variants(names: Iterable[str]) -> list[str]:
+    variants = []
+    for name in names:
+        base, _ = parsed(name)
+        if base in FP8RS:
+            variants.append(name)
+    return variants
+
+
+def _goal_line(
+    model: str, tokens: int, routing: str, median_ms: dict[str, float], options: dict[str, Any]
+) -> str | None:
+    """Return the goal and the fastest variant of fp8rs, for a workload that has a goal."""
+    is_goals_workload = (
+        options["ranks"] == 2 and tokens == 8192 and routing == "balanced" and not options["tiny"]
+    )
+    variants = _fp8rs_variants(median_ms)
+    if not is_goals_workload or not variants:
+        return None
+
+    goal = GOALS[model]
+    fastest = min(variants, key=lambda name: median_ms[name])
+    verdict = "reached" if median_ms[fastest] <= goal.ms else "missed"
+    return (
+        f"- goal {goal.ms} ms: {verdict}, {fastest} takes {median_ms[fastest]:.1f} ms "
+        f"(when it was set: bf16 {goal.bf16_ms}, bf16+comm {goal.bf16_comm_ms})"
+    )
+
+
+def _regression_lines(results: dict[str, Any], median_ms: dict[str, float]) -> list[str]:
+    """Return which variants of fp8rs are slower than bf16, or need as much memory."""
+    variants = _fp8rs_variants(results)
+    if not variants:
+        return []
+
+    slower = []
+    not_smaller = []
+    for name in variants:
+        bf16 = baseline(name)
+        if bf16 not in results:
+            continue
+        if median_ms[name] > median_ms[bf16]:
+            slower.append(f"{name} ({_ratio(median_ms[bf16], median_ms[name])})")
+        if results[name]["peak_memory"] >= results[bf16]["peak_memory"]:
+            not_smaller.append(name)
+    return [
+        f"- slower than bf16 with the same comm: {', '.join(sorted(slower)) or 'none'}",
+        f"- peak memory not below bf16's with the same comm: {', '.join(not_smaller) or 'none'}",
     ]
-    yield f"- peak memory not below bf16's with the same comm: {', '.join(larger) or 'none'}"
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
-    def names(known: Any) -> Callable[[str], list[str]]:
+    def names(choices: Collection[str]) -> Callable[[str], list[str]]:
         def split(text: str) -> list[str]:
             for name in text.split(","):
-                if name not in known:
-                    raise argparse.ArgumentTypeError(f"{name} is not one of {', '.join(known)}")
+                if name not in choices:
+                    raise argparse.ArgumentTypeError(f"{name} is not one of {', '.join(choices)}")
             return text.split(",")
 
         return split

@@ -73,6 +73,7 @@ def build(variant: str, width: int, layers: int, device: str, compiled: bool) ->
     )
     with torch.device(device):
         model = Llama(config)
+
     recipe, *settings = variant.split("-")
     if recipe != "bf16":
         gemms = "auto" if "auto" in settings else "fp8"
@@ -81,6 +82,7 @@ def build(variant: str, width: int, layers: int, device: str, compiled: bool) ->
         )
     if "gather" in settings:
         fp8rs.high_precision(model, "*")
+
     if compiled:
         for block in model.blocks:
             block.compile()
@@ -117,6 +119,8 @@ def measure(
     for trained in models.values():
         for _ in range(WARM_UP):
             step_ms(trained, batch, device)
+
+    # A garbage collection would add its time to one variant's step.
     times: dict[str, list[float]] = {name: [] for name in models}
     gc.collect()
     gc.disable()
@@ -140,6 +144,7 @@ def main() -> None:
     if options.json is not None and options.json.exists():
         report = json.loads(options.json.read_text())
     compiled = options.mode == "compiled"
+
     print("| width | tokens | " + " | ".join(options.variants) + " |")
     print("|---" * (2 + len(options.variants)) + "|", flush=True)
     for width in options.widths:
@@ -152,18 +157,26 @@ def main() -> None:
             for variant in options.variants:
                 models[variant] = build(variant, width, layers, options.device, compiled)
             times = measure(models, tokens, options.device, options.steps)
+
+            # Free the models before those of the next size are built.
             del models
             gc.collect()
             if gpu:
                 torch.cuda.empty_cache()
 
             medians = {name: statistics.median(ms) for name, ms in times.items()}
-            bf16 = medians["bf16"]
-            cells = [f"{ms:.2f} ({bf16 / ms:.2f})" for ms in medians.values()]
+            bf16_ms = medians["bf16"]
+            cells = [f"{ms:.2f} ({bf16_ms / ms:.2f})" for ms in medians.values()]
             seconds = time.perf_counter() - start
             print(f"| {width} | {tokens} | {' | '.join(cells)} | {seconds:.0f} s", flush=True)
-            row = {"mode": options.mode, "width": width, "tokens": tokens, "layers": layers}
-            report["rows"].append({**row, "ms": medians})
+            row = {
+                "mode": options.mode,
+                "width": width,
+                "tokens": tokens,
+                "layers": layers,
+                "ms": medians,
+            }
+            report["rows"].append(row)
             if options.json is not None:
                 options.json.write_text(json.dumps(report, indent=1))
 
