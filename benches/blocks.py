@@ -66,6 +66,7 @@ class ModuleBlock(TransformerLayer):
             config.dim,
             config.hidden,
             config.heads,
+            fuse_qkv_params=True,
             device=device,
             dtype=dtype,
             **_options(config),

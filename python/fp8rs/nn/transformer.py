@@ -40,6 +40,8 @@ class TransformerLayer(nn.Module):
         bias: whether the linear layers have biases.
         activation: "gelu" (tanh approximation), "relu", "geglu" or "swiglu".
         normalization: "LayerNorm" or "RMSNorm".
+        fuse_qkv_params: whether q, k and v of the self-attention are one layer (see
+            `MultiheadAttention`).
         device: see `LayerNormLinear`.
         dtype: see `LayerNormLinear`.
         recipe: see `LayerNormLinear`.
@@ -61,6 +63,7 @@ class TransformerLayer(nn.Module):
         bias: bool = True,
         activation: str = "gelu",
         normalization: str = "LayerNorm",
+        fuse_qkv_params: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | RecipeName | None = None,
@@ -74,7 +77,9 @@ class TransformerLayer(nn.Module):
         def norm() -> nn.Module:
             return make_norm(normalization, hidden_size, layernorm_epsilon, **factory)
 
-        def attention(attention_type: str, attn_mask_type: str) -> MultiheadAttention:
+        def attention(
+            attention_type: str, attn_mask_type: str, fuse_qkv_params: bool = False
+        ) -> MultiheadAttention:
             return MultiheadAttention(
                 hidden_size,
                 num_attention_heads,
@@ -84,11 +89,12 @@ class TransformerLayer(nn.Module):
                 attn_mask_type=attn_mask_type,
                 attention_type=attention_type,
                 bias=bias,
+                fuse_qkv_params=fuse_qkv_params,
                 **factory,
             )
 
         self.input_layernorm = norm()
-        self.self_attn = attention("self", self_attn_mask_type)
+        self.self_attn = attention("self", self_attn_mask_type, fuse_qkv_params)
         self.cross_attn: MultiheadAttention | None = None
         if layer_type == "decoder":
             self.cross_attn_layernorm = norm()
@@ -182,13 +188,14 @@ def load_transformer_layer(
 
     The layer may be converted and may have FP8 weights. If it is sharded, every rank calls this
     with whole tensors. A state dict does not contain the activation, epsilon and number of heads,
-    which are arguments of the constructor.
+    which are arguments of the constructor. If the layer has ``fuse_qkv_params=True``, its weight
+    gets the rows of q, k and v.
 
     Args:
         layer: the layer to load into.
         state_dict: the state dict of the layer, or of a model that has it under ``prefix``.
         names: "llama" or "transformer_engine". TransformerEngine's ``_extra_state`` is ignored.
-            ``fuse_qkv_params=True`` is not supported: split the weight first.
+            Its own ``fuse_qkv_params=True`` is not supported: split the weight first.
         prefix: the prefix of the layer's names, such as "model.layers.0.". Other names are ignored.
 
     Raises:
@@ -204,7 +211,15 @@ def load_transformer_layer(
         raise ValueError(f"state_dict has no name that begins with {prefix!r}")
 
     layer_state = layer.state_dict()
-    renamed = _rename(layer_tensors, NAMES[names], set(layer_state))
+    layer_names = set(layer_state)
+    joined_kinds = []
+    for kind in ("weight", "bias"):
+        if f"self_attn.qkv_proj.{kind}" in layer_state:
+            joined_kinds.append(kind)
+            layer_names.update(_qkv_names(kind))
+    renamed = _rename(layer_tensors, NAMES[names], layer_names)
+    for kind in joined_kinds:
+        _join_qkv(renamed, kind)
     if any(hasattr(value, "device_mesh") for value in layer_state.values()):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -221,7 +236,8 @@ def _rename(
     Args:
         state_dict: the tensors of a layer of another library.
         table: a table of `NAMES`.
-        layer_names: the names of our layer's parameters. It may lack some of the table's.
+        layer_names: the names that our layer has a parameter for. Some of the table's may be
+            missing.
     """
     our_names: dict[str, list[str]] = {}
     for their_pattern, our_patterns in table.items():
@@ -238,3 +254,21 @@ def _rename(
         for our_name, part in zip(ours, tensor.chunk(len(ours)), strict=True):
             renamed[our_name] = part
     return renamed
+
+
+def _qkv_names(kind: str) -> list[str]:
+    """Return the names of the weights or biases of q, k and v as separate layers."""
+    return [f"self_attn.{part}_proj.{kind}" for part in ("q", "k", "v")]
+
+
+def _join_qkv(state_dict: dict[str, Any], kind: str) -> None:
+    """Replace the weights or biases of q, k and v by those of one layer, unless one is missing.
+
+    Args:
+        state_dict: tensors under our names. It is changed.
+        kind: "weight" or "bias".
+    """
+    names = _qkv_names(kind)
+    if all(name in state_dict for name in names):
+        parts = [state_dict.pop(name) for name in names]
+        state_dict[f"self_attn.qkv_proj.{kind}"] = torch.cat(parts)
