@@ -42,8 +42,8 @@ class MultiheadAttention(nn.Module):
         input_layernorm: whether a norm precedes the projections.
         normalization: "LayerNorm" or "RMSNorm".
         bias: whether the linear layers have biases.
-        fuse_qkv_params: whether q, k and v are one layer, whose weight has the rows of q, then those
-            of k, then those of v. Only for self-attention without tensor parallelism. One GEMM
+        fuse_qkv_params: whether q, k and v are one layer, whose weight has the rows of q, of k and
+            of v in this order. Only for self-attention without tensor parallelism. One GEMM
             replaces three, of which two are narrow with few groups. A scale per tensor covers all
             rows.
         device: see `LayerNormLinear`.
