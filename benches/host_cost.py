@@ -235,7 +235,7 @@ def linears(device: str, rows: int, features: int) -> Iterator[NamedCall]:
         model = model_of(1, recipe, device, rows, features)
         layer = model[0]
         if recipe in RECIPES:
-            layer._fp8_state.begin_forward(model, ())  # as in a forward of the whole model
+            layer._fp8_state.begin_forward(model, (), {})  # as in a forward of the whole model
         yield f"{name}: forward", functools.partial(forward, layer)
         yield f"{name}: forward + backward", functools.partial(both, layer)
 
