@@ -15,7 +15,6 @@ the step's time. All rows are measured in one run.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import time
@@ -24,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cuda_kernels import copy_us, time_us
 from torch import Tensor
 
 import fp8rs
 from fp8rs.optim import AdamW
 from fp8rs.optim.moments import BYTES_PER_ELEMENT
+from fp8rs.tensor.quantizer import Quantizer
 
 E4M3 = torch.float8_e4m3fn
 SHAPES = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
@@ -36,23 +37,13 @@ SHAPES += [(14336, 4096), (14336, 4096), (4096, 14336)]
 LAYERS = 32
 ops = torch.ops.fp8rs
 
-Quantizer = Callable[[], Any]
 
-
-def load_benchmark(name: str) -> Any:
-    """Import another benchmark from its file."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def quantizers(device: str) -> dict[str, Quantizer]:
+def quantizers(device: str) -> dict[str, Callable[[], Quantizer]]:
     """Return functions that create a quantizer with one plane, by format."""
 
-    def delayed() -> Any:
-        scale, amax = torch.tensor(1e-3, device=device), torch.zeros((), device=device)
+    def delayed() -> Quantizer:
+        scale = torch.tensor(1e-3, device=device)
+        amax = torch.zeros((), device=device)
         return fp8rs.Quantizer(fp8rs.DelayedScaling(), columnwise=False, delayed=(scale, amax))
 
     return {
@@ -75,90 +66,108 @@ def bytes_moved(name: str, masters: bool, state: torch.dtype | str) -> float:
     With current scaling, it reads the masters twice, or everything twice without masters.
     """
     moments = MOMENT_BYTES[state]
+    gradient = 2
     if masters:
-        return 2 + 2 * moments + 8 + 1 + (4 if name == "current" else 0)
-    return 2 + 2 * moments + 2 + (2 + moments + 1 if name == "current" else 0)
+        nbytes = gradient + 2 * moments + 2 * 4 + 1
+        if name == "current":
+            nbytes += 4
+    else:
+        nbytes = gradient + 2 * moments + 2 * 1
+        if name == "current":
+            nbytes += gradient + moments + 1
+    return nbytes
 
 
 class Rows:
     """Measures the rows of the table."""
 
     def __init__(self, rehearse: bool, only: Sequence[str] = ()) -> None:
-        self.rehearse, self.only = rehearse, only
+        self.rehearse = rehearse
+        self.only = only
         self.device = "cpu" if rehearse else "cuda"
-        self.kernels = load_benchmark("cuda_kernels")
-        self.copies: dict[float, float] = {}
+        #: Times of copies by bytes per element.
+        self.copies_us: dict[float, float] = {}
         self.results: list[dict[str, Any]] = []
-        shapes = SHAPES * (1 if rehearse else LAYERS)
-        self.shapes = [
-            (rows // (140 if rehearse else 14), cols // (16 if rehearse else 1))
-            for rows, cols in shapes
-        ]
+
+        self.shapes = []
         if rehearse:
-            # Rows of whole blocks, so that moments are stored in 8 bits.
-            self.shapes = [(rows, cols // 128 * 128) for rows, cols in self.shapes]
-        self.n = sum(rows * cols for rows, cols in self.shapes)
+            for rows, cols in SHAPES:
+                # Rows of whole blocks, so that moments are stored in 8 bits.
+                self.shapes.append((rows // 140, cols // 16 // 128 * 128))
+        else:
+            for rows, cols in SHAPES * LAYERS:
+                self.shapes.append((rows // 14, cols))
+        self.numel = sum(rows * cols for rows, cols in self.shapes)
 
     def tensors(self, dtype: torch.dtype = torch.float32, scale: float = 0.02) -> list[Tensor]:
         """Return random tensors of all shapes."""
-        new = [torch.empty(shape, dtype=dtype, device=self.device) for shape in self.shapes]
-        return [x.normal_(0, scale) for x in new]
+        tensors = []
+        for shape in self.shapes:
+            x = torch.empty(shape, dtype=dtype, device=self.device)
+            tensors.append(x.normal_(0, scale))
+        return tensors
 
-    def wanted(self, name: str) -> bool:
+    def selects(self, name: str) -> bool:
         """Return whether ``--only`` selects a row."""
         return not self.only or any(text in name for text in self.only)
 
-    def measure(self, name: str, per_parameter: float, step: Callable[[], Any]) -> None:
+    def measure(self, name: str, bytes_per_element: float, step: Callable[[], object]) -> None:
         """Measure the device time of a graph of ``step``, and its host time."""
-        if not self.wanted(name):
+        if not self.selects(name):
             return
         if self.rehearse:
             step()
-            print(f"{name:44} {per_parameter:5g} B  ran", flush=True)
+            print(f"{name:44} {bytes_per_element:5g} B  ran", flush=True)
             return
+
+        # The first step initializes the state.
         step()
         torch.cuda.synchronize()
-        host = []
+        host_seconds = []
         for _ in range(5):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             step()
-            host.append(time.perf_counter() - begun)
+            host_seconds.append(time.perf_counter() - start)
             torch.cuda.synchronize()
-        took = self.kernels.time_us([step], 9)
-        if per_parameter not in self.copies:
-            self.copies[per_parameter] = self.kernels.copy_us(round(self.n * per_parameter), 1)
-        copy = self.copies[per_parameter]
+
+        step_us = time_us([step], 9)
+        nbytes = self.numel * bytes_per_element
+        if bytes_per_element not in self.copies_us:
+            self.copies_us[bytes_per_element] = copy_us(round(nbytes), 1)
         row = {
             "name": name,
-            "bytes": per_parameter,
-            "us": took,
-            "GB/s": self.n * per_parameter / took / 1e3,
-            "fraction": copy / took,
-            "host_ms": statistics.median(host) * 1e3,
+            "bytes": bytes_per_element,
+            "us": step_us,
+            "GB/s": nbytes / step_us / 1e3,
+            "fraction": self.copies_us[bytes_per_element] / step_us,
+            "host_ms": statistics.median(host_seconds) * 1e3,
         }
         self.results.append(row)
         print(
-            f"{name:44} {per_parameter:5g} B {took:9.1f} us {row['GB/s']:6.0f} GB/s"
+            f"{name:44} {bytes_per_element:5g} B {step_us:9.1f} us {row['GB/s']:6.0f} GB/s"
             f"  fraction {row['fraction']:.2f}  host {row['host_ms']:.2f} ms",
             flush=True,
         )
 
     def ours(self, name: str, masters: bool, state: torch.dtype | str = torch.float32) -> None:
         """Measure a step of fp8rs.optim.AdamW."""
-        words = f"fp8rs AdamW: {name}, {'masters' if masters else 'stochastic'}"
+        row_name = f"fp8rs AdamW: {name}, {'masters' if masters else 'stochastic'}"
         if state == torch.bfloat16:
-            words += ", bf16 moments"
+            row_name += ", bf16 moments"
         elif state == "fp8":
-            words += ", FP8 moments"
-        if not self.wanted(words):
+            row_name += ", FP8 moments"
+        # The parameters take long to create.
+        if not self.selects(row_name):
             return
-        make = quantizers(self.device)[name]
+
+        new_quantizer = quantizers(self.device)[name]
         params = []
         for x, grad in zip(self.tensors(), self.tensors(torch.bfloat16), strict=True):
-            p = torch.nn.Parameter(make()(x))
-            p.grad_dtype = torch.bfloat16
-            p.grad = grad
-            params.append(p)
+            quantizer = new_quantizer()
+            param = torch.nn.Parameter(quantizer(x))
+            param.grad_dtype = torch.bfloat16
+            param.grad = grad
+            params.append(param)
         optimizer = AdamW(
             params,
             capturable=True,
@@ -168,36 +177,43 @@ class Rows:
         )
         if state == "fp8":
             optimizer.step()
-            assert all("exp_avg_codes" in optimizer.state[p] for p in params), "float32 moments"
-        self.measure(words, bytes_moved(name, masters, state), optimizer.step)
+            for param in params:
+                assert "exp_avg_codes" in optimizer.state[param], "float32 moments"
+        self.measure(row_name, bytes_moved(name, masters, state), optimizer.step)
 
     def plain(self, state: torch.dtype | str = torch.float32) -> None:
         """Measure fp8rs.optim.AdamW with plain fp32 parameters and fp32 gradients."""
         params = [torch.nn.Parameter(x) for x in self.tensors()]
-        for p, grad in zip(params, self.tensors(), strict=True):
-            p.grad = grad
+        for param, grad in zip(params, self.tensors(), strict=True):
+            param.grad = grad
         optimizer = AdamW(
             params, capturable=True, state_dtype=state, state_filter=lambda param: True
         )
-        words = "fp8rs AdamW: plain fp32" + (", FP8 moments" if state == "fp8" else "")
-        self.measure(words, 12 + 2 * MOMENT_BYTES[state], optimizer.step)
+        row_name = "fp8rs AdamW: plain fp32"
+        if state == "fp8":
+            row_name += ", FP8 moments"
+        # The gradient, and the parameter twice.
+        self.measure(row_name, 3 * 4 + 2 * MOMENT_BYTES[state], optimizer.step)
 
     def theirs(self) -> None:
         """Measure torch's fused AdamW on fp32 masters, followed by quantization."""
         masters = [torch.nn.Parameter(x) for x in self.tensors()]
-        low = self.tensors(torch.bfloat16)
-        for p in masters:
-            p.grad = torch.empty_like(p)
+        bf16_grads = self.tensors(torch.bfloat16)
+        fp32_grads = []
+        for master in masters:
+            grad = torch.empty_like(master)
+            master.grad = grad
+            fp32_grads.append(grad)
         optimizer = torch.optim.AdamW(masters, fused=True, capturable=not self.rehearse)
-        grads = [p.grad for p in masters]
-        plain = [p.detach() for p in masters]
+
+        plain = [master.detach() for master in masters]
         codes = [torch.empty(shape, dtype=E4M3, device=self.device) for shape in self.shapes]
         scales = torch.full((len(plain),), 1e-3, device=self.device)
         amaxes = torch.zeros_like(scales)
 
         def fused() -> None:
             # It requires gradients of the masters' dtype.
-            torch._foreach_copy_(grads, low)
+            torch._foreach_copy_(fp32_grads, bf16_grads)
             optimizer.step()
 
         def then_delayed() -> None:
@@ -206,8 +222,9 @@ class Rows:
 
         def then_current() -> None:
             fused()
-            found = ops.multi_amax(plain)
-            ops.multi_quantize(plain, ops.scale_from_amax(found, E4M3), codes)
+            current_amaxes = ops.multi_amax(plain)
+            current_scales = ops.scale_from_amax(current_amaxes, E4M3)
+            ops.multi_quantize(plain, current_scales, codes)
 
         def then_a_loop() -> None:
             fused()
@@ -231,7 +248,8 @@ def main() -> None:
     rows = Rows(arguments.rehearse, arguments.only)
     if not arguments.rehearse:
         print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    print(f"{len(rows.shapes)} tensors, {rows.n / 1e6:.1f} M parameters", flush=True)
+    print(f"{len(rows.shapes)} tensors, {rows.numel / 1e6:.1f} M parameters", flush=True)
+
     for name in quantizers(rows.device):
         for masters in (True, False):
             rows.ours(name, masters)

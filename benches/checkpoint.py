@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,30 +32,37 @@ from fp8rs.demo.model import Llama, LlamaConfig
 
 VARIANTS = ("bf16", "fp32", "masters", "current", "delayed", "rowwise", "block", "mxfp8")
 
+T = TypeVar("T")
 
-def sharded(variant: str, layers: int, device: torch.device) -> Any:
+
+def sharded(variant: str, layers: int, device: torch.device) -> Llama:
     """Return the model of a variant, sharded over all ranks."""
     torch.manual_seed(0)
+    config = LlamaConfig(32000, dim=2048, layers=layers, heads=16, kv_heads=4, hidden=5632)
     with device:
-        model = Llama(
-            LlamaConfig(32000, dim=2048, layers=layers, heads=16, kv_heads=4, hidden=5632)
-        )
+        model = Llama(config)
+
     if variant == "bf16":
         model.bfloat16()
+    elif variant == "masters":
+        fp8rs.convert_to_float8_training(model, recipe="current", gemms="fp8", filter_fqns=["head"])
     elif variant != "fp32":
-        recipe: Any = "current" if variant == "masters" else variant
-        fp8_weights = variant != "masters"
         fp8rs.convert_to_float8_training(
-            model, recipe=recipe, gemms="fp8", filter_fqns=["head"], fp8_weights=fp8_weights
+            model,
+            recipe=variant,  # type: ignore[arg-type]
+            gemms="fp8",
+            filter_fqns=["head"],
+            fp8_weights=True,
         )
+
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     return model
 
 
-def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the time until a call has ended on all ranks, and its result."""
+def timed(call: Callable[[], T]) -> tuple[float, T]:
+    """Return the seconds until a call has ended on all ranks, and its result."""
     dist.barrier()
     start = time.perf_counter()
     result = call()
@@ -66,21 +73,41 @@ def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
 def measure(variant: str, layers: int, device: torch.device, folder: Path) -> dict[str, Any]:
     """Return the measurements of a variant."""
     model = sharded(variant, layers, device)
-    saver = dist.new_group(backend="gloo")
-    plain = variant in ("bf16", "fp32")
-    state = model.state_dict() if plain else {"model": checkpoint.Model(model)}
-    by: Any = dcp if plain else checkpoint
-    row: dict[str, Any] = {"variant": variant}
-    where = "checkpoint_id" if plain else "directory"
-    row["save"], _ = seconds(lambda: by.save(state, **{where: folder / "saved"}))
-    row["load"], _ = seconds(lambda: by.load(state, **{where: folder / "saved"}))
-    row["async"], saving = seconds(
-        lambda: by.async_save(state, **{where: folder / "async"}, process_group=saver)
+    async_group = dist.new_group(backend="gloo")
+
+    # Both modules have functions with these names.
+    state: dict[str, Any]
+    if variant in ("bf16", "fp32"):
+        library: Any = dcp
+        folder_argument = "checkpoint_id"
+        state = model.state_dict()
+    else:
+        library = checkpoint
+        folder_argument = "directory"
+        state = {"model": checkpoint.Model(model)}
+
+    saved_to = {folder_argument: folder / "saved"}
+    async_saved_to = {folder_argument: folder / "async"}
+    save_seconds, _ = timed(lambda: library.save(state, **saved_to))
+    load_seconds, _ = timed(lambda: library.load(state, **saved_to))
+    async_seconds, future = timed(
+        lambda: library.async_save(state, **async_saved_to, process_group=async_group)
     )
-    saving.result()
-    files = [path for path in (folder / "saved").rglob("*") if path.is_file()]
-    row["bytes"] = sum(path.stat().st_size for path in files)
-    row["parameters"] = sum(p.numel() for p in model.parameters())
+    future.result()
+
+    nbytes = 0
+    for path in (folder / "saved").rglob("*"):
+        if path.is_file():
+            nbytes += path.stat().st_size
+    row = {
+        "variant": variant,
+        "save": save_seconds,
+        "load": load_seconds,
+        "async": async_seconds,
+        "bytes": nbytes,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+    # Rank 0 removes the files after all ranks have read their sizes.
     dist.barrier()
     return row
 
@@ -100,13 +127,16 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
     for variant in options.variants.split(","):
-        made = [tempfile.mkdtemp(dir=options.folder)]
-        dist.broadcast_object_list(made)
-        row = measure(variant, options.layers, device, Path(made[0]))
+        # All ranks write to the folder of rank 0.
+        folders = [tempfile.mkdtemp(dir=options.folder)]
+        dist.broadcast_object_list(folders)
+        folder = Path(folders[0])
+        row = measure(variant, options.layers, device, folder)
         if dist.get_rank() == 0:
             print(json.dumps(row), flush=True)
-            shutil.rmtree(made[0])
+            shutil.rmtree(folder)
     dist.destroy_process_group()
 
 

@@ -9,46 +9,53 @@ the bytes of inputs, codes and scales.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from cuda_kernels import copy_us, time_us
+from cuda_kernels import Kernel, Row, copy_us, time_us
 from torch import Tensor
 
 import fp8rs  # noqa: F401  (registers the operators)
 
 ops = torch.ops.fp8rs
-E4M3, E8M0, F32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
+E4M3 = torch.float8_e4m3fn
+E8M0 = torch.float8_e8m0fnu
+F32 = torch.float32
 
-Rows = dict[str, tuple[float, list[Callable[[], object]]]]
 
-
-def kernels(xs: list[Tensor]) -> Rows:
-    """Return the bytes per element and one call per input, by name."""
+def kernels(xs: list[Tensor]) -> dict[str, Kernel]:
+    """Return each kernel with a call per input, by name."""
     rows, cols = xs[0].shape
     size = xs[0].element_size()
-    made: Rows = {}
+    result: dict[str, Kernel] = {}
 
-    def add(name: str, per_element: float, call: Callable[[Tensor], object], of: Any = xs) -> None:
-        made[name] = (per_element, [lambda x=x: call(x) for x in of])
-
-    def quantize(
-        name: str, block: tuple[int, int], directions: str, given: bool = False, **options: object
+    def add(
+        name: str,
+        bytes_per_element: float,
+        call: Callable[[Tensor], object],
+        inputs: list[Tensor] = xs,
     ) -> None:
-        if given:
-            options["amax"] = torch.ones(rows, 1, device="cuda")
-            if "c" in directions:
-                options["amax_columnwise"] = torch.ones(cols, 1, device="cuda")
+        calls: list[Callable[[], object]] = []
+        for x in inputs:
+            calls.append(functools.partial(call, x))
+        result[name] = Kernel(bytes_per_element, calls)
+
+    def quantize(name: str, block: tuple[int, int], directions: str, **options: object) -> None:
+        """Add a cast to blocks, whose directions are "r", "c" or "rc"."""
+        rowwise = "r" in directions
+        columnwise = "c" in directions
         scale_dtype = E8M0 if block[1] == 32 else F32
 
-        def call(x: Tensor) -> Any:
-            wanted = ("r" in directions, "c" in directions)
-            return ops.quantize_blocks(x, E4M3, block, scale_dtype, *wanted, **options)
+        def call(x: Tensor) -> list[Tensor]:
+            planes: list[Tensor] = ops.quantize_blocks(
+                x, E4M3, block, scale_dtype, rowwise, columnwise, **options
+            )
+            return planes
 
-        nbytes = sum(out.numel() * out.element_size() for out in call(xs[0])) / (rows * cols)
-        add(name, size + nbytes, call)
+        output_bytes = sum(output.numel() * output.element_size() for output in call(xs[0]))
+        add(name, size + output_bytes / (rows * cols), call)
 
     quantize("MX rowwise", (1, 32), "r")
     quantize("MX rowwise, packed", (1, 32), "r", packed=True)
@@ -67,37 +74,49 @@ def kernels(xs: list[Tensor]) -> Rows:
     quantize("per row, column scale", (1, -1), "r", column_scale=column_scale)
     quantize("per row both", (1, -1), "rc")
     quantize("per row both, column scale", (1, -1), "rc", column_scale=column_scale)
-    quantize("per row both, amax given", (1, -1), "rc", given=True)
-    for name, block in (("32x32", (32, 32)), ("128x128", (128, 128)), ("rows", (1, -1))):
-        add(f"block amax, {name}", size, lambda x, block=block: ops.block_amax(x, block))
-    codes = [
-        torch.randint(0, 255, (rows, cols), dtype=torch.uint8, device="cuda").view(E4M3) for _ in xs
-    ]
+    quantize(
+        "per row both, amax given",
+        (1, -1),
+        "rc",
+        amax=torch.ones(rows, 1, device="cuda"),
+        amax_columnwise=torch.ones(cols, 1, device="cuda"),
+    )
+
+    add("block amax, 32x32", size, lambda x: ops.block_amax(x, (32, 32)))
+    add("block amax, 128x128", size, lambda x: ops.block_amax(x, (128, 128)))
+    add("block amax, rows", size, lambda x: ops.block_amax(x, (1, -1)))
+
+    codes = []
+    for _ in xs:
+        code_bytes = torch.randint(0, 255, (rows, cols), dtype=torch.uint8, device="cuda")
+        codes.append(code_bytes.view(E4M3))
     grid = (-(-rows // 32), -(-cols // 32))
-    square = torch.randint(110, 130, grid, dtype=torch.uint8, device="cuda").view(E8M0)
-    for axis, name in enumerate(("rows", "columns")):
-        add(f"rebase {name}", 2, lambda c, axis=axis: ops.rebase(c, square, [32, 32], axis), codes)
-    return made
+    scales = torch.randint(110, 130, grid, dtype=torch.uint8, device="cuda").view(E8M0)
+    add("rebase rows", 2, lambda c: ops.rebase(c, scales, [32, 32], 0), codes)
+    add("rebase columns", 2, lambda c: ops.rebase(c, scales, [32, 32], 1), codes)
+    return result
 
 
-def peers(xs: list[Tensor]) -> Rows:
+def peers(xs: list[Tensor]) -> dict[str, Kernel]:
     """Return torchao's compiled casts to MX, or nothing if it is not installed."""
     try:
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.prototype.mx_formats.mx_tensor import to_mx
     except ImportError:
         return {}
-    made: Rows = {}
+
+    # The input, a code per element, and a scale per 32 elements.
+    bytes_per_element = xs[0].element_size() + 1 + 1 / 32
+    result: dict[str, Kernel] = {}
     for mode in (ScaleCalculationMode.FLOOR, ScaleCalculationMode.RCEIL):
 
         def cast(x: Tensor, mode: ScaleCalculationMode = mode) -> object:
             return to_mx(x, E4M3, 32, mode)
 
         compiled = torch.compile(cast, fullgraph=True, dynamic=False)
-        calls = [lambda x=x, f=compiled: f(x) for x in xs]
-        name = f"torchao to_mx, {mode.name}"
-        made[name] = (xs[0].element_size() + 1 + 1 / 32, calls)
-    return made
+        calls: list[Callable[[], object]] = [functools.partial(compiled, x) for x in xs]
+        result[f"torchao to_mx, {mode.name}"] = Kernel(bytes_per_element, calls)
+    return result
 
 
 def main() -> None:
@@ -110,27 +129,36 @@ def main() -> None:
     arguments = parser.parse_args()
     dtype = getattr(torch, arguments.dtype)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, dtype, "in, E4M3 out")
-    results: dict[str, list[tuple[str, float, float]]] = {}
+
+    results: dict[str, list[Row]] = {}
     for size in arguments.sizes.split(","):
         rows, cols = map(int, size.split("x"))
+        # So many inputs that the L2 cache does not hold them.
         sets = max(3, min(8, int(1e9 / (rows * cols * 2))))
         xs = [torch.randn(rows, cols, dtype=dtype, device="cuda") for _ in range(sets)]
-        copies: dict[float, float] = {}
         print(f"\n{size}, {sets} sets")
+
+        #: Times of copies by bytes per element, rounded so that similar kernels share one.
+        copies_us: dict[float, float] = {}
         results[size] = []
-        for name, (per_element, calls) in (kernels(xs) | peers(xs)).items():
+        all_kernels = kernels(xs) | peers(xs)
+        for name, kernel in all_kernels.items():
             if arguments.only not in name:
                 continue
-            key = round(per_element, 2)
-            if key not in copies:
-                copies[key] = copy_us(rows * cols * key, sets)
-            took, copy = time_us(calls), copies[key]
+
+            nbytes = round(kernel.bytes_per_element, 2)
+            if nbytes not in copies_us:
+                copies_us[nbytes] = copy_us(rows * cols * nbytes, sets)
+            kernel_us = time_us(kernel.calls)
+            copied_us = copies_us[nbytes]
+            fraction = copied_us / kernel_us
             print(
-                f"{name:26} {took:8.1f} us  copy {copy:8.1f}  fraction {copy / took:.2f}",
+                f"{name:26} {kernel_us:8.1f} us  copy {copied_us:8.1f}  fraction {fraction:.2f}",
                 flush=True,
             )
-            results[size].append((name, took, copy / took))
-        del xs
+            results[size].append((name, kernel_us, fraction))
+        del xs, all_kernels
+
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(results, file, indent=1)

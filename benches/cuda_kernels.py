@@ -10,10 +10,11 @@ device copy of as many bytes as the kernel's inputs and outputs, divided by the 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +25,18 @@ ops = torch.ops.fp8rs
 E4M3 = torch.float8_e4m3fn
 
 
+#: A row of the JSON file: a kernel's name, microseconds, and fraction of a copy's speed.
+Row = tuple[str, float, float]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel to time: the bytes that it reads and writes, and one call for each input."""
+
+    bytes_per_element: float
+    calls: list[Callable[[], object]]
+
+
 def time_us(calls: list[Callable[[], object]], rounds: int = 15) -> float:
     """Return the median time of a call, from replays of one graph of all calls."""
     for call in calls:
@@ -31,12 +44,15 @@ def time_us(calls: list[Callable[[], object]], rounds: int = 15) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _kept = [call() for call in calls]
+        # Keep the outputs, so that each call writes to memory of its own.
+        _outputs = [call() for call in calls]
     graph.replay()
     torch.cuda.synchronize()
+
     times = []
     for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         end.record()
@@ -50,107 +66,149 @@ def copy_us(nbytes: float, sets: int) -> float:
 
     It is the shorter of the driver's copy and an elementwise kernel.
     """
-    half = int(nbytes / 2) // 16 * 4
-    sources = [
-        torch.randint(1 << 30, (half,), dtype=torch.int32, device="cuda") for _ in range(sets)
-    ]
-    targets = [torch.empty_like(s) for s in sources]
-    pairs = list(zip(targets, sources, strict=True))
-    driver = time_us([lambda t=t, s=s: t.copy_(s) for t, s in pairs])
-    kernel = time_us([lambda t=t, s=s: torch.neg(s, out=t) for t, s in pairs])
-    return min(driver, kernel)
+    # Half of the bytes are read, as int32 in multiples of 16 bytes.
+    numel = int(nbytes / 2) // 16 * 4
+    driver_calls: list[Callable[[], object]] = []
+    kernel_calls: list[Callable[[], object]] = []
+    for _ in range(sets):
+        source = torch.randint(1 << 30, (numel,), dtype=torch.int32, device="cuda")
+        target = torch.empty_like(source)
+        driver_calls.append(functools.partial(target.copy_, source))
+        kernel_calls.append(functools.partial(torch.neg, source, out=target))
+    return min(time_us(driver_calls), time_us(kernel_calls))
 
 
-def kernels(xs: list[Tensor]) -> dict[str, tuple[float, list[Callable[[], object]]]]:
-    """Return the bytes per element and one call per input, by name."""
+def kernels(xs: list[Tensor]) -> dict[str, Kernel]:
+    """Return each kernel with a call per input, by name."""
     size = xs[0].element_size()
     scale = torch.tensor(0.01, device="cuda")
     amax = torch.zeros_like(scale)
     codes = [ops.quantize(x, scale, E4M3)[0] for x in xs]
+    norm_weight = torch.ones(xs[0].shape[1], dtype=xs[0].dtype, device="cuda")
+    # A gated activation has two inputs. The second one is the next tensor.
+    gated_inputs = list(zip(xs, [*xs[1:], xs[0]], strict=True))
+    result: dict[str, Kernel] = {}
 
-    def each(call: Callable[[Tensor], object], of: list[Tensor] = xs) -> list[Callable[[], object]]:
-        return [lambda x=x: call(x) for x in of]
+    def add(
+        name: str,
+        bytes_per_element: float,
+        call: Callable[[Tensor], object],
+        inputs: list[Tensor] = xs,
+    ) -> None:
+        calls: list[Callable[[], object]] = []
+        for x in inputs:
+            calls.append(functools.partial(call, x))
+        result[name] = Kernel(bytes_per_element, calls)
 
-    def both(name: str, call: Callable[[Tensor, bool], object]) -> dict[str, Any]:
-        return {
-            name.format(""): (size + 1, each(lambda x: call(x, False))),
-            name.format(" + transpose"): (size + 2, each(lambda x: call(x, True))),
-        }
+    def add_cast(name: str, call: Callable[[Tensor, bool], object]) -> None:
+        """Add a kernel that writes codes, and one that writes their transpose too."""
+        add(name.format(""), size + 1, lambda x: call(x, False))
+        add(name.format(" + transpose"), size + 2, lambda x: call(x, True))
 
-    def sum_over(ranks: int) -> tuple[float, list[Callable[[], object]]]:
+    def add_norm(name: str, centered: bool, **delayed: Tensor) -> None:
+        bias = norm_weight if centered else None
+
+        def call(x: Tensor, transpose: bool) -> object:
+            return ops._quantize_norm(
+                x, norm_weight, bias, centered, 1e-5, E4M3, True, transpose, **delayed
+            )
+
+        add_cast(name, call)
+
+    def add_gated(
+        name: str, bytes_per_element: float, call: Callable[[Tensor, Tensor], object]
+    ) -> None:
+        calls: list[Callable[[], object]] = []
+        for gate, up in gated_inputs:
+            calls.append(functools.partial(call, gate, up))
+        result[name] = Kernel(bytes_per_element, calls)
+
+    def add_sum(ranks: int) -> None:
         def call(x: Tensor) -> object:
-            sent = x.view(ranks, -1)
-            return ops.sum_rows_(sent.new_empty(sent.shape[1], dtype=torch.float32), sent, 3.0)
+            received = x.view(ranks, -1)
+            total = received.new_empty(received.shape[1], dtype=torch.float32)
+            return ops.sum_rows_(total, received, 3.0)
 
-        return size + 4 / ranks, each(call)
+        add(f"sum over {ranks} ranks", size + 4 / ranks, call)
 
-    weight = torch.ones(xs[0].shape[1], dtype=xs[0].dtype, device="cuda")
-    following = dict(zip(map(id, xs), [*xs[1:], xs[0]], strict=True))
+    add_norm("RMSNorm, current scaling{}", centered=False)
+    add_norm("RMSNorm, delayed{}", centered=False, scale=scale, amax=amax)
+    add_norm("LayerNorm, current scaling{}", centered=True)
+    add_gated(
+        "SwiGLU, current scaling",
+        2 * size + 1,
+        lambda gate, up: ops._quantize_glu(gate, up, "silu", E4M3, True, False),
+    )
+    add_gated(
+        "SwiGLU, current scaling + transpose",
+        2 * size + 2,
+        lambda gate, up: ops._quantize_glu(gate, up, "silu", E4M3, True, True),
+    )
+    add_gated(
+        "SwiGLU's gradients, current scaling + transpose",
+        3 * size + 4,
+        lambda gate, up: ops._quantize_glu_backward(gate, up, gate, "silu", E4M3),
+    )
+    add("amax", size, ops.amax)
+    add_cast("cast{}", lambda x, transpose: ops.quantize(x, scale, E4M3, True, transpose))
+    add_cast(
+        "cast{}, delayed",
+        lambda x, transpose: ops._quantize_delayed(x, scale, amax, E4M3, True, transpose),
+    )
+    add_cast(
+        "current scaling{}", lambda x, transpose: ops.quantize_current(x, E4M3, True, transpose)
+    )
+    add("transpose", 2, ops.transpose, codes)
+    add(
+        "dequantize",
+        size + 1,
+        lambda c: ops.dequantize(c, scale, [-1, -1], xs[0].dtype),
+        codes,
+    )
+    add_sum(2)
+    add_sum(8)
+    return result
 
-    def norm(centered: bool, **delayed: Tensor) -> Callable[[Tensor, bool], object]:
-        bias = weight if centered else None
-        return lambda x, transpose: ops._quantize_norm(
-            x, weight, bias, centered, 1e-5, E4M3, True, transpose, **delayed
-        )
 
-    def gated(x: Tensor, transpose: bool) -> object:
-        return ops._quantize_glu(x, following[id(x)], "silu", E4M3, True, transpose)
-
-    def gated_backward(x: Tensor) -> object:
-        return ops._quantize_glu_backward(x, following[id(x)], x, "silu", E4M3)
-
-    return {
-        **both("RMSNorm, current scaling{}", norm(False)),
-        **both("RMSNorm, delayed{}", norm(False, scale=scale, amax=amax)),
-        **both("LayerNorm, current scaling{}", norm(True)),
-        "SwiGLU, current scaling": (2 * size + 1, each(lambda x: gated(x, False))),
-        "SwiGLU, current scaling + transpose": (2 * size + 2, each(lambda x: gated(x, True))),
-        "SwiGLU's gradients, current scaling + transpose": (3 * size + 4, each(gated_backward)),
-        "amax": (size, each(ops.amax)),
-        **both("cast{}", lambda x, t: ops.quantize(x, scale, E4M3, True, t)),
-        **both(
-            "cast{}, delayed", lambda x, t: ops._quantize_delayed(x, scale, amax, E4M3, True, t)
-        ),
-        **both("current scaling{}", lambda x, t: ops.quantize_current(x, E4M3, True, t)),
-        "transpose": (2, each(ops.transpose, codes)),
-        "dequantize": (
-            size + 1,
-            each(lambda c: ops.dequantize(c, scale, [-1, -1], xs[0].dtype), codes),
-        ),
-        "sum over 2 ranks": sum_over(2),
-        "sum over 8 ranks": sum_over(8),
-    }
-
-
-def multi() -> list[tuple[str, float, float]]:
+def multi() -> list[Row]:
     """Measure kernels for lists, on fp32 weights of 16 layers of Llama-3-8B in 224 tensors."""
     shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
     shapes += [(14336, 4096), (14336, 4096), (4096, 14336)]
-    xs = [
-        torch.randn(r // 4 // 2, c, device="cuda")
-        for _ in range(16)
-        for r, c in shapes
-        for _ in (0, 1)
-    ]
-    n = sum(x.numel() for x in xs)
-    outs = [torch.empty(x.shape, dtype=E4M3, device="cuda") for x in xs]
+    # A quarter of each weight, in two tensors.
+    xs = []
+    for _ in range(16):
+        for rows, cols in shapes:
+            for _ in range(2):
+                xs.append(torch.randn(rows // 4 // 2, cols, device="cuda"))
+    numel = sum(x.numel() for x in xs)
+    codes = [torch.empty(x.shape, dtype=E4M3, device="cuda") for x in xs]
     scales = torch.full((len(xs),), 0.01, device="cuda")
     amaxes = torch.zeros_like(scales)
-    rows = {
-        "multi amax": (4, lambda: ops.multi_amax(xs)),
-        "multi cast": (5, lambda: ops.multi_quantize(xs, scales, outs)),
-        "multi cast, delayed": (
-            5,
-            lambda: ops.multi_quantize_delayed(xs, scales, amaxes, outs),
+
+    list_kernels = {
+        "multi amax": Kernel(4, [lambda: ops.multi_amax(xs)]),
+        "multi cast": Kernel(5, [lambda: ops.multi_quantize(xs, scales, codes)]),
+        "multi cast, delayed": Kernel(
+            5, [lambda: ops.multi_quantize_delayed(xs, scales, amaxes, codes)]
         ),
     }
-    print(f"\n{len(xs)} tensors, {n / 1e6:.0f} M fp32")
+    print(f"\n{len(xs)} tensors, {numel / 1e6:.0f} M fp32")
     result = []
-    for name, (per_element, call) in rows.items():
-        took, copy = time_us([call], 9), copy_us(n * per_element, 1)
-        print(f"{name:30} {took:8.1f} us  copy {copy:8.1f}  fraction {copy / took:.2f}", flush=True)
-        result.append((name, took, copy / took))
+    for name, kernel in list_kernels.items():
+        kernel_us = time_us(kernel.calls, 9)
+        copied_us = copy_us(numel * kernel.bytes_per_element, 1)
+        result.append(row_of(name, kernel_us, copied_us))
     return result
+
+
+def row_of(name: str, kernel_us: float, copied_us: float) -> Row:
+    """Print a kernel's time and that of a copy of as many bytes, and return its row."""
+    fraction = copied_us / kernel_us
+    print(
+        f"{name:30} {kernel_us:8.1f} us  copy {copied_us:8.1f}  fraction {fraction:.2f}",
+        flush=True,
+    )
+    return name, kernel_us, fraction
 
 
 def main() -> None:
@@ -160,24 +218,25 @@ def main() -> None:
     parser.add_argument("--sizes", default="4096x4096,8192x8192,16384x14336")
     arguments = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "bf16 in, E4M3 out")
-    results: dict[str, list[tuple[str, float, float]]] = {}
+
+    results: dict[str, list[Row]] = {}
     for size in arguments.sizes.split(","):
         rows, cols = map(int, size.split("x"))
+        # So many inputs that the L2 cache does not hold them.
         sets = max(3, min(8, int(1e9 / (rows * cols * 2))))
         xs = [torch.randn(rows, cols, dtype=torch.bfloat16, device="cuda") for _ in range(sets)]
-        copies: dict[float, float] = {}
         print(f"\n{size}, {sets} sets")
+
+        #: Times of copies by bytes per element.
+        copies_us: dict[float, float] = {}
         results[size] = []
-        for name, (per_element, calls) in kernels(xs).items():
-            if per_element not in copies:
-                copies[per_element] = copy_us(rows * cols * per_element, sets)
-            took, copy = time_us(calls), copies[per_element]
-            print(
-                f"{name:30} {took:8.1f} us  copy {copy:8.1f}  fraction {copy / took:.2f}",
-                flush=True,
-            )
-            results[size].append((name, took, copy / took))
+        for name, kernel in kernels(xs).items():
+            nbytes = kernel.bytes_per_element
+            if nbytes not in copies_us:
+                copies_us[nbytes] = copy_us(rows * cols * nbytes, sets)
+            results[size].append(row_of(name, time_us(kernel.calls), copies_us[nbytes]))
         del xs
+
     results["multi"] = multi()
     if arguments.json:
         with open(arguments.json, "w") as file:

@@ -38,10 +38,15 @@ from torch import Tensor
 import fp8rs
 from fp8rs.optim import AdamW
 from fp8rs.quantize.formats import ROW
+from fp8rs.tensor.quantizer import Quantizer
 
 ROOT = Path(__file__).resolve().parent.parent
-E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+E8M0 = torch.float8_e8m0fnu
+F32 = torch.float32
+BF16 = torch.bfloat16
+F16 = torch.float16
 SIZES = ((8192, 8192), (4096, 14336))
 #: Parts of the names of the kernels to time.
 TIMED = ("rebase", "per row", "MX both", "MX rowwise", "128x128 both", "current", "cast", "amax")
@@ -64,36 +69,55 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
         return torch.randint(least, bound, shape, dtype=torch.uint8).to(device)
 
     x = normal(rows, cols)
-    scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
+    scale = torch.ones((), device=device)
+    amax = torch.zeros((), device=device)
+
+    # Codes without NaN, and their scales: one for each 32x32 or 1x32 block.
     codes = integers(0, 127, rows, cols).view(E4M3)
-    down, across = -(-rows // 32), -(-cols // 32)
-    square = integers(110, 130, down, across).view(E8M0)
-    lines = integers(110, 130, rows, across).view(E8M0)
-    pair = [x[: rows // 2].clone(), x[rows // 2 :].clone()]
-    outs = [torch.empty(p.shape, dtype=E4M3, device=device) for p in pair]
-    scales, amaxes = torch.ones(2, device=device), torch.zeros(2, device=device)
+    row_blocks = -(-rows // 32)
+    column_blocks = -(-cols // 32)
+    scales_32x32 = integers(110, 130, row_blocks, column_blocks).view(E8M0)
+    scales_1x32 = integers(110, 130, rows, column_blocks).view(E8M0)
+
+    # A list of two tensors.
+    halves = [x[: rows // 2].clone(), x[rows // 2 :].clone()]
+    half_codes = [torch.empty(half.shape, dtype=E4M3, device=device) for half in halves]
+    half_scales = torch.ones(2, device=device)
+    half_amaxes = torch.zeros(2, device=device)
+
     column_scale = torch.rand(cols).to(device)
-    gate, dy = normal(rows, cols), normal(rows, cols)
-    gain, bias = normal(cols), normal(cols)
-    serving = {"amax_epsilon": 1 / 512, "divide": True}
+    gate = normal(rows, cols)
+    dy = normal(rows, cols)
+    norm_weight = normal(cols)
+    norm_bias = normal(cols)
 
     def delayed(columnwise: bool) -> Call:
         return lambda: (ops.quantize_delayed(x, scale, amax, E4M3, True, columnwise), amax)
 
     def quantize_list() -> list[Tensor]:
-        ops.multi_quantize(pair, scales, outs)
-        return outs
+        ops.multi_quantize(halves, half_scales, half_codes)
+        return half_codes
 
     def quantize_list_delayed() -> list[Tensor]:
-        ops.multi_quantize_delayed(pair, scales, amaxes, outs)
-        return [*outs, amaxes]
+        ops.multi_quantize_delayed(halves, half_scales, half_amaxes, half_codes)
+        return [*half_codes, half_amaxes]
 
-    def norm(centered: bool, *directions: bool) -> Call:
-        shift = bias if centered else None
-        return lambda: ops._quantize_norm(x, gain, shift, centered, 1e-5, E4M3, *directions)
+    def norm(centered: bool, rowwise: bool, columnwise: bool) -> Call:
+        bias = norm_bias if centered else None
+        return lambda: ops._quantize_norm(
+            x, norm_weight, bias, centered, 1e-5, E4M3, rowwise, columnwise
+        )
 
-    def blocks(block: tuple[int, int], kind: torch.dtype, *directions: bool, **more: Any) -> Call:
-        return lambda: ops.quantize_blocks(x, E4M3, block, kind, *directions, **more)
+    def blocks(
+        block: tuple[int, int],
+        scale_dtype: torch.dtype,
+        rowwise: bool,
+        columnwise: bool,
+        **options: object,
+    ) -> Call:
+        return lambda: ops.quantize_blocks(
+            x, E4M3, block, scale_dtype, rowwise, columnwise, **options
+        )
 
     return {
         "amax": lambda: ops.amax(x),
@@ -115,15 +139,16 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
         "per row, column scale": blocks((1, -1), F32, True, False, column_scale=column_scale),
         "per row both": blocks((1, -1), F32, True, True),
         "per row both, column scale": blocks((1, -1), F32, True, True, column_scale=column_scale),
-        "per row, divided": blocks((1, -1), F32, True, False, **serving),
+        # As engines that serve models quantize.
+        "per row, divided": blocks((1, -1), F32, True, False, amax_epsilon=1 / 512, divide=True),
         "RMSNorm": norm(False, True, False),
         "RMSNorm + transpose": norm(False, True, True),
         "LayerNorm + transpose": norm(True, True, True),
         "SwiGLU + transpose": lambda: ops._quantize_glu(x, gate, "silu", E4M3, True, True),
         "GeGLU's gradients": lambda: ops._quantize_glu_backward(x, gate, dy, "gelu_tanh", E4M3),
-        "rebase 32x32, rows": lambda: ops.rebase(codes, square, (32, 32), 0),
-        "rebase 32x32, columns": lambda: ops.rebase(codes, square, (32, 32), 1),
-        "rebase 1x32, columns": lambda: ops.rebase(codes, lines, (1, 32), 1),
+        "rebase 32x32, rows": lambda: ops.rebase(codes, scales_32x32, (32, 32), 0),
+        "rebase 32x32, columns": lambda: ops.rebase(codes, scales_32x32, (32, 32), 1),
+        "rebase 1x32, columns": lambda: ops.rebase(codes, scales_1x32, (1, 32), 1),
         "transpose": lambda: ops.transpose(codes),
         "dequantize": lambda: ops.dequantize(codes, scale, [-1, -1], BF16),
     }
@@ -135,54 +160,75 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def one_first_use(name: str, force_ptx: bool, device: str) -> float:
+def first_use_seconds(name: str, force_ptx: bool, device: str) -> float:
     """Return the seconds of a first call minus the second, in a process without a CUDA context."""
     os.environ["CUDA_CACHE_DISABLE"] = "1"
     call = formats(512, 1024, BF16, device)[name]
+
     # Allocate memory for the outputs, so that the first call does not.
-    held = [torch.empty(1 << 20, dtype=torch.uint8, device=device) for _ in range(8)]
-    del held
+    output_memory = [torch.empty(1 << 20, dtype=torch.uint8, device=device) for _ in range(8)]
+    del output_memory
     wait(device)
+
     # Set this after torch has loaded its kernels, because it disables their machine code too.
     os.environ["CUDA_FORCE_PTX_JIT"] = str(int(force_ptx))
-    took = []
+    seconds = []
     for _ in range(2):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         call()
         wait(device)
-        took.append(time.perf_counter() - begun)
-    return took[0] - took[1]
+        seconds.append(time.perf_counter() - start)
+    return seconds[0] - seconds[1]
 
 
-def first_use(device: str) -> dict[str, Any]:
+def first_use_in_child(name: str, force_ptx: bool, device: str) -> float | None:
+    """Return `first_use_seconds` of a forked process, or None if it failed.
+
+    Forking imports torch once. CUDA must not be initialized in this process.
+    """
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        exit_code = 1
+        try:
+            seconds = first_use_seconds(name, force_ptx, device)
+            os.write(write_end, str(seconds).encode())
+            exit_code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(exit_code)
+
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return float(text) if text else None
+
+
+def first_use(device: str) -> dict[str, dict[str, float | None]]:
     """Measure the first use of each operation, in seconds, with machine code and with PTX."""
-    # Fork, so that torch is imported once. CUDA is not initialized yet.
-    result: dict[str, Any] = {}
+    result = {}
     for name in formats(64, 64, BF16, "cpu"):
-        result[name] = {}
-        for mode, force_ptx in (("machine code", False), ("PTX", True)):
-            read, write = os.pipe()
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    os.write(write, str(one_first_use(name, force_ptx, device)).encode())
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stdout.flush()
-                    os._exit(code)
-            os.close(write)
-            with os.fdopen(read) as pipe:
-                text = pipe.read()
-            os.waitpid(child, 0)
-            result[name][mode] = float(text) if text else None
-        one = {mode: "failed" if s is None else f"{s:.4f} s" for mode, s in result[name].items()}
-        print(f"{name:26} {one}", flush=True)
-    for mode, most in (("machine code", 0.1), ("PTX", 0.4)):
-        worst = max((r[mode] for r in result.values() if r[mode] is not None), default=None)
-        print(f"largest, {mode}: {worst} s, target: {most}")
+        seconds_by_mode = {
+            "machine code": first_use_in_child(name, False, device),
+            "PTX": first_use_in_child(name, True, device),
+        }
+        result[name] = seconds_by_mode
+
+        cells = {}
+        for mode, seconds in seconds_by_mode.items():
+            cells[mode] = "failed" if seconds is None else f"{seconds:.4f} s"
+        print(f"{name:26} {cells}", flush=True)
+
+    for mode, target in (("machine code", 0.1), ("PTX", 0.4)):
+        measured = []
+        for seconds_by_mode in result.values():
+            seconds = seconds_by_mode[mode]
+            if seconds is not None:
+                measured.append(seconds)
+        print(f"largest, {mode}: {max(measured, default=None)} s, target: {target}")
     return result
 
 
@@ -196,18 +242,25 @@ def times(device: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for rows, cols in SIZES:
         xs = [torch.randn(rows, cols, dtype=BF16, device="cuda") for _ in range(6)]
-        copies: dict[float, float] = {}
-        found = result[f"{rows}x{cols}"] = {}
-        for name, (each, calls) in (cuda_kernels.kernels(xs) | cuda_blocks.kernels(xs)).items():
-            if not any(part in name for part in TIMED):
+        kernels = cuda_kernels.kernels(xs) | cuda_blocks.kernels(xs)
+        #: Copies by bytes per element.
+        copies_us: dict[float, float] = {}
+        times_of_size: dict[str, dict[str, float]] = {}
+        for name, kernel in kernels.items():
+            if not any(name_part in name for name_part in TIMED):
                 continue
-            key = round(each, 2)
-            if key not in copies:
-                copies[key] = cuda_kernels.copy_us(rows * cols * key, len(xs))
-            took = cuda_kernels.time_us(calls)
-            found[name] = {"us": round(took, 1), "of copy": round(copies[key] / took, 3)}
-            print(f"{rows}x{cols} {name:28} {took:8.1f} us  {copies[key] / took:.2f}", flush=True)
-        del xs
+
+            nbytes = round(kernel.bytes_per_element, 2)
+            if nbytes not in copies_us:
+                copies_us[nbytes] = cuda_kernels.copy_us(rows * cols * nbytes, len(xs))
+            kernel_us = cuda_kernels.time_us(kernel.calls)
+            fraction = copies_us[nbytes] / kernel_us
+            times_of_size[name] = {"us": round(kernel_us, 1), "of copy": round(fraction, 3)}
+            print(f"{rows}x{cols} {name:28} {kernel_us:8.1f} us  {fraction:.2f}", flush=True)
+        result[f"{rows}x{cols}"] = times_of_size
+
+        # Free the inputs of all calls before those of the next size are allocated.
+        del xs, kernels, kernel
     return result
 
 
@@ -219,70 +272,100 @@ def same_bytes(a: Any, b: Any) -> bool:
         return False
     if a.numel() == 0:
         return True
-    parts = [t.cpu().contiguous().view(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(*parts)
+    bytes_a = a.cpu().contiguous().view(-1).view(torch.uint8)
+    bytes_b = b.cpu().contiguous().view(-1).view(torch.uint8)
+    return torch.equal(bytes_a, bytes_b)
 
 
 def bytes_agree(device: str) -> dict[str, Any]:
     """Compare the bytes of operations and the optimizer on the CPU and the device."""
-    compared: dict[str, bool] = {}
-    shapes = ((2048, 3072), (4096, 14336), (8192, 8192)) if device == "cuda" else ((200, 300),)
+    shapes: list[tuple[int, int]]
+    if device == "cuda":
+        shapes = [(2048, 3072), (4096, 14336), (8192, 8192)]
+    else:
+        shapes = [(200, 300)]
+
+    is_same: dict[str, bool] = {}
     for rows, cols in shapes:
-        for dtype in (BF16,) if rows > 2048 else (F32, BF16, F16):
-            x = torch.randn(rows, cols).to(dtype)
-            x[::7] *= 50
-            x[3, 5], x[rows - 1, 4], x[:, 7] = float("nan"), float("inf"), 0
-            codes = torch.randint(0, 256, (rows, cols), dtype=torch.uint8)
-            codes[:, ::5] = 0
-            there = x.to(device)
-            finite = x.nan_to_num(1.0, 2.0, 3.0)  # otherwise all codes of current scaling are NaN
-            finite_there = finite.to(device)
-            column_scale = torch.rand(cols)
-            for fp8 in (E4M3, E5M2):
-                for options in ({}, {"column_scale": column_scale}, {"power_2_scale": True}):
-                    moved = {
-                        k: v.to(device) if isinstance(v, torch.Tensor) else v
-                        for k, v in options.items()
-                    }
-                    arguments = (fp8, (1, -1), F32, True, True)
-                    name = f"per row both {rows}x{cols} {dtype} {fp8} {list(options)}"
-                    compared[name] = same_bytes(
-                        ops.quantize_blocks(x, *arguments, **options),
-                        ops.quantize_blocks(there, *arguments, **moved),
-                    )
-                for block_rows in (1, 32):
-                    grid = (-(-rows // block_rows), -(-cols // 32))
-                    scale = torch.randint(90, 140, grid, dtype=torch.uint8)
-                    scale[:, 1], scale[0, 2] = 255, 255
-                    plane = (codes.view(fp8), scale.view(E8M0))
-                    for axis in (0, 1):
-                        pair = [
-                            ops.rebase(*(t.to(d) for t in plane), (block_rows, 32), axis)
-                            for d in ("cpu", device)
-                        ]
-                        name = f"rebase {rows}x{cols} {dtype} {fp8} {block_rows} axis {axis}"
-                        compared[name] = same_bytes(*pair)
-                for columnwise in (False, True):
-                    name = f"current {rows}x{cols} {dtype} {fp8} both: {columnwise}"
-                    compared[name] = same_bytes(
-                        *(
-                            ops.quantize_current(t, fp8, True, columnwise)
-                            for t in (finite, finite_there)
-                        )
-                    )
+        # The CPU takes long for large shapes.
+        dtypes = [BF16] if rows > 2048 else [F32, BF16, F16]
+        for dtype in dtypes:
+            is_same |= special_values_agree(rows, cols, dtype, device)
+
+            # Equal seeds create equal inputs.
             torch.manual_seed(0)
-            expected = formats(rows, cols, dtype, "cpu")
+            cpu_calls = formats(rows, cols, dtype, "cpu")
             torch.manual_seed(0)
-            for name, call in formats(rows, cols, dtype, device).items():
-                compared[f"{name} {rows}x{cols} {dtype}"] = same_bytes(expected[name](), call())
-    for name, pair in optimized(device).items():
-        compared[name] = same_bytes(*pair)
-    wrong = [name for name, same in compared.items() if not same]
-    print(f"{len(compared)} comparisons, {len(wrong)} differ", *wrong, sep="\n")
-    return {"comparisons": len(compared), "differ": wrong}
+            device_calls = formats(rows, cols, dtype, device)
+            for name, device_call in device_calls.items():
+                cpu_call = cpu_calls[name]
+                is_same[f"{name} {rows}x{cols} {dtype}"] = same_bytes(cpu_call(), device_call())
+
+    for name, (cpu_result, device_result) in optimized(device).items():
+        is_same[name] = same_bytes(cpu_result, device_result)
+
+    different = [name for name, same in is_same.items() if not same]
+    print(f"{len(is_same)} comparisons, {len(different)} differ", *different, sep="\n")
+    return {"comparisons": len(is_same), "differ": different}
 
 
-def quantizers() -> dict[str, Any]:
+def special_values_agree(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, bool]:
+    """Compare casts of zeros, infinities, NaN and large values on the CPU and the device."""
+    x = torch.randn(rows, cols).to(dtype)
+    x[::7] *= 50
+    x[3, 5] = float("nan")
+    x[rows - 1, 4] = float("inf")
+    x[:, 7] = 0
+    codes = torch.randint(0, 256, (rows, cols), dtype=torch.uint8)
+    codes[:, ::5] = 0
+    # With NaN, all codes of current scaling are NaN.
+    finite_x = x.nan_to_num(1.0, 2.0, 3.0)
+    column_scale = torch.rand(cols)
+
+    device_x = x.to(device)
+    device_finite_x = finite_x.to(device)
+    device_column_scale = column_scale.to(device)
+
+    is_same: dict[str, bool] = {}
+    for fp8 in (E4M3, E5M2):
+        case = f"{rows}x{cols} {dtype} {fp8}"
+        by_rows_and_columns = (fp8, (1, -1), F32, True, True)
+        is_same[f"per row both {case} []"] = same_bytes(
+            ops.quantize_blocks(x, *by_rows_and_columns),
+            ops.quantize_blocks(device_x, *by_rows_and_columns),
+        )
+        is_same[f"per row both {case} ['column_scale']"] = same_bytes(
+            ops.quantize_blocks(x, *by_rows_and_columns, column_scale=column_scale),
+            ops.quantize_blocks(device_x, *by_rows_and_columns, column_scale=device_column_scale),
+        )
+        is_same[f"per row both {case} ['power_2_scale']"] = same_bytes(
+            ops.quantize_blocks(x, *by_rows_and_columns, power_2_scale=True),
+            ops.quantize_blocks(device_x, *by_rows_and_columns, power_2_scale=True),
+        )
+
+        for block_rows in (1, 32):
+            grid = (-(-rows // block_rows), -(-cols // 32))
+            scales = torch.randint(90, 140, grid, dtype=torch.uint8)
+            # NaN in E8M0.
+            scales[:, 1] = 255
+            scales[0, 2] = 255
+            cpu_plane = (codes.view(fp8), scales.view(E8M0))
+            device_plane = (codes.to(device).view(fp8), scales.to(device).view(E8M0))
+            for axis in (0, 1):
+                is_same[f"rebase {case} {block_rows} axis {axis}"] = same_bytes(
+                    ops.rebase(*cpu_plane, (block_rows, 32), axis),
+                    ops.rebase(*device_plane, (block_rows, 32), axis),
+                )
+
+        for columnwise in (False, True):
+            is_same[f"current {case} both: {columnwise}"] = same_bytes(
+                ops.quantize_current(finite_x, fp8, True, columnwise),
+                ops.quantize_current(device_finite_x, fp8, True, columnwise),
+            )
+    return is_same
+
+
+def quantizers() -> dict[str, Quantizer]:
     """Return quantizers of the formats that the optimizer has kernels for."""
     return {
         "current": fp8rs.Quantizer("current", columnwise=False),
@@ -294,53 +377,65 @@ def quantizers() -> dict[str, Any]:
 
 def optimized(device: str) -> dict[str, tuple[Any, Any]]:
     """Return random numbers, and weights and moments after two steps, on the CPU and the device."""
-    found: dict[str, tuple[Any, Any]] = {}
+    pairs: dict[str, tuple[Any, Any]] = {}
     for dtype in (F32, BF16, F16):
-        pair = [torch.empty(301, 1003, dtype=dtype, device=d) for d in ("cpu", device)]
-        for x in pair:
-            ops.random_uniform_(x, 1, 3)
-        found[f"random {dtype}"] = (pair[0], pair[1])
-    shapes = ((300, 1024), (67, 75), (5, 14336), (2, 16388))
+        cpu_numbers = torch.empty(301, 1003, dtype=dtype)
+        device_numbers = torch.empty(301, 1003, dtype=dtype, device=device)
+        ops.random_uniform_(cpu_numbers, 1, 3)
+        ops.random_uniform_(device_numbers, 1, 3)
+        pairs[f"random {dtype}"] = (cpu_numbers, device_numbers)
+
+    any_shapes = ((300, 1024), (67, 75), (5, 14336), (2, 16388))
     # 8-bit moments need rows of blocks of 128 elements.
-    shapes_of_codes = ((300, 1024), (33, 128), (5, 14336), (2, 16384))
+    fp8_shapes = ((300, 1024), (33, 128), (5, 14336), (2, 16384))
     for name, quantizer in quantizers().items():
         for state_dtype in (F32, BF16, "fp8"):
+            shapes = fp8_shapes if state_dtype == "fp8" else any_shapes
             for masters in (True, False):
-                for shape in shapes_of_codes if state_dtype == "fp8" else shapes:
+                for shape in shapes:
                     weight = quantizer(torch.randn(shape))
                     key = f"AdamW {name} {state_dtype} {masters} {shape}"
-                    found[key] = stepped(weight, device, state_dtype, masters)
+                    pairs[key] = stepped(weight, device, state_dtype, masters)
+
     for dtype in (F32, BF16, F16):
-        for shape in shapes_of_codes:
-            key = f"AdamW {dtype} fp8 {shape}"
-            found[key] = stepped(torch.randn(shape).to(dtype), device, "fp8", True)
-    return found
+        for shape in fp8_shapes:
+            plain = torch.randn(shape).to(dtype)
+            pairs[f"AdamW {dtype} fp8 {shape}"] = stepped(plain, device, "fp8", True)
+    return pairs
 
 
 def stepped(
     weight: Tensor, device: str, state_dtype: torch.dtype | str, masters: bool
-) -> tuple[Any, Any]:
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return a weight and its state after two steps, on the CPU and the device."""
     grads = torch.randn(2, *weight.shape)
-    ends = []
-    for d in ("cpu", device):
-        param = torch.nn.Parameter(weight.clone().to(d))
-        optimizer = AdamW(
-            [param],
-            master_weights=masters,
-            state_dtype=state_dtype,
-            state_filter=lambda param: True,
-        )
-        for grad in grads:
-            param.grad = grad.to(d, param.dtype)
-            optimizer.step()
+    cpu_tensors = stepped_on("cpu", weight, grads, state_dtype, masters)
+    device_tensors = stepped_on(device, weight, grads, state_dtype, masters)
+    return cpu_tensors, device_tensors
 
-        planes = [param]
-        if isinstance(param, fp8rs.QuantizedTensor):
-            planes = [param.rowwise.data, param.rowwise.scale]
-        state = sorted(optimizer.state[param].items())
-        ends.append([*planes, *(value for _, value in state)])
-    return ends[0], ends[1]
+
+def stepped_on(
+    device: str, weight: Tensor, grads: Tensor, state_dtype: torch.dtype | str, masters: bool
+) -> list[Tensor]:
+    """Return a weight and its state after a step with each gradient."""
+    param = torch.nn.Parameter(weight.clone().to(device))
+    optimizer = AdamW(
+        [param],
+        master_weights=masters,
+        state_dtype=state_dtype,
+        state_filter=lambda param: True,
+    )
+    for grad in grads:
+        param.grad = grad.to(device, param.dtype)
+        optimizer.step()
+
+    tensors: list[Tensor] = [param]
+    if isinstance(param, fp8rs.QuantizedTensor):
+        tensors = [param.rowwise.data, param.rowwise.scale]
+    state = optimizer.state[param]
+    for key in sorted(state):
+        tensors.append(state[key])
+    return tensors
 
 
 def drive(device: str) -> None:
@@ -349,11 +444,15 @@ def drive(device: str) -> None:
         for shape in ((128, 256), (131, 272), (67, 75)):
             for call in formats(*shape, dtype, device).values():
                 call()
+
     # More tiles than the blocks of one launch can hold.
-    x = torch.randn(4352, 4352 if device == "cuda" else 32, device=device).to(BF16)
+    cols = 4352 if device == "cuda" else 32
+    x = torch.randn(4352, cols, device=device).to(BF16)
     for columnwise in (False, True):
         ops.quantize_current(x, E4M3, True, columnwise)
+
     optimize(device)
+
     if device == "cuda":
         graph = torch.cuda.CUDAGraph()
         call = formats(131, 272, BF16, device)["delayed"]
@@ -368,16 +467,19 @@ def optimize(device: str) -> None:
     """Run each kernel of the optimizer, and random numbers."""
     for masters in (True, False):
         for state_dtype in (F32, BF16, "fp8"):
-            params = [
-                torch.nn.Parameter(quantizer(torch.randn(shape, device=device)))
-                for quantizer in quantizers().values()
-                for shape in ((130, 256), (67, 75), (2, 8192), (2, 16388))
-            ]
+            params = []
+            for quantizer in quantizers().values():
+                for shape in ((130, 256), (67, 75), (2, 8192), (2, 16388)):
+                    weight = quantizer(torch.randn(shape, device=device))
+                    params.append(torch.nn.Parameter(weight))
             plain = torch.randn(9, 67, device=device)
-            params += [torch.nn.Parameter(plain.to(dtype)) for dtype in (F32, BF16, F16)]
-            for p in params:
-                p.grad = torch.randn(p.shape, device=device, dtype=p.dtype)
+            for dtype in (F32, BF16, F16):
+                params.append(torch.nn.Parameter(plain.to(dtype)))
+
+            for param in params:
+                param.grad = torch.randn(param.shape, device=device, dtype=param.dtype)
             AdamW(params, master_weights=masters, state_dtype=state_dtype).step()
+
     for dtype in (F32, BF16, F16):
         ops.random_uniform_(torch.empty(67, 75, dtype=dtype, device=device), 1, 3)
 
@@ -385,7 +487,7 @@ def optimize(device: str) -> None:
 def run(command: list[str], seconds: float, **environment: str) -> tuple[int, str]:
     """Run a command for at most ``seconds``. Return its exit status and its output."""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             cwd=ROOT,
             env={**os.environ, **environment},
@@ -394,30 +496,35 @@ def run(command: list[str], seconds: float, **environment: str) -> tuple[int, st
             text=True,
             timeout=seconds,
         )
-    except subprocess.TimeoutExpired as late:
-        text = late.stdout or b""
-        text = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return 124, text + f"\nstopped after {seconds} s"
-    return done.returncode, done.stdout
+    except subprocess.TimeoutExpired as timeout:
+        # Python returns bytes, in spite of text=True.
+        output = timeout.stdout or b""
+        text = output.decode(errors="replace") if isinstance(output, bytes) else output
+        return 124, f"{text}\nstopped after {seconds} s"
+    return completed.returncode, completed.stdout
 
 
 def tests(device: str) -> dict[str, Any]:
     """Run the tests of CUDA kernels, and return each exit status and last line of output."""
     # pytest on a GPU machine may lack plugins that the project's settings require.
-    base = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "filterwarnings=default"]
-    base += ["-p", "no:cacheprovider", "--tb=short"]
-    files = ["tests/ops/test_cuda_launches.py", "tests/ops/test_blocks_cuda.py"]
-    spread = ["-n", "6"] if importlib.util.find_spec("xdist") else []
-    alone = "than_32_bits_count or workspaces_back"
+    pytest = [sys.executable, "-m", "pytest", "-q", "-o", "addopts="]
+    pytest += ["-o", "filterwarnings=default", "-p", "no:cacheprovider", "--tb=short"]
+    pytest += ["tests/ops/test_cuda_launches.py", "tests/ops/test_blocks_cuda.py"]
+
+    # These allocate most of the GPU's memory.
+    large_tests = "than_32_bits_count or workspaces_back"
+    workers = ["-n", "6"] if importlib.util.find_spec("xdist") else []
+
     result = {}
-    for name, more, seconds in (
-        ("in parallel", [*spread, "-k", f"not ({alone})"], 130),
-        ("one at a time, for memory", ["-k", alone, "--durations=5"], 70),
+    for name, selection, limit_seconds in (
+        ("in parallel", [*workers, "-k", f"not ({large_tests})"], 130),
+        ("one at a time, for memory", ["-k", large_tests, "--durations=5"], 70),
     ):
-        begun = time.perf_counter()
-        code, text = run([*base, *files, *more], seconds)
-        print(f"== {name}: exit {code}, {time.perf_counter() - begun:.0f} s\n{text}", flush=True)
-        result[name] = {"exit": code, "last": text.strip().splitlines()[-1:]}
+        start = time.perf_counter()
+        exit_code, output = run([*pytest, *selection], limit_seconds)
+        seconds = time.perf_counter() - start
+        print(f"== {name}: exit {exit_code}, {seconds:.0f} s\n{output}", flush=True)
+        result[name] = {"exit": exit_code, "last": output.strip().splitlines()[-1:]}
     return result
 
 
@@ -427,23 +534,28 @@ def sanitizer(device: str) -> dict[str, Any]:
     if not Path(tool).exists():
         print("compute-sanitizer is not installed")
         return {"missing": True}
+
+    # The checks run side by side.
     script = [sys.executable, str(Path(__file__).resolve()), "-", "--drive"]
-    running = {}
+    processes = {}
     for check in ("memcheck", "racecheck", "initcheck"):
         command = [tool, "--tool", check, "--error-exitcode", "9", *script]
-        running[check] = subprocess.Popen(
+        processes[check] = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
+
     result = {}
     deadline = time.monotonic() + 110
-    for check, process in running.items():
+    for check, process in processes.items():
         try:
-            text, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+            remaining_seconds = max(1.0, deadline - time.monotonic())
+            output, _ = process.communicate(timeout=remaining_seconds)
         except subprocess.TimeoutExpired:
             process.kill()
-            text = process.communicate()[0] + "\nstopped: out of time"
-        print(f"== {check}: exit {process.returncode}\n{text[-4000:]}", flush=True)
-        summary = [line for line in text.splitlines() if "SUMMARY" in line]
+            output, _ = process.communicate()
+            output += "\nstopped: out of time"
+        print(f"== {check}: exit {process.returncode}\n{output[-4000:]}", flush=True)
+        summary = [line for line in output.splitlines() if "SUMMARY" in line]
         result[check] = {"exit": process.returncode, "summary": summary}
     return result
 
@@ -472,30 +584,42 @@ def main() -> None:
     if arguments.drive:
         drive(device)
         return
+
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.part:
-        if arguments.part.endswith("_ptx"):
-            torch.zeros(1, device=device)  # loads torch's kernels as machine code
-            os.environ["CUDA_FORCE_PTX_JIT"] = "1"
-        result = PARTS[arguments.part](device)
-        (folder / f"{arguments.part}.json").write_text(json.dumps(result, indent=1))
+        run_part(arguments.part, device, folder)
         return
+
     # Run each part in a separate process, so that a failure does not affect the others.
     results: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0]}
     summary = []
-    for part in arguments.only.split(",") if arguments.only else PARTS:
-        begun = time.perf_counter()
+    parts = arguments.only.split(",") if arguments.only else list(PARTS)
+    for part in parts:
         command = [sys.executable, str(Path(__file__).resolve()), str(folder), "--part", part]
-        code, text = run(command + ["--rehearse"] * arguments.rehearse, 210)
-        took = time.perf_counter() - begun
-        (folder / f"{part}.txt").write_text(text)
-        saved = folder / f"{part}.json"
-        results[part] = json.loads(saved.read_text()) if saved.exists() else None
-        summary.append(f"#### {part}: exit {code}, {took:.0f} s\n{text[-6000:]}")
-        print(summary[-1], flush=True)
+        if arguments.rehearse:
+            command.append("--rehearse")
+        start = time.perf_counter()
+        exit_code, output = run(command, 210)
+        seconds = time.perf_counter() - start
+
+        (folder / f"{part}.txt").write_text(output)
+        part_result = folder / f"{part}.json"
+        results[part] = json.loads(part_result.read_text()) if part_result.exists() else None
+        part_summary = f"#### {part}: exit {exit_code}, {seconds:.0f} s\n{output[-6000:]}"
+        summary.append(part_summary)
+        print(part_summary, flush=True)
         (folder / "results.json").write_text(json.dumps(results, indent=1))
         (folder / "summary.txt").write_text("\n".join(summary))
+
+
+def run_part(part: str, device: str, folder: Path) -> None:
+    """Run a part in this process, and write its result."""
+    if part.endswith("_ptx"):
+        torch.zeros(1, device=device)  # loads torch's kernels as machine code
+        os.environ["CUDA_FORCE_PTX_JIT"] = "1"
+    result = PARTS[part](device)
+    (folder / f"{part}.json").write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -30,13 +30,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8rs
 from fp8rs.demo.data import Corpus, load_corpus
 
-LENGTH, ROWS = 64, 16
+#: Tokens of a sequence.
+LENGTH = 64
+#: Sequences of a batch.
+ROWS = 16
 LEARNING_RATE = 1e-3
 #: The bf16 training that begins with other weights.
 PERTURBED = "bf16, perturbed"
 #: Batches of held-out text.
 HELD_OUT = 8
 SIZES = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+#: The prefix of transformers' classes, and options of the experts.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 256}),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 16, "moe_intermediate_size": 96, "head_dim": 32}),
@@ -83,41 +87,46 @@ def build(kind: str) -> Any:
     """Return a model of transformers with seeded values."""
     import transformers
 
-    name, options = KINDS[kind]
+    class_prefix, expert_options = KINDS[kind]
+    config_class = getattr(transformers, f"{class_prefix}Config")
+    model_class = getattr(transformers, f"{class_prefix}ForCausalLM")
+    config = config_class(**SIZES, **expert_options, num_key_value_heads=2, num_experts_per_tok=2)
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(
-        **SIZES, **options, num_key_value_heads=2, num_experts_per_tok=2
-    )
-    return getattr(transformers, f"{name}ForCausalLM")(config)
+    return model_class(config)
 
 
 def train(kind: str, recipe: str, experts: str, corpus: Corpus, steps: int) -> Result:
     """Train one model on all ranks."""
-    model, start = build(kind), time.monotonic()
-    fp8 = not recipe.startswith("bf16")
+    model = build(kind)
+    start = time.monotonic()
+    is_fp8 = not recipe.startswith("bf16")
     if recipe == PERTURBED:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + 1e-3 * torch.randn_like(parameter))
-    if fp8:
+    if is_fp8:
         fp8rs.convert_to_float8_training(
             model, recipe=recipe, gemms="fp8", experts=experts, filter_fqns=["lm_head"]
         )
+
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         # Experts are gathered alone, so that their bytes can be counted.
         fully_shard(layer.mlp.experts, mp_policy=policy)
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    with Gathers() as alone:
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+
+    with Gathers() as expert_gathers:
         for layer in model.model.layers:
-            if fp8:
+            if is_fp8:
                 fp8rs.precompute_float8_dynamic_scale_for_fsdp(model)
             layer.mlp.experts.unshard()
             layer.mlp.experts.reshard()
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    with Gathers() as seen:
+    with Gathers() as training_gathers:
         for step in range(steps):
             rows = corpus.batch(0, step, ROWS, LENGTH).chunk(ranks)[rank]
             for group in optimizer.param_groups:
@@ -126,16 +135,24 @@ def train(kind: str, recipe: str, experts: str, corpus: Corpus, steps: int) -> R
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    seconds, gathered = time.monotonic() - start, sum(seen.sizes)
+    seconds = time.monotonic() - start
+
     model.eval()
-    total = torch.zeros(())
+    loss_sum = torch.zeros(())
     with torch.no_grad():
         for index in range(HELD_OUT):
             rows = corpus.held_out_batch(index, ROWS, LENGTH).chunk(ranks)[rank]
-            total += model(input_ids=rows, labels=rows).loss.float()
-    dist.all_reduce(total)
-    loss = total.item() / HELD_OUT / ranks
-    return Result(kind, recipe, experts, loss, sum(alone.sizes), gathered, seconds)
+            loss_sum += model(input_ids=rows, labels=rows).loss.float()
+    dist.all_reduce(loss_sum)
+    return Result(
+        model=kind,
+        recipe=recipe,
+        experts=experts,
+        loss=loss_sum.item() / HELD_OUT / ranks,
+        expert_bytes=sum(expert_gathers.sizes),
+        gathered=sum(training_gathers.sizes),
+        seconds=seconds,
+    )
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -143,44 +160,51 @@ def learning_rate(step: int, steps: int) -> float:
     warm_up = steps // 10
     if step < warm_up:
         return LEARNING_RATE * (step + 1) / warm_up
-    done = (step - warm_up) / (steps - warm_up)
-    return LEARNING_RATE * (1 + math.cos(math.pi * done)) / 2
+    progress = (step - warm_up) / (steps - warm_up)
+    return LEARNING_RATE * (1 + math.cos(math.pi * progress)) / 2
 
 
 def run_rank(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None:
     """Train all models on one rank, and print the results on the first one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    corpus, results = load_corpus(), []
+    corpus = load_corpus()
+
+    results: list[Result] = []
     for kind in options.models:
         runs = [("bf16", "off"), (PERTURBED, "off")]
         for recipe in options.recipes:
             blockwise = recipe in ("block", "mxfp8")
             runs.append((recipe, "gather" if blockwise else "fp8"))
         for recipe, experts in runs:
-            results.append(train(kind, recipe, experts, corpus, options.steps))
+            result = train(kind, recipe, experts, corpus, options.steps)
+            results.append(result)
             if rank == 0:
-                print(row(results[-1], reference(results)), flush=True)
+                print(row(result, reference(results, kind)), flush=True)
     if rank == 0 and options.json is not None:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
-    fp8 = [r for r in results if r.recipe != PERTURBED]
-    failed = [r for r in fp8 if not passes(r, reference(results, r.model))]
+
+    failed = []
+    for result in results:
+        bf16 = reference(results, result.model)
+        if result.recipe != PERTURBED and not passes(result, bf16):
+            failed.append(f"{result.model} {result.recipe}")
     dist.destroy_process_group()
     if failed and rank == 0:
-        sys.exit("beyond the limits: " + ", ".join(f"{r.model} {r.recipe}" for r in failed))
+        sys.exit(f"beyond the limits: {', '.join(failed)}")
 
 
-def reference(results: list[Result], model: str | None = None) -> Result:
-    """Return the bf16 training of a model. The default is the model of the last result."""
-    model = model or results[-1].model
-    return next(r for r in results if r.model == model and r.recipe == "bf16")
+def reference(results: list[Result], model: str) -> Result:
+    """Return the bf16 training of a model."""
+    return next(result for result in results if result.model == model and result.recipe == "bf16")
 
 
 def passes(result: Result, bf16: Result) -> bool:
     """Return whether the loss and the bytes of gathers are within the limits."""
-    ratio = result.expert_bytes / bf16.expert_bytes
-    small = result.recipe.startswith("bf16") or 0.5 <= ratio <= 0.52
-    return small and abs(result.loss / bf16.loss - 1) < 0.01
+    is_bf16 = result.recipe.startswith("bf16")
+    bytes_ratio = result.expert_bytes / bf16.expert_bytes
+    loss_difference = abs(result.loss / bf16.loss - 1)
+    return (is_bf16 or 0.5 <= bytes_ratio <= 0.52) and loss_difference < 0.01
 
 
 def row(result: Result, bf16: Result) -> str:

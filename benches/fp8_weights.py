@@ -56,11 +56,15 @@ TITLES = {
 def main() -> int:
     """Train the models that the file does not contain, and print the table."""
     options = _options()
-    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    runs: dict[str, dict[str, Any]] = {}
+    if options.out.exists():
+        runs = json.loads(options.out.read_text())
     settings = Settings.choose(options.device, options.ranks, options.steps)
+
     for recipe in options.recipes:
+        runs_of_recipe = runs.setdefault(recipe, {})
         for kind in options.kinds:
-            if kind in found.setdefault(recipe, {}):
+            if kind in runs_of_recipe:
                 continue
             results = launch(
                 train,
@@ -71,9 +75,10 @@ def main() -> int:
                 device=options.device,
                 on_event=lambda event: print(event["line"], flush=True),
             )
-            found[recipe][kind] = results[0]
-            options.out.write_text(json.dumps(found, indent=2) + "\n")
-    print(table(found))
+            runs_of_recipe[kind] = results[0]
+            options.out.write_text(json.dumps(runs, indent=2) + "\n")
+
+    print(table(runs))
     return 0
 
 
@@ -120,8 +125,9 @@ def train(settings: Settings, recipe: Any, kind: str, report: Report) -> dict[st
     for step in range(1, settings.steps + 1):
         _train_step(model, optimizer, corpus, settings, step - 1)
         if step % interval == 0 or step == settings.steps:
-            held_out.append((step, held_out_loss(model, corpus, settings)))
-            progress = f"step {step}/{settings.steps}, held-out loss {held_out[-1][1]:.4f}"
+            loss = held_out_loss(model, corpus, settings)
+            held_out.append((step, loss))
+            progress = f"step {step}/{settings.steps}, held-out loss {loss:.4f}"
             report({"line": f"{recipe} {kind}: {progress}"})
 
     model.reshard()  # type: ignore[operator]
@@ -138,29 +144,52 @@ def _train_step(
 ) -> None:
     """Run a step. Its batch is freed when it ends, so that the meter does not count it."""
     batch = corpus.batch(settings.seed, step, settings.rows, settings.length)
-    tokens = batch.chunk(dist.get_world_size())[dist.get_rank()].to(settings.device)
+    batches_of_ranks = batch.chunk(dist.get_world_size())
+    tokens = batches_of_ranks[dist.get_rank()].to(settings.device)
     train_step(model, optimizer, settings, step, tokens)
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return a table of the last held-out losses, with ratios to master weights."""
-    kinds = [kind for kind in KINDS if any(kind in runs for runs in found.values())]
+def table(runs: dict[str, dict[str, Any]]) -> str:
+    """Return a table of the last held-out losses, with ratios to master weights.
+
+    Args:
+        runs: the results of `train`, by recipe and kind.
+    """
+    kinds = []
+    for kind in KINDS:
+        if any(kind in runs_of_recipe for runs_of_recipe in runs.values()):
+            kinds.append(kind)
+
+    titles = [TITLES[kind] for kind in kinds]
     lines = [
-        "| recipe | " + " | ".join(TITLES[kind] for kind in kinds) + " |",
+        f"| recipe | {' | '.join(titles)} |",
         "|---" * (len(kinds) + 1) + "|",
     ]
-    for recipe, runs in found.items():
-        base = runs["master"]["held_out"][-1][1] if "master" in runs else None
+    for recipe, runs_of_recipe in runs.items():
+        master_loss = None
+        if "master" in runs_of_recipe:
+            master_loss = _last_loss(runs_of_recipe["master"])
+
         cells = []
         for kind in kinds:
-            if kind not in runs:
+            if kind not in runs_of_recipe:
                 cells.append("")
                 continue
-            loss, rest = runs[kind]["held_out"][-1][1], runs[kind]["at_rest"]
-            ratio = f" ({loss / base:.3f})" if base and kind != "master" else ""
-            cells.append(f"{loss:.4f}{ratio}, {rest['weights']:.2f} + {rest['optimizer']:.2f} B")
+
+            run = runs_of_recipe[kind]
+            cell = f"{_last_loss(run):.4f}"
+            if master_loss and kind != "master":
+                cell += f" ({_last_loss(run) / master_loss:.3f})"
+            at_rest = run["at_rest"]
+            cell += f", {at_rest['weights']:.2f} + {at_rest['optimizer']:.2f} B"
+            cells.append(cell)
         lines.append(f"| {recipe} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _last_loss(run: dict[str, Any]) -> float:
+    _, loss = run["held_out"][-1]
+    return float(loss)
 
 
 def _options() -> argparse.Namespace:

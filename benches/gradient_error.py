@@ -27,7 +27,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from meter import converted_weights
@@ -50,10 +49,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from oracle import compare, linear
 
 #: Recipes by their short names, and options that affect rounding.
-CHOSEN: dict[str, Recipe] = {
-    **{name: make() for name, make in RECIPES.items() if name != "tensorwise"},
-    "block of squares": Float8BlockScaling(wgrad_input_block=(128, 128)),
-}
+CHOSEN: dict[str, Recipe] = {}
+for _name, _recipe_class in RECIPES.items():
+    if _name != "tensorwise":  # Another name of current.
+        CHOSEN[_name] = _recipe_class()
+CHOSEN["block of squares"] = Float8BlockScaling(wgrad_input_block=(128, 128))
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ def gradient_error(
         fast_accumulation: let the forward GEMMs on CUDA accumulate with reduced precision, as
             recipes do by default. The simulation does not.
     """
-    chosen = replace(CHOSEN[name], fast_accumulation=(fast_accumulation, False, False))
-    compute = copy.deepcopy(trained).to(dtype)
-    exact_model = copy.deepcopy(compute).float()
-    simulation = simulate(compute, chosen)
+    recipe = replace(CHOSEN[name], fast_accumulation=(fast_accumulation, False, False))
+    plain_model = copy.deepcopy(trained).to(dtype)
+    exact_model = copy.deepcopy(plain_model).float()
+    simulated_model = simulate(plain_model, recipe)
 
     fp8_errors = []
     simulated_errors = []
@@ -110,40 +110,41 @@ def gradient_error(
     simulated_losses_off = []
     for batch in batches:
         # Delayed scaling must not use the amaxes of an earlier batch.
-        converted = convert_to_float8_training(
-            copy.deepcopy(compute), recipe=chosen, filter_fqns=HIGH_PRECISION, gemms="fp8"
+        fp8_model = convert_to_float8_training(
+            copy.deepcopy(plain_model), recipe=recipe, filter_fqns=HIGH_PRECISION, gemms="fp8"
         )
         exact_loss, exact = _gradients(exact_model, batch)
-        fp8_loss, fp8 = _gradients(converted, batch)
-        simulated_loss, simulated = _gradients(simulation, batch)
+        fp8_loss, fp8 = _gradients(fp8_model, batch)
+        simulated_loss, simulated = _gradients(simulated_model, batch)
 
         fp8_errors.append(compare.relative(_flat(fp8), _flat(exact)))
         simulated_errors.append(compare.relative(_flat(simulated), _flat(exact)))
-        for weight in range(len(exact)):
-            fp8_error = compare.relative(fp8[weight], exact[weight])
-            ratios.append(fp8_error / compare.relative(simulated[weight], exact[weight]))
+        for exact_dw, fp8_dw, simulated_dw in zip(exact, fp8, simulated, strict=True):
+            fp8_error = compare.relative(fp8_dw, exact_dw)
+            simulated_error = compare.relative(simulated_dw, exact_dw)
+            ratios.append(fp8_error / simulated_error)
         fp8_losses_off.append(fp8_loss - exact_loss)
         simulated_losses_off.append(simulated_loss - exact_loss)
 
     return GradientError(
-        name,
-        str(dtype).removeprefix("torch."),
-        statistics.fmean(fp8_errors),
-        statistics.fmean(simulated_errors),
-        statistics.median(ratios),
-        statistics.fmean(fp8_losses_off),
-        statistics.fmean(simulated_losses_off),
+        recipe=name,
+        dtype=str(dtype).removeprefix("torch."),
+        fp8rs=statistics.fmean(fp8_errors),
+        simulated=statistics.fmean(simulated_errors),
+        ratio=statistics.median(ratios),
+        loss_off_fp8rs=statistics.fmean(fp8_losses_off),
+        loss_off_simulated=statistics.fmean(simulated_losses_off),
     )
 
 
 def simulate(model: Llama, recipe: Recipe) -> Llama:
     """Return a copy whose linear layers round their operands by a recipe, in plain torch."""
     model = copy.deepcopy(model)
-    weights = converted_weights(model)
+    weight_names = converted_weights(model)
     # In the first batch, delayed scaling computes the same scales as current scaling.
     blocks = linear.blocks_of(recipe)
-    for where, module in model.named_modules():
-        if f"{where}.weight" in weights:
+    for module_name, module in model.named_modules():
+        if f"{module_name}.weight" in weight_names:
             assert isinstance(module, nn.Linear)
             forward = _simulated_forward(module, recipe, blocks)
             module.forward = forward  # type: ignore[method-assign]
@@ -153,9 +154,10 @@ def simulate(model: Llama, recipe: Recipe) -> Llama:
 def _simulated_forward(
     module: nn.Linear, recipe: Recipe, blocks: linear.Blocks
 ) -> Callable[[torch.Tensor], torch.Tensor]:
+    grad_dtype = recipe.fp8_dtype("grad")
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return linear.linear(x, module.weight, module.bias, blocks, recipe.fp8_dtype("grad"))
+        return linear.linear(x, module.weight, module.bias, blocks, grad_dtype)
 
     return forward
 
@@ -176,9 +178,12 @@ def _flat(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 def held_out_batches(settings: Settings, corpus: Corpus) -> list[torch.Tensor]:
     """Return the batches to compare on: one on the CPU, else so many that chance averages out."""
-    count, rows = 1, settings.rows
     if settings.device == "cuda":
-        count, rows = 16, settings.rows // 4
+        count = 16
+        rows = settings.rows // 4
+    else:
+        count = 1
+        rows = settings.rows
 
     batches = []
     for index in range(count):
@@ -189,7 +194,8 @@ def held_out_batches(settings: Settings, corpus: Corpus) -> list[torch.Tensor]:
 
 def trained_model(settings: Settings) -> tuple[Llama, Corpus]:
     """Train the demo's model in fp32 without FSDP2. Return it and its text."""
-    corpus, model = load_corpus(), build_model(settings)
+    corpus = load_corpus()
+    model = build_model(settings)
     optimizer = make_optimizer(model, settings)
     for step in range(settings.steps):
         batch = corpus.batch(settings.seed, step, settings.rows, settings.length)
@@ -227,20 +233,22 @@ def wgrad_error(tokens: int, mean: float, device: str, features: int = 512) -> W
         x += mean * torch.randn(features, generator=generator)
         return (x * torch.randn(features, generator=generator).exp()).bfloat16()
 
-    x, dy = values(), values()
+    x = values()
+    dy = values()
     exact = (dy.double().t() @ x.double()).float()
 
-    def error(where: str) -> float:
-        weight = torch.zeros(1, features, features, device=where, dtype=torch.float32)
+    def error_on(device: str) -> float:
+        weight = torch.zeros(1, features, features, device=device, dtype=torch.float32)
         weight.requires_grad_()
-        offs = torch.tensor([tokens], device=where, dtype=torch.int32)
-        with torch.autocast(where, torch.bfloat16):
-            y = grouped_linear(x.to(where), weight, offs, recipe="current")
-        (dw,) = torch.autograd.grad(y, weight, dy.to(where))
+        offs = torch.tensor([tokens], device=device, dtype=torch.int32)
+        with torch.autocast(device, torch.bfloat16):
+            y = grouped_linear(x.to(device), weight, offs, recipe="current")
+        (dw,) = torch.autograd.grad(y, weight, dy.to(device))
         return compare.relative(dw[0].float().cpu().flatten(), exact.flatten())
 
-    on_cpu = error("cpu")
-    return WgradError(tokens, mean, on_cpu, on_cpu if device == "cpu" else error(device))
+    cpu_error = error_on("cpu")
+    device_error = cpu_error if device == "cpu" else error_on(device)
+    return WgradError(tokens, mean, quantized=cpu_error, device=device_error)
 
 
 def measure_wgrad(options: argparse.Namespace) -> list[WgradError]:
@@ -250,11 +258,35 @@ def measure_wgrad(options: argparse.Namespace) -> list[WgradError]:
     results = []
     for mean in (0.0, 0.1, 0.3, 1.0):
         for tokens in options.tokens:
-            found = wgrad_error(tokens, mean, options.device)
-            results.append(found)
+            error = wgrad_error(tokens, mean, options.device)
+            results.append(error)
             print(
-                f"| {tokens} | {mean} | {found.quantized:.5f} | {found.device:.5f} "
-                f"| {found.device / found.quantized:.3f} |",
+                f"| {tokens} | {mean} | {error.quantized:.5f} | {error.device:.5f} "
+                f"| {error.device / error.quantized:.3f} |",
+                flush=True,
+            )
+    return results
+
+
+def measure_gradients(options: argparse.Namespace) -> list[GradientError]:
+    """Train the demo's model, and print a table of errors by recipe."""
+    settings = Settings.choose(options.device, 1, options.steps)
+    trained, corpus = trained_model(settings)
+    batches = held_out_batches(settings, corpus)
+
+    print("| recipe | activations | fp8rs | simulation | ratio | loss off | simulated |")
+    print("|---|---|---|---|---|---|---|")
+    results = []
+    for recipe in options.recipes:
+        for dtype in options.dtypes:
+            error = gradient_error(
+                trained, batches, recipe, getattr(torch, dtype), options.fast_accumulation
+            )
+            results.append(error)
+            print(
+                f"| {recipe} | {dtype} | {error.fp8rs:.4f} | {error.simulated:.4f} "
+                f"| {error.ratio:.4f} | {error.loss_off_fp8rs:+.5f} "
+                f"| {error.loss_off_simulated:+.5f} |",
                 flush=True,
             )
     return results
@@ -263,32 +295,17 @@ def measure_wgrad(options: argparse.Namespace) -> list[WgradError]:
 def main() -> int:
     """Train, compare and print. Return 1 if an error differs by more than 2%."""
     options = _options()
+    results: list[WgradError] | list[GradientError]
+    differs = False
     if options.tokens:
-        results: list[Any] = list(measure_wgrad(options))
-        if options.json is not None:
-            options.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
-        return 0
-    settings = Settings.choose(options.device, 1, options.steps)
-    trained, corpus = trained_model(settings)
-    batches = held_out_batches(settings, corpus)
-    print("| recipe | activations | fp8rs | simulation | ratio | loss off | simulated |")
-    print("|---|---|---|---|---|---|---|")
-    results = []
-    for recipe in options.recipes:
-        for dtype in options.dtypes:
-            found = gradient_error(
-                trained, batches, recipe, getattr(torch, dtype), options.fast_accumulation
-            )
-            results.append(found)
-            print(
-                f"| {recipe} | {dtype} | {found.fp8rs:.4f} | {found.simulated:.4f} "
-                f"| {found.ratio:.4f} | {found.loss_off_fp8rs:+.5f} "
-                f"| {found.loss_off_simulated:+.5f} |",
-                flush=True,
-            )
+        results = measure_wgrad(options)
+    else:
+        results = measure_gradients(options)
+        differs = any(abs(result.ratio - 1) > 0.02 for result in results)
+
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
-    return int(any(abs(result.ratio - 1) > 0.02 for result in results))
+    return 1 if differs else 0
 
 
 def _options() -> argparse.Namespace:
@@ -310,9 +327,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--fast-accumulation", action="store_true", help="in the forward, on CUDA")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    unknown = [name for name in options.recipes if name not in CHOSEN]
-    if unknown:
-        parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(CHOSEN)}")
+    for name in options.recipes:
+        if name not in CHOSEN:
+            parser.error(f"no recipe {name!r}; there are {', '.join(CHOSEN)}")
     return options
 
 

@@ -13,11 +13,9 @@ steps, except the median. On the CPU, they include the computation, and FP8 GEMM
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,10 +32,11 @@ PARTS = ("forward", "backward", "optimizer")
 
 def training(variant: str, device: str, layers: int) -> tuple[Llama, torch.optim.Optimizer]:
     """Return a sharded model of a variant, and its optimizer."""
-    recipe, *settings = variant.split("-")
     config = LlamaConfig(vocabulary=512, dim=256, layers=layers, heads=2, kv_heads=1, hidden=512)
     with torch.device(device):
         model = Llama(config)
+
+    recipe, *settings = variant.split("-")
     fp8_weights = "fp8" in settings
     if recipe != "bf16":
         convert_to_float8_training(
@@ -52,24 +51,32 @@ def training(variant: str, device: str, layers: int) -> tuple[Llama, torch.optim
         for block in model.blocks:
             block.compile()
     shard(model, device, dist.get_world_size())
+
+    optimizer: torch.optim.Optimizer
     if fp8_weights:
-        return model, AdamW(model.parameters(), lr=1e-4)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        optimizer = AdamW(model.parameters(), lr=1e-4)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return model, optimizer
 
 
 def step_ms(model: Llama, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> list[float]:
     """Return the host time of each of the `PARTS` of a step."""
     if batch.is_cuda:
         torch.cuda.synchronize()
-    times = [time.perf_counter()]
+    forward_start = time.perf_counter()
     loss = model.loss(batch)
-    times.append(time.perf_counter())
+    backward_start = time.perf_counter()
     loss.backward()
-    times.append(time.perf_counter())
+    optimizer_start = time.perf_counter()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    times.append(time.perf_counter())
-    return [1e3 * (end - start) for start, end in itertools.pairwise(times)]
+    end = time.perf_counter()
+    return [
+        1e3 * (backward_start - forward_start),
+        1e3 * (optimizer_start - backward_start),
+        1e3 * (end - optimizer_start),
+    ]
 
 
 def main() -> None:
@@ -85,7 +92,8 @@ def main() -> None:
         torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     batch = torch.randint(512, (1, 65), device=args.device)
-    report: dict[str, Any] = {}
+
+    report: dict[str, dict[str, float]] = {}
     print("| variant | step, ms | median | " + " | ".join(PARTS) + " | first steps, s |")
     print("|---" * 7 + "|", flush=True)
     for variant in args.variants.split(","):
@@ -93,13 +101,19 @@ def main() -> None:
         model, optimizer = training(variant, args.device, args.layers)
         for _ in range(5):
             step_ms(model, optimizer, batch)
-        first = time.perf_counter() - start
+        first_steps_seconds = time.perf_counter() - start
+
         steps = [step_ms(model, optimizer, batch) for _ in range(args.steps)]
-        sums = [sum(step) for step in steps]
-        parts = [min(part) for part in zip(*steps, strict=True)]
-        shown = [f"{ms:.2f}" for ms in (min(sums), statistics.median(sums), *parts)]
-        print(f"| {variant} | {' | '.join(shown)} | {first:.1f} |", flush=True)
-        report[variant] = dict(zip(("step", *PARTS), (min(sums), *parts), strict=True))
+        totals_ms = [sum(parts_ms) for parts_ms in steps]
+        min_ms = {"step": min(totals_ms)}
+        for part, times_ms in zip(PARTS, zip(*steps, strict=True), strict=True):
+            min_ms[part] = min(times_ms)
+        report[variant] = min_ms
+
+        cells = [f"{min_ms['step']:.2f}", f"{statistics.median(totals_ms):.2f}"]
+        for part in PARTS:
+            cells.append(f"{min_ms[part]:.2f}")
+        print(f"| {variant} | {' | '.join(cells)} | {first_steps_seconds:.1f} |", flush=True)
         if args.json:
             with open(args.json, "w") as file:
                 json.dump(report, file)

@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,27 @@ from torch import Tensor, nn
 import fp8rs
 from fp8rs.quantize.recipes import RECIPES
 
-#: (tokens, in_features, out_features), by group.
-SHAPES = {
-    "Llama-3-8B": [(8192, 4096, n) for n in (4096, 1024, 14336)] + [(8192, 14336, 4096)],
-    "squares": [(n, n, n) for n in (1024, 2048, 4096, 8192, 16384)],
-    "few tokens": [(n, 4096, 14336) for n in (128, 512, 2048)],
-    "odd tokens": [(n, 4096, 4096) for n in (2047, 8191)],
-}
-SMALL = {"small": [(64, 128, 256), (48, 64, 64)]}
+#: (tokens, in_features, out_features).
+Shape = tuple[int, int, int]
 
-#: Bytes of inputs and gradients per round, and the maximum number of pairs.
-COLD, PAIRS = 2**28, 16
+#: Shapes by group.
+SHAPES: dict[str, list[Shape]] = {
+    "Llama-3-8B": [
+        (8192, 4096, 4096),
+        (8192, 4096, 1024),
+        (8192, 4096, 14336),
+        (8192, 14336, 4096),
+    ],
+    "squares": [(n, n, n) for n in (1024, 2048, 4096, 8192, 16384)],
+    "few tokens": [(tokens, 4096, 14336) for tokens in (128, 512, 2048)],
+    "odd tokens": [(tokens, 4096, 4096) for tokens in (2047, 8191)],
+}
+SMALL: dict[str, list[Shape]] = {"small": [(64, 128, 256), (48, 64, 64)]}
+
+#: Bytes of inputs and gradients per round, more than the L2 cache holds.
+COLD_BYTES = 2**28
+#: The maximum number of inputs and gradients.
+MAX_PAIRS = 16
 
 #: Clock cycles of a GPU in a millisecond, as an upper bound.
 CYCLES = 2_000_000
@@ -51,9 +62,11 @@ CYCLES = 2_000_000
 Step = Callable[[Tensor, Tensor], object]
 
 
-def steps(layer: nn.Module, eager: bool) -> dict[str, Step]:
+def steps(layer: nn.Linear, eager: bool) -> dict[str, Step]:
     """Return the calls to time, which take an input and the gradient of the output."""
-    run = layer if eager else torch.compile(layer, dynamic=False, fullgraph=True)
+    run: Callable[[Tensor], Tensor] = layer
+    if not eager:
+        run = torch.compile(layer, dynamic=False, fullgraph=True)
 
     def forward(x: Tensor, dy: Tensor) -> object:
         return run(x)
@@ -75,53 +88,80 @@ def time_ms(step: Step, pairs: list[tuple[Tensor, Tensor]], host_ms: float) -> t
     """
     on_gpu = pairs[0][0].is_cuda
     if on_gpu:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start_event = torch.cuda.Event(enable_timing=True)
+        end_event = torch.cuda.Event(enable_timing=True)
+        sleep_ms = 2 * min(host_ms, 5.0) * len(pairs)
         torch.cuda.synchronize()
-        torch.cuda._sleep(int(2 * min(host_ms, 5.0) * len(pairs) * CYCLES))
-        start.record()
-    begun = time.perf_counter()
-    for pair in pairs:
-        step(*pair)
-    host = (time.perf_counter() - begun) * 1e3 / len(pairs)
+        torch.cuda._sleep(int(sleep_ms * CYCLES))
+        start_event.record()
+
+    start = time.perf_counter()
+    for x, dy in pairs:
+        step(x, dy)
+    new_host_ms = (time.perf_counter() - start) * 1e3 / len(pairs)
     if not on_gpu:
-        return host, host
-    end.record()
+        return new_host_ms, new_host_ms
+
+    end_event.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / len(pairs), host
+    return start_event.elapsed_time(end_event) / len(pairs), new_host_ms
+
+
+@dataclass
+class Timed:
+    """A call to time, and its times in milliseconds.
+
+    Attributes:
+        layer: "bf16" or a recipe.
+        passes: "forward" or "both".
+        step: the call.
+        host_ms: the host time of the last round.
+        times_ms: the time of each round after the first ones.
+    """
+
+    layer: str
+    passes: str
+    step: Step
+    host_ms: float = 0.0
+    times_ms: list[float] = field(default_factory=list)
 
 
 def measure(
-    shape: tuple[int, int, int], recipes: list[str], device: str, rounds: int, eager: bool
+    shape: Shape, recipes: list[str], device: str, rounds: int, eager: bool
 ) -> dict[str, dict[str, float]]:
-    """Return the times in milliseconds of bf16 and of each recipe."""
-    tokens, inputs, outputs = shape
+    """Return the times in milliseconds of bf16 and of each recipe, by the passes."""
+    tokens, in_features, out_features = shape
     torch.compiler.reset()
-    new = {"dtype": torch.bfloat16, "device": device}
-    plain = nn.Linear(inputs, outputs, bias=False, **new)
-    timed = {"bf16": steps(plain, eager)}
+    plain = nn.Linear(in_features, out_features, bias=False, dtype=torch.bfloat16, device=device)
+    layers: dict[str, nn.Linear] = {"bf16": plain}
     for recipe in recipes:
-        layer = fp8rs.nn.Linear.from_linear(copy.deepcopy(plain), recipe=recipe)
-        timed[recipe] = steps(layer, eager)
-    count = min(PAIRS, 1 + COLD // (2 * tokens * (inputs + outputs))) if device == "cuda" else 2
-    pairs = [
-        (
-            torch.randn(tokens, inputs, **new, requires_grad=True),
-            torch.randn(tokens, outputs, **new),
-        )
-        for _ in range(count)
-    ]
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in timed}
-    host_ms: dict[tuple[str, str], float] = {}
-    for n in range(rounds + 3):  # three rounds to compile, warm up and measure the host time
-        for name, of_layer in timed.items():
-            for kind, step in of_layer.items():
-                took, host_ms[name, kind] = time_ms(step, pairs, host_ms.get((name, kind), 0.0))
-                if n >= 3:
-                    found[name].setdefault(kind, []).append(took)
-    return {
-        name: {kind: round(statistics.median(ms), 5) for kind, ms in kinds.items()}
-        for name, kinds in found.items()
-    }
+        layers[recipe] = fp8rs.nn.Linear.from_linear(copy.deepcopy(plain), recipe=recipe)
+    all_timed = []
+    for name, layer in layers.items():
+        for passes, step in steps(layer, eager).items():
+            all_timed.append(Timed(name, passes, step))
+
+    count = 2
+    if device == "cuda":
+        pair_bytes = 2 * tokens * (in_features + out_features)
+        count = min(MAX_PAIRS, 1 + COLD_BYTES // pair_bytes)
+    pairs = []
+    for _ in range(count):
+        x = torch.randn(tokens, in_features, dtype=torch.bfloat16, device=device)
+        dy = torch.randn(tokens, out_features, dtype=torch.bfloat16, device=device)
+        pairs.append((x.requires_grad_(), dy))
+
+    # Three rounds compile, warm up and measure the host time.
+    for round_number in range(rounds + 3):
+        for timed in all_timed:
+            ms, timed.host_ms = time_ms(timed.step, pairs, timed.host_ms)
+            if round_number >= 3:
+                timed.times_ms.append(ms)
+
+    medians: dict[str, dict[str, float]] = {name: {} for name in layers}
+    for timed in all_timed:
+        medians[timed.layer][timed.passes] = round(statistics.median(timed.times_ms), 5)
+    return medians
 
 
 def main() -> int:
@@ -134,10 +174,12 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
+
     on_gpu = options.device == "cuda"
     groups = SHAPES if on_gpu else SMALL
     if options.shapes:
         groups = {"chosen": options.shapes}
+
     results: dict[str, Any] = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -150,9 +192,13 @@ def main() -> int:
         for shape in shapes:
             ms = measure(shape, options.recipes, options.device, options.rounds, options.eager)
             results["rows"].append({"group": group, "shape": shape, "ms": ms})
-            for name, took in ms.items():
-                cells = [f"{took[kind]:.4f} | {ms['bf16'][kind] / took[kind]:.2f}" for kind in took]
-                print(f"| {'x'.join(map(str, shape))} | {name} | {' | '.join(cells)} |", flush=True)
+            shape_name = "x".join(map(str, shape))
+            for name, layer_ms in ms.items():
+                cells = []
+                for passes in layer_ms:
+                    speedup = ms["bf16"][passes] / layer_ms[passes]
+                    cells.append(f"{layer_ms[passes]:.4f} | {speedup:.2f}")
+                print(f"| {shape_name} | {name} | {' | '.join(cells)} |", flush=True)
             if options.json is not None:
                 options.json.write_text(json.dumps(results, indent=1))
     return 0
@@ -160,10 +206,13 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     def shapes(text: str) -> list[tuple[int, ...]]:
-        found = [tuple(map(int, part.split("x"))) for part in text.split(",")]
-        if any(len(shape) != 3 for shape in found):
-            raise argparse.ArgumentTypeError(f"TOKENSxINxOUT, not {text!r}")
-        return found
+        result: list[tuple[int, ...]] = []
+        for part in text.split(","):
+            shape = tuple(map(int, part.split("x")))
+            if len(shape) != 3:
+                raise argparse.ArgumentTypeError(f"TOKENSxINxOUT, not {text!r}")
+            result.append(shape)
+        return result
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -179,9 +228,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    unknown = [name for name in options.recipes if name not in RECIPES]
-    if unknown:
-        parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(RECIPES)}")
+    for name in options.recipes:
+        if name not in RECIPES:
+            parser.error(f"no recipe {name!r}; there are {', '.join(RECIPES)}")
     return options
 
 

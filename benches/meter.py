@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,22 +50,31 @@ class Meter:
             optimizer: its optimizer.
             names: names of the parameters that are counted.
         """
-        counted = {name: p for name, p in model.named_parameters() if name in names}
-        others = [p for name, p in model.named_parameters() if name not in names]
-        state = [optimizer.state.get(p, {}) for p in counted.values()]
-        rest = [optimizer.state.get(p, {}) for p in others]
-        grads = [p.grad for p in model.parameters()]
-        left_out = _of([*others, *model.buffers(), *_values(rest), *grads])
-        of_optimizer = _of(_values(state))
-        own = {
-            key: storage.nbytes()
-            for key, storage in storages().items()
-            if key not in self._before and key not in left_out
-        }
-        elements = sum(_local(p).numel() for p in counted.values())
-        kept = sum(own.values())
-        moments = sum(size for key, size in own.items() if key in of_optimizer)
-        return AtRest((kept - moments) / elements, moments / elements)
+        numel = 0
+        state_tensors: list[Any] = []
+        excluded_tensors: list[Any] = list(model.buffers())
+        for name, parameter in model.named_parameters():
+            state_values = optimizer.state.get(parameter, {}).values()
+            excluded_tensors.append(parameter.grad)
+            if name in names:
+                numel += _local(parameter).numel()
+                state_tensors += state_values
+            else:
+                excluded_tensors.append(parameter)
+                excluded_tensors += state_values
+        state_storages = _storages_of(state_tensors)
+        excluded_storages = _storages_of(excluded_tensors)
+
+        weight_bytes = 0
+        state_bytes = 0
+        for key, storage in storages().items():
+            if key in self._before or key in excluded_storages:
+                continue
+            if key in state_storages:
+                state_bytes += storage.nbytes()
+            else:
+                weight_bytes += storage.nbytes()
+        return AtRest(weights=weight_bytes / numel, optimizer=state_bytes / numel)
 
 
 def converted_weights(model: nn.Module) -> set[str]:
@@ -88,33 +97,37 @@ def peak_memory(device: str) -> int:
 def storages() -> dict[int, torch.UntypedStorage]:
     """Return the storages of all tensors of this process that have memory."""
     gc.collect()
-    found: dict[int, torch.UntypedStorage] = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
-            storage = _storage(thing)
+    result: dict[int, torch.UntypedStorage] = {}
+    for python_object in gc.get_objects():
+        if issubclass(type(python_object), torch.Tensor):
+            storage = _storage(python_object)
             if storage is not None:
-                found[storage._cdata] = storage
-    return found
+                result[storage._cdata] = storage
+    return result
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor, or None if it has no memory of its own."""
+    # The inner tensors of these are counted.
     if isinstance(tensor, QuantizedTensor) or is_distributed(tensor):
-        return None  # Their inner tensors are counted.
+        return None
     try:
         storage = tensor.untyped_storage()
-        return storage if storage.device.type != "meta" and storage.data_ptr() else None
+        has_memory = storage.device.type != "meta" and storage.data_ptr() != 0
     except (NotImplementedError, RuntimeError):  # Another wrapper subclass.
         return None
+    return storage if has_memory else None
 
 
-def _values(states: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    for state in states:
-        yield from state.values()
-
-
-def _of(tensors: Iterable[Any]) -> set[int]:
-    locals_ = (_local(t) for t in tensors if isinstance(t, torch.Tensor))
-    return {s._cdata for t in locals_ if (s := _storage(t)) is not None}
+def _storages_of(values: Iterable[Any]) -> set[int]:
+    """Return the keys in `storages` of the tensors among some values."""
+    keys = set()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            storage = _storage(_local(value))
+            if storage is not None:
+                keys.add(storage._cdata)
+    return keys
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -18,6 +18,7 @@ import json
 import os
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,14 @@ SIZES = {
     "cpu": LlamaConfig(256, dim=256, layers=4, heads=4, kv_heads=2, hidden=768),
 }
 TOKENS = {"cuda": 8192, "cpu": 256}
+
+
+@dataclass(frozen=True)
+class Step:
+    """The time of a step in milliseconds, and the peak memory in bytes, 0 on a CPU."""
+
+    ms: float
+    peak_memory: int
 
 
 class Bench:
@@ -55,13 +64,15 @@ class Bench:
         fully_shard(self.model, mp_policy=policy)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
 
-    def step(self, monitor: fp8rs.Monitor | None) -> tuple[float, int]:
-        """Run a step, and return its time in milliseconds and peak memory."""
+    def step(self, monitor: fp8rs.Monitor | None) -> Step:
+        """Run a step, and return its time and peak memory."""
         self._wait()
-        clock = time.process_time
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             clock = time.perf_counter
+        else:
+            clock = time.process_time
+
         start = clock()
         self.model.loss(self.tokens).backward()
         self.optimizer.step()
@@ -69,8 +80,8 @@ class Bench:
         if monitor is not None:
             monitor.step()
         self._wait()
-        memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
-        return (clock() - start) * 1e3, memory
+        peak_memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        return Step((clock() - start) * 1e3, peak_memory)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -81,30 +92,39 @@ class Bench:
         """Return the measurements."""
         for _ in range(4):  # first scales, and graphs
             self.step(None)
-        found: dict[str, list[tuple[float, int]]] = {"without": [], "logged": [], "others": []}
-        first = 0.0
-        for n in range(rounds + 1):
+
+        first_logged_ms = 0.0
+        steps: dict[str, list[Step]] = {"without": [], "logged": [], "others": []}
+        for round_number in range(rounds + 1):
             without = self.step(None)
+            # The first step and each third one are logged. The step before prepares it.
             with fp8rs.monitor(self.model, every=3) as monitor:
-                made, others, prepares, logged = (self.step(monitor) for _ in range(4))
-                names = len(monitor.latest)
-            if n == 0:
-                first = made[0]
+                first_logged = self.step(monitor)
+                other = self.step(monitor)
+                preparing = self.step(monitor)
+                logged = self.step(monitor)
+                statistics_count = len(monitor.latest)
+            if round_number == 0:
+                first_logged_ms = first_logged.ms
                 continue
-            found["without"].append(without)
-            found["others"].append(others)
-            found["logged"].append((logged[0] + prepares[0] - others[0], logged[1]))
-        medians = {
-            kind: round(statistics.median(ms for ms, _ in of), 3) for kind, of in found.items()
-        }
-        peaks = {kind: max(memory for _, memory in of) for kind, of in found.items()}
+
+            preparation_ms = preparing.ms - other.ms
+            steps["without"].append(without)
+            steps["others"].append(other)
+            steps["logged"].append(Step(logged.ms + preparation_ms, logged.peak_memory))
+
+        median_ms = {}
+        peaks = {}
+        for kind, steps_of_kind in steps.items():
+            median_ms[kind] = round(statistics.median(step.ms for step in steps_of_kind), 3)
+            peaks[kind] = max(step.peak_memory for step in steps_of_kind)
         return {
-            **medians,
-            "first_logged": round(first, 1),
-            "logged_costs_steps": round(medians["logged"] / medians["without"] - 1, 3),
-            "others_ratio": round(medians["others"] / medians["without"], 4),
+            **median_ms,
+            "first_logged": round(first_logged_ms, 1),
+            "logged_costs_steps": round(median_ms["logged"] / median_ms["without"] - 1, 3),
+            "others_ratio": round(median_ms["others"] / median_ms["without"], 4),
             "memory": peaks if self.device.type == "cuda" else None,
-            "statistics": names,
+            "statistics": statistics_count,
         }
 
 
@@ -116,24 +136,29 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="also measure compiled blocks")
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ.setdefault(name, value)
+
+    # Without torchrun, one rank.
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29544")
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    found: dict[str, Any] = {
+
+    report: dict[str, Any] = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "ranks": dist.get_world_size(),
     }
+    modes = [False, True] if options.compiled else [False]
     for recipe in options.recipes.split(","):
-        for compiled in (False, True) if options.compiled else (False,):
+        for compiled in modes:
             torch.compiler.reset()
             name = f"{recipe}, compiled" if compiled else recipe
-            found[name] = Bench(recipe, options.device, compiled).run(options.rounds)
+            report[name] = Bench(recipe, options.device, compiled).run(options.rounds)
     if dist.get_rank() == 0:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(report, indent=2))
     dist.destroy_process_group()
 
 

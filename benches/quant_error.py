@@ -17,8 +17,10 @@ from torch import Tensor
 import fp8rs  # noqa: F401  (registers the operators)
 
 ops = torch.ops.fp8rs
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-E8M0, F32 = torch.float8_e8m0fnu, torch.float32
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+E8M0 = torch.float8_e8m0fnu
+F32 = torch.float32
 
 Round = Callable[[Tensor], Tensor]
 
@@ -49,8 +51,9 @@ def rebased(block: tuple[int, int], axis: int) -> Round:
 
     def call(x: Tensor) -> Tensor:
         codes, scale, _, _ = ops.quantize_blocks(x, E4M3, block, E8M0)
-        out, line = ops.rebase(codes, scale, block, axis)
-        y = ops.dequantize(out, line, [1, -1], F32)
+        rebased_codes, line_scales = ops.rebase(codes, scale, block, axis)
+        y: Tensor = ops.dequantize(rebased_codes, line_scales, [1, -1], F32)
+        # Columns are rebased to rows of the transpose.
         return y if axis == 0 else y.t()
 
     return call
@@ -80,15 +83,18 @@ def decibels(signal: Tensor, noise: Tensor) -> Tensor:
 
 def sqnr(x: Tensor, y: Tensor) -> float:
     """Return the signal-to-quantization-noise ratio of ``y`` in dB."""
-    x, y = x.double(), y.double()
+    x = x.double()
+    y = y.double()
     return decibels(x.square().sum(), (x - y).square().sum()).item()
 
 
 def first_percentile(x: Tensor, y: Tensor) -> float:
     """Return the first percentile of the SQNR of runs of 32 values."""
-    x, y = (t.double().reshape(-1, 32) for t in (x, y))
-    each = decibels(x.square().sum(1), (x - y).square().sum(1))
-    return each.kthvalue(max(1, each.numel() // 100)).values.item()
+    x = x.double().reshape(-1, 32)
+    y = y.double().reshape(-1, 32)
+    sqnr_of_runs = decibels(x.square().sum(1), (x - y).square().sum(1))
+    rank = max(1, sqnr_of_runs.numel() // 100)
+    return sqnr_of_runs.kthvalue(rank).values.item()
 
 
 def data(size: int, device: str) -> dict[str, Tensor]:
@@ -101,12 +107,12 @@ def data(size: int, device: str) -> dict[str, Tensor]:
     gaussian = normal(size, size)
     outliers = normal(size, size)
     outliers[torch.rand(size, size, generator=generator) < 0.001] *= 1000
-    made = {
-        "gaussian": gaussian,
-        "lognormal(3) rows": normal(size, size) * normal(size, 1).mul(3).exp(),
-        "0.1% outliers x1000": outliers,
+    lognormal_rows = normal(size, size) * normal(size, 1).mul(3).exp()
+    return {
+        "gaussian": gaussian.to(device),
+        "lognormal(3) rows": lognormal_rows.to(device),
+        "0.1% outliers x1000": outliers.to(device),
     }
-    return {name: x.to(device) for name, x in made.items()}
 
 
 def main() -> None:
@@ -117,23 +123,25 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    weights = torch.randn(512, options.size, generator=torch.Generator().manual_seed(1))
-    w = weights.to(options.device)
-    w_mx = blocks((32, 32))(w)
+
+    # The other operand of the GEMM has 32x32 blocks.
+    w = torch.randn(512, options.size, generator=torch.Generator().manual_seed(1))
+    w = w.to(options.device)
+    quantize_squares = blocks((32, 32))
+    w_mx = quantize_squares(w)
+
     for name, x in data(options.size, options.device).items():
         print(f"\n{name}, {options.size}x{options.size}\n")
         print("| format | SQNR, dB | first percentile of 32, dB | flushed to zero, % | GEMM, dB |")
         print("|---|---|---|---|---|")
-        some = x[:512].double()
-        exact = some @ w.double().t()
-        for label, rounded in FORMATS.items():
-            y = rounded(x)
-            flushed = 100 * ((y == 0) & (x != 0)).double().mean().item()
-            # Compared with float64. The other operand has 32x32 blocks.
-            gemm = sqnr(exact, y[:512].double() @ w_mx.double().t())
+        exact_product = x[:512].double() @ w.double().t()
+        for format_name, round_values in FORMATS.items():
+            y = round_values(x)
+            flushed_percent = 100 * ((y == 0) & (x != 0)).double().mean().item()
+            product = y[:512].double() @ w_mx.double().t()
             print(
-                f"| {label} | {sqnr(x, y):.2f} | {first_percentile(x, y):.2f} | {flushed:.4f} "
-                f"| {gemm:.2f} |"
+                f"| {format_name} | {sqnr(x, y):.2f} | {first_percentile(x, y):.2f} "
+                f"| {flushed_percent:.4f} | {sqnr(exact_product, product):.2f} |"
             )
 
 

@@ -86,15 +86,21 @@ def converted_share(
     Raises:
         RuntimeError: no module has this size, or several modules with different shares have it.
     """
+    # By the bytes of a gather, the bytes of the named parameters in it.
     shares: dict[int, set[int]] = {}
-    for whole, part in _units(model, names, ranks):
-        shares.setdefault(whole * itemsize, set()).add(part * itemsize)
+    for unit in _units(model, names, ranks):
+        gather_bytes = unit.padded_numel * itemsize
+        shares.setdefault(gather_bytes, set()).add(unit.named_numel * itemsize)
+
     total = 0
-    for size in traffic.gathers:
-        share = shares.get(size, set())
-        if len(share) != 1:
-            raise RuntimeError(f"a gather of {size} bytes fits {len(share)} kinds of module")
-        total += next(iter(share))
+    for gather_bytes in traffic.gathers:
+        possible_shares = shares.get(gather_bytes, set())
+        if len(possible_shares) != 1:
+            raise RuntimeError(
+                f"a gather of {gather_bytes} bytes fits {len(possible_shares)} kinds of module"
+            )
+        (share,) = possible_shares
+        total += share
     return total
 
 
@@ -114,7 +120,8 @@ class _Counter(TorchDispatchMode):
         name = func._schema.name
         if name in _GATHERS:
             position = _GATHERS[name]
-            self._traffic.gathers.append(_bytes(result if position is None else args[position]))
+            output = result if position is None else args[position]
+            self._traffic.gathers.append(_bytes(output))
         elif name in _SCATTERS:
             self._traffic.scatters.append(_bytes(args[_SCATTERS[name]]))
         elif name in _ALL_REDUCES:
@@ -131,8 +138,14 @@ def _bytes(value: Any) -> int:
 
 
 def _hooked_types(model: nn.Module) -> set[Any]:
-    locals_ = (p.to_local() for p in model.parameters() if isinstance(p, DTensor))
-    return {type(local) for local in locals_ if hasattr(local, "fsdp_pre_all_gather")}
+    types = set()
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local()
+            # A property, which some tensors of a type do not have.
+            if hasattr(local, "fsdp_pre_all_gather"):
+                types.add(type(local))
+    return types
 
 
 def _counting_hook(kind: Any, traffic: Traffic, ranks: int) -> property:
@@ -144,30 +157,43 @@ def _counting_hook(kind: Any, traffic: Traffic, ranks: int) -> property:
         # `wraps` keeps the signature. FSDP2 counts the parameters of the hook.
         @functools.wraps(hook)
         def count(*args: Any, **kwargs: Any) -> Any:
-            handed, metadata = hook(*args, **kwargs)
+            gather_inputs, metadata = hook(*args, **kwargs)
             # With one rank, FSDP2 gathers nothing.
-            traffic.handed_over += _bytes(handed) * ranks if ranks > 1 else 0
-            return handed, metadata
+            if ranks > 1:
+                traffic.handed_over += _bytes(gather_inputs) * ranks
+            return gather_inputs, metadata
 
         return count
 
     return property(counting)
 
 
-def _units(model: nn.Module, names: set[str], ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield the padded elements of each sharded module, and of the named parameters in it."""
-    owner: dict[str, str] = {}
+@dataclass
+class _Unit:
+    """The padded elements of a sharded module, and of the named parameters in it."""
+
+    padded_numel: int = 0
+    named_numel: int = 0
+
+
+def _units(model: nn.Module, names: set[str], ranks: int) -> list[_Unit]:
+    """Return the sizes of all sharded modules."""
+    unit_of_parameter: dict[str, _Unit] = {}
+    units = []
     for prefix, module in model.named_modules():
-        # Parents come before children, so the innermost sharded module owns a parameter.
-        sharded = isinstance(module, FSDPModule)
-        if sharded:
+        is_sharded = isinstance(module, FSDPModule)
+        if is_sharded:
+            unit = _Unit()
+            units.append(unit)
+            # Parents come before children, so the innermost sharded module owns a parameter.
             for name, _ in module.named_parameters(prefix):
-                owner[name] = prefix
-    sizes: dict[str, list[int]] = {}
+                unit_of_parameter[name] = unit
+
     for name, parameter in model.named_parameters():
         rows = -(-parameter.shape[0] // ranks) * ranks
-        padded = rows * parameter.shape[1:].numel()
-        whole_part = sizes.setdefault(owner[name], [0, 0])
-        whole_part[0] += padded
-        whole_part[1] += padded if name in names else 0
-    yield from ((whole, part) for whole, part in sizes.values())
+        padded_numel = rows * parameter.shape[1:].numel()
+        unit = unit_of_parameter[name]
+        unit.padded_numel += padded_numel
+        if name in names:
+            unit.named_numel += padded_numel
+    return units

@@ -42,11 +42,15 @@ def main(argv=None):
         optimizer = AdamW(model.parameters(), lr=1e-3, state_dtype="fp8")
     rows = torch.from_file(argparse.__file__, size=64 * 1024, dtype=torch.uint8).long().view(-1, 64)
     model, optimizer, data = accelerator.prepare(model, optimizer, DataLoader(rows[64:], 4))
-    losses, first = [], int(args.resume.rpartition("_")[2]) if args.resume else 0
+
+    resumed_step = 0
     if args.resume:
         accelerator.load_state(args.resume)
-    batches = accelerator.skip_first_batches(data, first)
-    for step, batch in zip(range(first + 1, args.steps + 1), batches, strict=False):
+        resumed_step = int(args.resume.rpartition("_")[2])
+    batches = accelerator.skip_first_batches(data, resumed_step)
+
+    losses = []
+    for step, batch in zip(range(resumed_step + 1, args.steps + 1), batches, strict=False):
         with accelerator.accumulate(model):
             loss = model(input_ids=batch, labels=batch).loss
             accelerator.backward(loss)
@@ -57,9 +61,12 @@ def main(argv=None):
         accelerator.print(f"step {step}: loss {losses[-1]:.4f}")
     if args.save:
         accelerator.save_state(f"{args.save}/step_{step}")
+
+    model.eval()
+    held_out = rows[:64].to(accelerator.device)
     with torch.no_grad():
-        rows, model = rows[:64].to(accelerator.device), model.eval()
-        return {"losses": losses, "evaluation": model(input_ids=rows, labels=rows).loss.item()}
+        loss = model(input_ids=held_out, labels=held_out).loss
+    return {"losses": losses, "evaluation": loss.item()}
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ def main(argv=None):
         # The routers of transformers are not linear layers, so they stay in high precision.
         options = {"recipe": args.recipe, "experts": args.experts}
         convert_to_float8_training(model, filter_fqns=["lm_head"], **options)
+
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
@@ -48,8 +49,9 @@ def main(argv=None):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(mean := loss.detach().float() / dist.get_world_size())
-        losses.append(mean.item())
+        mean_loss = loss.detach().float() / dist.get_world_size()
+        dist.all_reduce(mean_loss)
+        losses.append(mean_loss.item())
     if dist.get_rank() == 0:
         print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
     return {"losses": losses}

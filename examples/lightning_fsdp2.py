@@ -56,7 +56,8 @@ def main(argv=None):
     options |= {"enable_checkpointing": False, "devices": ranks}
     trainer = lightning.Trainer(strategy=ModelParallelStrategy(ranks, 1), **options)
     resumed = args.checkpoint if os.path.exists(args.checkpoint) else None
-    trainer.fit(module := Llama(args.recipe), data, ckpt_path=resumed)
+    module = Llama(args.recipe)
+    trainer.fit(module, data, ckpt_path=resumed)
     trainer.save_checkpoint(args.checkpoint)
     trainer.validate(module, data)
     return {"losses": module.losses[True], "evaluated": module.losses[False]}

@@ -61,7 +61,9 @@ def main(argv=None):
     parser.add_argument("--rank", type=int, default=8, help="columns of an adapter")
     parser.add_argument("--save", help="a file for the adapters")
     args = parser.parse_args(argv)
-    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+
+    rank = int(os.environ["LOCAL_RANK"])
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -104,8 +106,8 @@ def main(argv=None):
         if rank == 0 and (step % 10 == 0 or step == args.steps - 1):
             print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
 
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    state = get_model_state_dict(model, options=whole)  # on every rank; rank 0 gets the tensors
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    state = get_model_state_dict(model, options=options)  # on every rank; rank 0 gets the tensors
     if rank == 0 and args.save:
         torch.save(state, args.save)
     time.sleep(0.1)  # gloo may abort the exit otherwise, see docs/troubleshooting.md

@@ -89,21 +89,27 @@ def main(argv=None):
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save", help="a folder for the adapters, and for the merged model")
     args = parser.parse_args(argv)
-    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+
+    rank = int(os.environ["LOCAL_RANK"])
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
     if device == "cuda":
         torch.cuda.set_device(rank)
-    checkpoint = [args.checkpoint]
-    if args.checkpoint is None and rank == 0:
-        checkpoint = [tempfile.mkdtemp()]
-        small_checkpoint(checkpoint[0], args.width, args.layers)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    dist.broadcast_object_list(checkpoint, 0)
 
-    model = frozen_base(checkpoint[0], args.base == "fp8", device)
+    checkpoint = args.checkpoint
+    if checkpoint is None and rank == 0:
+        checkpoint = tempfile.mkdtemp()
+        small_checkpoint(checkpoint, args.width, args.layers)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    checkpoints = [checkpoint]
+    dist.broadcast_object_list(checkpoints, 0)
+    checkpoint = checkpoints[0]
+
+    model = frozen_base(checkpoint, args.base == "fp8", device)
     torch.manual_seed(0)  # equal adapters on all ranks
     lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+
     policy = MixedPrecisionPolicy(param_dtype=BF16)
     for layer in model.get_base_model().model.layers:
         fully_shard(layer, mp_policy=policy)
@@ -126,24 +132,26 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach().float())
-    losses = torch.stack(losses)
-    dist.all_reduce(losses)
-    losses = (losses / ranks).tolist()
-    step_ms = 1e3 * (time.perf_counter() - start) / (args.steps - args.steps // 2)
-    memory = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0
+
+    mean_losses = torch.stack(losses) / ranks
+    dist.all_reduce(mean_losses)
+    losses = mean_losses.tolist()
+    timed_steps = args.steps - args.steps // 2
+    step_ms = 1e3 * (time.perf_counter() - start) / timed_steps
+    peak_gb = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0
     if rank == 0:
         print(f"{args.base} base: loss {losses[0]:.3f} to {losses[-1]:.3f}", flush=True)
-        print(f"{step_ms:.1f} ms per step, {memory:.2f} GB at most", flush=True)
+        print(f"{step_ms:.1f} ms per step, {peak_gb:.2f} GB at most", flush=True)
 
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    state = get_model_state_dict(model, options=whole)  # on every rank; rank 0 gets the tensors
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    state = get_model_state_dict(model, options=options)  # on every rank; rank 0 gets the tensors
     if rank == 0 and args.save:
         model.save_pretrained(args.save, state_dict=state)
     time.sleep(0.1)  # gloo may abort the exit otherwise, see docs/troubleshooting.md
     dist.destroy_process_group()
     if rank == 0 and args.save:
-        merge(checkpoint[0], args.save, os.path.join(args.save, "merged"))
-    return {"losses": losses, "checkpoint": checkpoint[0]}
+        merge(checkpoint, args.save, os.path.join(args.save, "merged"))
+    return {"losses": losses, "checkpoint": checkpoint}
 
 
 if __name__ == "__main__":

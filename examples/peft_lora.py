@@ -42,7 +42,8 @@ def main(argv=None):
     model = get_peft_model(model, lora)
     if convert == "after":  # adapters stay in high precision, as FP8 does not help small ranks
         convert_to_float8_training(model, recipe=args.recipe, filter_fqns=["lm_head", "lora_"])
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(adapters, lr=1e-2)
     rows = torch.tensor(list(inspect.getsource(argparse).encode())[: 64 * 1024]).view(-1, 64)
     model, optimizer, data = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=4))
     losses = []
@@ -54,8 +55,10 @@ def main(argv=None):
         losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
     accelerator.print(losses)
     if args.save:
-        first, state = accelerator.is_main_process, accelerator.get_state_dict(model)
-        model.save_pretrained(args.save, is_main_process=first, state_dict=state)
+        state = accelerator.get_state_dict(model)  # on every rank
+        model.save_pretrained(
+            args.save, is_main_process=accelerator.is_main_process, state_dict=state
+        )
     return {"losses": losses}
 
 

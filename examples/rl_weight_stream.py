@@ -31,7 +31,9 @@ from fp8rs.export import compare_layers, serving_config, tensors
 from fp8rs.monitoring import mismatch
 
 CONFIG = LlamaConfig(vocabulary=32, dim=64, layers=2, heads=4, kv_heads=2, hidden=128)
-SAMPLES, LENGTH = 64, 16
+#: Sequences that the engine samples for an update, and their tokens.
+SAMPLES = 64
+LENGTH = 16
 
 RECIPE = fp8rs.Float8RowwiseScaling.for_serving()
 
@@ -140,7 +142,9 @@ def main(argv=None):
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--json", metavar="FILE", help="rewards and divergences of all updates")
     args = parser.parse_args(argv)
-    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+
+    rank = int(os.environ["LOCAL_RANK"])
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -167,7 +171,9 @@ def main(argv=None):
     bf16_policy = Llama(CONFIG).to(device, torch.bfloat16)
     bf16_weights = bf16_policy.state_dict()
 
-    rewards, divergences, bf16_divergences = [], [], []
+    rewards = []
+    divergences = []
+    bf16_divergences = []
     for update in range(args.updates):
         # Every rank iterates and gets every tensor. "rowwise" trains with these codes.
         for name, tensor in tensors(policy, format="fp8-row"):
@@ -184,19 +190,19 @@ def main(argv=None):
 
         even = (tokens[:, 1:] % 2 == 0).float()
         rewards.append(even.mean().item())
-        own_tokens = tokens.chunk(ranks)[rank]
-        own_engine_logprobs = engine_logprobs.chunk(ranks)[rank]
+        rank_tokens = tokens.chunk(ranks)[rank]
+        rank_engine_logprobs = engine_logprobs.chunk(ranks)[rank]
         advantage = (even - even.mean()).chunk(ranks)[rank]
-        logprobs = token_logprobs(policy, own_tokens)
+        logprobs = token_logprobs(policy, rank_tokens)
 
         with torch.no_grad():
-            bf16_logprobs = token_logprobs(bf16_policy, own_tokens)
-        kl = mismatch(logprobs.detach(), own_engine_logprobs).kl
-        bf16_kl = mismatch(bf16_logprobs, own_engine_logprobs).kl
-        both = torch.stack((kl, bf16_kl))
-        dist.all_reduce(both)
-        divergences.append(both[0].item() / ranks)
-        bf16_divergences.append(both[1].item() / ranks)
+            bf16_logprobs = token_logprobs(bf16_policy, rank_tokens)
+        kl = mismatch(logprobs.detach(), rank_engine_logprobs).kl
+        bf16_kl = mismatch(bf16_logprobs, rank_engine_logprobs).kl
+        kl_sums = torch.stack((kl, bf16_kl))
+        dist.all_reduce(kl_sums)
+        divergences.append(kl_sums[0].item() / ranks)
+        bf16_divergences.append(kl_sums[1].item() / ranks)
         if rank == 0 and (update % 5 == 0 or update == args.updates - 1):
             print(
                 f"update {update}: reward {rewards[-1]:.3f}, KL of the engine from training in "
@@ -209,14 +215,21 @@ def main(argv=None):
         optimizer.zero_grad()
 
     if rank == 0:
-        mean, bf16_mean = (sum(kls) / len(kls) for kls in (divergences, bf16_divergences))
+        mean = sum(divergences) / len(divergences)
+        bf16_mean = sum(bf16_divergences) / len(bf16_divergences)
         print(
             f"Mean KL {mean:.1e} with FP8 training, {bf16_mean:.1e} with bf16 training. "
             f"{code_counter.different} of {code_counter.total} activation codes differ."
         )
     if rank == 0 and args.json:
-        curves = {"rewards": rewards, "fp8": divergences, "bf16": bf16_divergences}
-        report = {"torch": torch.__version__, "device": device, "ranks": ranks, **curves}
+        report = {
+            "torch": torch.__version__,
+            "device": device,
+            "ranks": ranks,
+            "rewards": rewards,
+            "fp8": divergences,
+            "bf16": bf16_divergences,
+        }
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
     time.sleep(0.1)  # gloo may abort the exit otherwise, see docs/troubleshooting.md
     dist.destroy_process_group()

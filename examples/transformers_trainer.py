@@ -44,20 +44,20 @@ def main(argv=None):
     set_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes))
-    chosen = {}
+    optimizer = {}  # Trainer creates torch's AdamW.
     if args.recipe != "bf16":
         options = {"filter_fqns": ["lm_head"], "fp8_weights": args.fp8_weights}
         options["preserve_high_precision_init_val"] = args.fp8_weights
         convert_to_float8_training(model, recipe=args.recipe, **options)
     if args.fp8_weights:  # without masters, updates smaller than half a code are lost
         options = {"optimizer_class": torch.optim.AdamW, "lr": training.learning_rate}
-        chosen = {"optimizer_cls_and_kwargs": (MasterWeights, options)}
+        optimizer = {"optimizer_cls_and_kwargs": (MasterWeights, options)}
     if args.fp8_moments:
         options = {"lr": training.learning_rate, "weight_decay": 0.0, "state_dtype": "fp8"}
-        chosen = {"optimizer_cls_and_kwargs": (AdamW, options)}
+        optimizer = {"optimizer_cls_and_kwargs": (AdamW, options)}
     rows = torch.tensor(list(inspect.getsource(argparse).encode())[: 64 * 1024]).view(-1, 64)
     data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = Trainer(model, training, train_dataset=data[64:], eval_dataset=data[:64], **chosen)
+    trainer = Trainer(model, training, train_dataset=data[64:], eval_dataset=data[:64], **optimizer)
     trainer.train(resume_from_checkpoint=args.resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {"losses": losses, "evaluation": trainer.evaluate()["eval_loss"]}

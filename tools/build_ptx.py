@@ -30,7 +30,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,21 +60,21 @@ def fetch(name: str, packages: list[str]) -> Path:
     """Return the folder with these wheels unpacked. Download them from PyPI the first time."""
     folder = TOOLS / name
     stamp = folder / ".fetched"
-    wanted = " ".join(packages)
-    if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"fetching {wanted}", flush=True)
+    names = " ".join(packages)
+    if not stamp.exists() or stamp.read_text() != names:
+        print(f"fetching {names}", flush=True)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
         subprocess.run([*pip, "--target", str(folder), *packages], check=True)
-        stamp.write_text(wanted)
+        stamp.write_text(names)
     return folder
 
 
 def find(folder: Path, pattern: str) -> Path:
     """Return the file with that name below a folder."""
-    found = sorted(folder.rglob(pattern))
-    if not found:
+    paths = sorted(folder.rglob(pattern))
+    if not paths:
         raise SystemExit(f"{folder} has no {pattern}")
-    return found[0]
+    return paths[0]
 
 
 class Compiler:
@@ -82,12 +84,13 @@ class Compiler:
         ctypes.CDLL(str(find(folder, "libnvrtc-builtins.so.*")), mode=ctypes.RTLD_GLOBAL)
         self.lib = ctypes.CDLL(str(find(folder, "libnvrtc.so.*")))
         headers = sorted(KERNELS.glob("*.cuh"))
-        self.header_names = [h.name.encode() for h in headers]
-        self.header_texts = [h.read_bytes() for h in headers]
+        self.header_names = [header.name.encode() for header in headers]
+        self.header_texts = [header.read_bytes() for header in headers]
 
     def compile(self, source: Path) -> bytes:
         """Compile a source to PTX. Raise SystemExit with the compiler's message if it fails."""
-        lib, program = self.lib, ctypes.c_void_p()
+        lib = self.lib
+        program = ctypes.c_void_p()
         count = len(self.header_names)
         self._check(
             lib.nvrtcCreateProgram(
@@ -108,22 +111,27 @@ class Compiler:
             b"--prec-div=true",
             b"--fmad=false",
         ]
-        failed = lib.nvrtcCompileProgram(
+        status = lib.nvrtcCompileProgram(
             program, len(options), (ctypes.c_char_p * len(options))(*options)
         )
         log = self._text(program, lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog)
         if log.strip(b"\0\n "):
             print(f"{source.name}:\n{log.decode()}", file=sys.stderr)
-        if failed:
+        if status != 0:
             raise SystemExit(f"{source.name} does not compile")
         ptx = self._text(program, lib.nvrtcGetPTXSize, lib.nvrtcGetPTX)
         lib.nvrtcDestroyProgram(ctypes.byref(program))
-        # Remove the NUL and the compiler's comments, which the driver does not read.
-        lines = ptx.rstrip(b"\0").split(b"\n")
-        kept = [line.rstrip() for line in lines if not line.startswith(b"//")]
-        return b"\n".join(kept).strip(b"\n") + b"\n"
 
-    def _text(self, program: ctypes.c_void_p, size_of, get) -> bytes:
+        # Remove the NUL and the compiler's comments, which the driver does not read.
+        lines = []
+        for line in ptx.rstrip(b"\0").split(b"\n"):
+            if not line.startswith(b"//"):
+                lines.append(line.rstrip())
+        return b"\n".join(lines).strip(b"\n") + b"\n"
+
+    def _text(
+        self, program: ctypes.c_void_p, size_of: Callable[..., int], get: Callable[..., int]
+    ) -> bytes:
         size = ctypes.c_size_t()
         self._check(size_of(program, ctypes.byref(size)))
         buffer = ctypes.create_string_buffer(size.value)
@@ -149,24 +157,40 @@ def assemble(ptxas: Path, ptx: Path, target: str, verbose: bool) -> tuple[bytes,
         if result.returncode:
             return b"", [f"{ptx.name} on {target}: {report}"]
         code = cubin.read_bytes()
-    wrong = []
+
+    problems = []
     entry = "?"
-    reported = 0
+    report_count = 0
     for line in report.splitlines():
-        if match := re.search(r"Compiling entry function '(\w+)'", line):
-            entry = match[1]
-        used = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", line)
-        if used:
-            reported += 1
-            if used.groups() != ("0", "0"):
-                wrong.append(f"{entry} on {target}: {line.strip()}")
-        if verbose and (match := re.search(r"Used (\d+) registers.*", line)):
-            print(f"{target} {entry}: {match[0]}")
+        begins_entry = re.search(r"Compiling entry function '(\w+)'", line)
+        if begins_entry:
+            entry = begins_entry[1]
+        memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", line)
+        if memory:
+            report_count += 1
+            if memory.groups() != ("0", "0"):
+                problems.append(f"{entry} on {target}: {line.strip()}")
+        registers = re.search(r"Used (\d+) registers.*", line)
+        if registers and verbose:
+            print(f"{target} {entry}: {registers[0]}")
+
     # Another ptxas may word its reports differently. A missing report must not pass as no spills.
-    entries = len(re.findall(r"\.entry\s", ptx.read_text()))
-    if reported != entries:
-        wrong.append(f"{ptx.name} on {target}: {reported} reports of spills for {entries} entries")
-    return code, wrong
+    entry_count = len(re.findall(r"\.entry\s", ptx.read_text()))
+    if report_count != entry_count:
+        problems.append(
+            f"{ptx.name} on {target}: {report_count} reports of spills for {entry_count} entries"
+        )
+    return code, problems
+
+
+@dataclass(frozen=True)
+class Job:
+    """A module to assemble for a device, and whether its machine code is stored."""
+
+    ptxas: Path
+    ptx: Path
+    target: str
+    is_stored: bool
 
 
 def compress(code: bytes) -> bytes:
@@ -192,12 +216,14 @@ def digest(code: bytes) -> str:
 
 def digests(module: str, ptx: bytes) -> dict[str, str]:
     """Return the record of a module, with the digests of its PTX and of its stored machine code."""
-    found = {"assemblers": " ".join([*ASSEMBLER, *NEWEST_ASSEMBLER, *ASSEMBLE_FOR])}
-    found["ptx"] = digest(ptx)
+    record = {
+        "assemblers": " ".join([*ASSEMBLER, *NEWEST_ASSEMBLER, *ASSEMBLE_FOR]),
+        "ptx": digest(ptx),
+    }
     for target in MACHINE_CODE_FOR:
         path = CUBIN / target / f"{module}.lzma"
-        found[target] = digest(lzma.decompress(path.read_bytes())) if path.exists() else ""
-    return found
+        record[target] = digest(lzma.decompress(path.read_bytes())) if path.exists() else ""
+    return record
 
 
 def main() -> None:
@@ -210,54 +236,65 @@ def main() -> None:
     arguments = parser.parse_args()
 
     compiler = Compiler(fetch("nvrtc", COMPILER))
-    ptxas, newest = (
-        find(fetch(name, packages), "ptxas")
-        for name, packages in (("nvcc-12", ASSEMBLER), ("nvcc", NEWEST_ASSEMBLER))
-    )
-    for program in (ptxas, newest):
-        program.chmod(0o755)
+    ptxas = find(fetch("nvcc-12", ASSEMBLER), "ptxas")
+    newest_ptxas = find(fetch("nvcc", NEWEST_ASSEMBLER), "ptxas")
+    ptxas.chmod(0o755)
+    newest_ptxas.chmod(0o755)
     PTX_TEXT.mkdir(parents=True, exist_ok=True)
+
     sources = sorted(KERNELS.glob("*.cu"))
     if arguments.modules:
-        sources = [s for s in sources if s.stem in arguments.modules]
+        sources = [source for source in sources if source.stem in arguments.modules]
     else:
-        built = [*PTX.glob("*.lzma"), *CUBIN.glob("*/*.lzma")]
-        extra = {p.stem for p in built} - {s.stem for s in sources}
-        if extra:
-            raise SystemExit(f"these modules have no source: {sorted(extra)}")
+        built_modules = {path.stem for path in [*PTX.glob("*.lzma"), *CUBIN.glob("*/*.lzma")]}
+        without_source = built_modules - {source.stem for source in sources}
+        if without_source:
+            raise SystemExit(f"these modules have no source: {sorted(without_source)}")
 
+    # Compile all modules, and assemble those that the record does not have.
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    wrong: list[str] = []
-    jobs = []
+    problems: list[str] = []
+    jobs: list[Job] = []
     compiled: dict[str, bytes] = {}
     for source in sources:
         module = source.stem
         ptx = compiler.compile(source)
         path = PTX_TEXT / f"{module}.ptx"
         path.write_bytes(ptx)
-        if changed := keep(PTX / f"{module}.lzma", ptx, arguments.check):
-            wrong += changed
+        ptx_problems = keep(PTX / f"{module}.lzma", ptx, arguments.check)
+        if ptx_problems:
+            problems += ptx_problems
             continue
         if arguments.check and not arguments.all and record.get(module) == digests(module, ptx):
             continue
         compiled[module] = ptx
-        jobs += [(ptxas, path, target) for target in MACHINE_CODE_FOR]
-        jobs += [(newest, path, target) for target in ASSEMBLE_FOR]
+        for target in MACHINE_CODE_FOR:
+            jobs.append(Job(ptxas, path, target, is_stored=True))
+        for target in ASSEMBLE_FOR:
+            jobs.append(Job(newest_ptxas, path, target, is_stored=False))
+
+    def run(job: Job) -> tuple[bytes, list[str]]:
+        return assemble(job.ptxas, job.ptx, job.target, arguments.verbose)
+
     with ThreadPoolExecutor(2) as pool:
-        for job, (code, found) in zip(
-            jobs, pool.map(lambda j: assemble(*j, arguments.verbose), jobs), strict=True
-        ):
-            program, path, target = job
-            wrong += found
-            if program is ptxas and not found:
-                wrong += keep(CUBIN / target / f"{path.stem}.lzma", code, arguments.check)
-    if wrong:
-        raise SystemExit("\n".join(wrong))
-    new = {**record, **{module: digests(module, ptx) for module, ptx in compiled.items()}}
-    new = {module: new[module] for module in sorted(new) if (KERNELS / f"{module}.cu").exists()}
-    if arguments.check and new != record:
+        for job, (code, job_problems) in zip(jobs, pool.map(run, jobs), strict=True):
+            problems += job_problems
+            if job.is_stored and not job_problems:
+                stored = CUBIN / job.target / f"{job.ptx.stem}.lzma"
+                problems += keep(stored, code, arguments.check)
+    if problems:
+        raise SystemExit("\n".join(problems))
+
+    updated = dict(record)
+    for module, ptx in compiled.items():
+        updated[module] = digests(module, ptx)
+    new_record = {}
+    for module in sorted(updated):
+        if (KERNELS / f"{module}.cu").exists():
+            new_record[module] = updated[module]
+    if arguments.check and new_record != record:
         raise SystemExit(f"{RECORD.relative_to(ROOT)} is outdated: run tools/build_ptx.py")
-    RECORD.write_text(json.dumps(new, indent=1) + "\n")
+    RECORD.write_text(json.dumps(new_record, indent=1) + "\n")
     verb = "compared" if arguments.check else "built"
     targets = ", ".join(dict.fromkeys([*MACHINE_CODE_FOR, *ASSEMBLE_FOR]))
     print(f"{verb} {len(sources)} modules; assembled {len(compiled)} for {targets} without spills")

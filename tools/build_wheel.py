@@ -41,12 +41,19 @@ def unwinder(machine: str) -> Path:
     """Build an empty libgcc_s.so.1 to link against."""
     folder = ROOT / "target" / "unwinder" / machine
     folder.mkdir(parents=True, exist_ok=True)
-    source, versions, library = (folder / name for name in ("u.c", "u.map", "libgcc_s.so.1"))
-    names = [name for symbols in UNWINDER.values() for name in symbols]
-    source.write_text("".join(f"void {name}(void) {{}}\n" for name in names))
-    versions.write_text(
-        "".join(f"{version} {{ {'; '.join(names)}; }};\n" for version, names in UNWINDER.items())
-    )
+    source = folder / "u.c"
+    versions = folder / "u.map"
+    library = folder / "libgcc_s.so.1"
+
+    functions = ""
+    version_script = ""
+    for version, symbols in UNWINDER.items():
+        for symbol in symbols:
+            functions += f"void {symbol}(void) {{}}\n"
+        version_script += f"{version} {{ {'; '.join(symbols)}; }};\n"
+    source.write_text(functions)
+    versions.write_text(version_script)
+
     zig = [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu.2.17"]
     link = ["-shared", "-nostdlib", f"-Wl,-soname,{library.name},--version-script,{versions}"]
     subprocess.run([*zig, *link, str(source), "-o", str(library)], check=True)
@@ -56,14 +63,16 @@ def unwinder(machine: str) -> Path:
 def build(machine: str) -> Path:
     """Build the wheel for a processor, and return its path."""
     target = f"{machine}-unknown-linux-gnu"
-    for old in DIST.glob(f"*{machine}.whl"):
-        old.unlink()
+    for old_wheel in DIST.glob(f"*{machine}.whl"):
+        old_wheel.unlink()
+
     maturin = [str(Path(sys.executable).with_name("maturin")), "build", "--release", "--locked"]
-    how = ["--zig", "--compatibility", "manylinux2014", "--target", target, "--out", str(DIST)]
+    maturin += ["--zig", "--compatibility", "manylinux2014"]
+    maturin += ["--target", target, "--out", str(DIST)]
+    rustc = ["--", "-C", f"link-arg={unwinder(machine)}"]
     # maturin runs ziglang with the first python3 on PATH.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    rustc = ["--", "-C", f"link-arg={unwinder(machine)}"]
-    subprocess.run([*maturin, *how, *rustc], check=True, cwd=ROOT, env={**os.environ, "PATH": path})
+    subprocess.run([*maturin, *rustc], check=True, cwd=ROOT, env={**os.environ, "PATH": path})
     (wheel,) = DIST.glob(f"*{machine}.whl")
     return wheel
 

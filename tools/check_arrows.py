@@ -24,7 +24,10 @@ ORDER = [
     ["error"],
     ["format"],
 ]
-LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+LEVEL = {}
+for _level, _names in enumerate(ORDER):
+    for _name in _names:
+        LEVEL[_name] = _level
 #: Names that lib.rs exports, and their modules.
 PUBLIC = {
     **dict.fromkeys(("Arg", "Error"), "error"),
@@ -46,21 +49,23 @@ def used(text: str, depth: int) -> set[str]:
     """
     text = re.sub(r"//.*", "", text.partition("#[cfg(test)]\nmod tests")[0])
     above = f"(?:super::){{{depth}}}"
-    found = set()
+    modules: set[str] = set()
     for match in re.finditer(rf"\b(?:crate::|{above})(\{{[^;]*?\}}|\w+)", text):
         names = match[1]
         if names.startswith("{"):
             # Keep only names at the first level of the braces.
             flat = re.sub(r"::\{[^{}]*\}", "", names[1:-1])
-            found.update(name.strip().split("::")[0] for name in flat.split(",") if name.strip())
+            for name in flat.split(","):
+                if name.strip():
+                    modules.add(name.strip().split("::")[0])
         else:
-            found.add(names)
-    return {PUBLIC.get(name, name) for name in found}
+            modules.add(names)
+    return {PUBLIC.get(name, name) for name in modules}
 
 
 def violations(source: Path) -> list[str]:
     """Return a line for each use of a module that is not in a lower layer."""
-    wrong = []
+    lines = []
     for path in sorted(source.rglob("*.rs")):
         parts = path.relative_to(source).with_suffix("").parts
         module = parts[0]
@@ -69,14 +74,16 @@ def violations(source: Path) -> list[str]:
         depth = len(parts) - (parts[-1] == "mod")
         for name in sorted(used(path.read_text(), depth) & LEVEL.keys()):
             if name != module and LEVEL[name] <= LEVEL[module]:
-                wrong.append(f"{path}: {module} uses {name}, which is not below it")
+                lines.append(f"{path}: {module} uses {name}, which is not below it")
+
     modules = {path.stem for path in source.iterdir()} - {"lib", "tests"}
-    unknown = sorted(modules - LEVEL.keys())
-    return wrong + [f"{source / name}: not in the order" for name in unknown]
+    for name in sorted(modules - LEVEL.keys()):
+        lines.append(f"{source / name}: not in the order")
+    return lines
 
 
 if __name__ == "__main__":
-    here = Path(__file__).resolve().parent.parent
-    wrong = violations(Path(sys.argv[1]) if len(sys.argv) > 1 else here / "src")
-    print("\n".join(wrong) or "all arrows point down")
-    sys.exit(bool(wrong))
+    root = Path(__file__).resolve().parent.parent
+    lines = violations(Path(sys.argv[1]) if len(sys.argv) > 1 else root / "src")
+    print("\n".join(lines) or "all arrows point down")
+    sys.exit(1 if lines else 0)

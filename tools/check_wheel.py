@@ -31,62 +31,78 @@ NEWEST = {"GLIBC": (2, 17), "GCC": (4, 8, 0)}
 
 def check(wheel: Path) -> list[str]:
     """Return the problems of a wheel."""
-    wrong = []
+    problems = []
     if not NAME.fullmatch(wheel.name):
-        wrong.append(f"the name is not {NAME.pattern}")
-    if (size := wheel.stat().st_size) > MAX_BYTES:
-        wrong.append(f"it has {size} bytes; the limit is {MAX_BYTES}")
+        problems.append(f"the name is not {NAME.pattern}")
+    nbytes = wheel.stat().st_size
+    if nbytes > MAX_BYTES:
+        problems.append(f"it has {nbytes} bytes; the limit is {MAX_BYTES}")
+
     with zipfile.ZipFile(wheel) as archive:
-        names = {n for n in archive.namelist() if ".dist-info/" not in n}
+        wheel_files = {name for name in archive.namelist() if ".dist-info/" not in name}
         extension = ELFFile(io.BytesIO(archive.read(EXTENSION)))
-    source = {
-        f"fp8rs/{path.relative_to(PACKAGE)}"
-        for path in PACKAGE.rglob("*")
-        if path.suffix in (".py", ".pyi") or path.name == "py.typed"
-    }
-    if differ := names ^ (source | {EXTENSION}):
-        wrong.append(f"its files differ from the package: {sorted(differ)}")
-    return wrong + [f"{EXTENSION} {words}" for words in loading(extension)]
+    package_files = {EXTENSION}
+    for path in PACKAGE.rglob("*"):
+        if path.suffix in (".py", ".pyi") or path.name == "py.typed":
+            package_files.add(f"fp8rs/{path.relative_to(PACKAGE)}")
+    different_files = wheel_files ^ package_files
+    if different_files:
+        problems.append(f"its files differ from the package: {sorted(different_files)}")
+
+    for problem in loading(extension):
+        problems.append(f"{EXTENSION} {problem}")
+    return problems
 
 
 def loading(extension: ELFFile) -> list[str]:
     """Return the problems of an extension that affect loading."""
-    wrong = []
+    problems = []
     sections = list(extension.iter_sections())
-    (dynamic,) = (s for s in sections if isinstance(s, DynamicSection))
+
+    # Libraries that the loader needs.
+    (dynamic,) = (section for section in sections if isinstance(section, DynamicSection))
     needed = [tag.needed for tag in dynamic.iter_tags("DT_NEEDED")]
-    if others := [name for name in needed if not LIBRARIES.fullmatch(name)]:
-        wrong.append(f"needs {others}")
+    other_libraries = [name for name in needed if not LIBRARIES.fullmatch(name)]
+    if other_libraries:
+        problems.append(f"needs {other_libraries}")
     if list(dynamic.iter_tags("DT_RUNPATH")) or list(dynamic.iter_tags("DT_RPATH")):
-        wrong.append("has a path to search for libraries")
+        problems.append("has a path to search for libraries")
 
-    versions = {}
+    # Versions of symbols, by the index that the symbol table refers to.
+    library_of_version = {}
     for section in sections:
-        if isinstance(section, GNUVerNeedSection):
-            for library, symbols in section.iter_versions():
-                for symbol in symbols:
-                    versions[symbol["vna_other"]] = library.name, symbol.name
-    for _, version in versions.values():
-        family, _, number = version.partition("_")
-        if family not in NEWEST or tuple(map(int, number.split("."))) > NEWEST[family]:
-            wrong.append(f"needs {version}")
+        if not isinstance(section, GNUVerNeedSection):
+            continue
+        for library, versions in section.iter_versions():
+            for version in versions:
+                library_of_version[version["vna_other"]] = library.name
+                family, _, number = version.name.partition("_")
+                if family not in NEWEST or tuple(map(int, number.split("."))) > NEWEST[family]:
+                    problems.append(f"needs {version.name}")
 
-    (table,) = (s for s in sections if isinstance(s, SymbolTableSection) and s.name == ".dynsym")
-    (numbers,) = (s for s in sections if isinstance(s, GNUVerSymSection))
+    # Symbols that are exported, and those of the unwinder.
+    (symbol_table,) = (
+        section
+        for section in sections
+        if isinstance(section, SymbolTableSection) and section.name == ".dynsym"
+    )
+    (symbol_versions,) = (section for section in sections if isinstance(section, GNUVerSymSection))
     exported = []
-    for i, symbol in enumerate(table.iter_symbols()):
-        defined = symbol["st_shndx"] != "SHN_UNDEF"
-        if defined and symbol["st_info"]["bind"] != "STB_LOCAL":
+    for index, symbol in enumerate(symbol_table.iter_symbols()):
+        is_defined = symbol["st_shndx"] != "SHN_UNDEF"
+        if is_defined and symbol["st_info"]["bind"] != "STB_LOCAL":
             exported.append(symbol.name)
-        library, _ = versions.get(numbers.get_symbol(i)["ndx"], (None, None))
-        if symbol.name.startswith("_Unwind_") and library != "libgcc_s.so.1":
-            wrong.append(f"has {symbol.name} from {library}, not from libgcc_s.so.1")
+        library_name = library_of_version.get(symbol_versions.get_symbol(index)["ndx"])
+        if symbol.name.startswith("_Unwind_") and library_name != "libgcc_s.so.1":
+            problems.append(f"has {symbol.name} from {library_name}, not from libgcc_s.so.1")
     if exported != ["PyInit__core"]:
-        wrong.append(f"exports {exported}, not only PyInit__core")
+        problems.append(f"exports {exported}, not only PyInit__core")
+
     # Every Rust panic raises. If the symbol is not undefined, an unwinder is linked in.
-    if not any(symbol.name == "_Unwind_RaiseException" for symbol in table.iter_symbols()):
-        wrong.append("contains an unwinder, but must use libgcc_s.so.1")
-    return wrong
+    names = {symbol.name for symbol in symbol_table.iter_symbols()}
+    if "_Unwind_RaiseException" not in names:
+        problems.append("contains an unwinder, but must use libgcc_s.so.1")
+    return problems
 
 
 def main() -> None:
@@ -94,8 +110,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheels", nargs="+", type=Path)
     for wheel in parser.parse_args().wheels:
-        if wrong := check(wheel):
-            raise SystemExit("\n".join(f"{wheel.name}: {words}" for words in wrong))
+        problems = check(wheel)
+        if problems:
+            raise SystemExit("\n".join(f"{wheel.name}: {problem}" for problem in problems))
         print(f"{wheel.name}: {wheel.stat().st_size} bytes, no problems")
 
 

@@ -31,10 +31,8 @@ PAGES = {
 }
 
 #: Pages for people who change the code or read measurements. A search lists other pages first.
-INTERNALS = {
-    *("weight.md", "writes.md", "formats.md", "tested.md", "saving.md", "gallery.md"),
-    *(name for name in PAGES.values() if name not in ("index.md", "notebook.md")),
-}
+INTERNALS = {"weight.md", "writes.md", "formats.md", "tested.md", "saving.md", "gallery.md"}
+INTERNALS |= set(PAGES.values()) - {"index.md", "notebook.md"}
 
 #: Folder of the copies of other files.
 SOURCES = "source"
@@ -56,20 +54,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the repository's pages, and the files that pages link to."""
     pages = {page: page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     for source, name in PAGES.items():
-        pages[ROOT / source] = name
-        text = markdown_of(ROOT / source)
-        files.append(File.generated(config, name, content=adapted(text, ROOT / source, name)))
+        path = ROOT / source
+        pages[path] = name
+        content = adapted(markdown_of(path), path, name)
+        files.append(File.generated(config, name, content=content))
+
     for page in pages:
         for match in LINK.finditer(page.read_text()):
             target = (page.parent / match[2]).resolve()
-            if (
-                target.is_file()
-                and target not in pages
-                and (ROOT in target.parents and DOCS not in target.parents)
-            ):
-                name = f"{SOURCES}/{target.relative_to(ROOT).as_posix()}.txt"
-                if files.get_file_from_path(name) is None:
-                    files.append(File.generated(config, name, abs_src_path=str(target)))
+            is_in_repository = ROOT in target.parents and DOCS not in target.parents
+            if target in pages or not is_in_repository or not target.is_file():
+                continue
+            name = f"{SOURCES}/{target.relative_to(ROOT).as_posix()}.txt"
+            if files.get_file_from_path(name) is None:
+                files.append(File.generated(config, name, abs_src_path=str(target)))
     return files
 
 
@@ -80,14 +78,18 @@ def markdown_of(path: Path) -> str:
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
-        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+        else:
+            parts.append(f"```python\n{source}\n```")
         for output in cell.get("outputs", []):
             data = output.get("data", {"text/plain": output.get("text")})
             if "image/png" in data:
                 image = "".join(data["image/png"]).replace("\n", "")
                 parts.append(f"![Output of the code above](data:image/png;base64,{image})")
             else:
-                parts.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
+                text = "".join(data["text/plain"]).rstrip()
+                parts.append(f"```text\n{text}\n```")
     return "\n\n".join(parts) + "\n"
 
 
@@ -98,7 +100,9 @@ def on_page_markdown(
     name = page.file.src_uri
     if name in INTERNALS:
         page.meta["search"] = {"boost": 0.1}
-    return markdown if name in PAGES.values() else adapted(markdown, DOCS / name, name)
+    if name in PAGES.values():
+        return markdown
+    return adapted(markdown, DOCS / name, name)
 
 
 def adapted(text: str, source: Path, name: str) -> str:
@@ -109,13 +113,13 @@ def adapted(text: str, source: Path, name: str) -> str:
         source: path of the page in the repository.
         name: name of the page in the site.
     """
-    up = "../" * name.count("/")
+    to_site_root = "../" * name.count("/")
 
     def link_script(match: re.Match[str]) -> str:
         script = os.path.relpath(ROOT / match[1], source.parent)
         return f"Continues [`train.py`]({script}):\n\n{match[0]}"
 
-    def lead(match: re.Match[str]) -> str:
+    def site_link(match: re.Match[str]) -> str:
         target = (source.parent / match[2]).resolve()
         if not target.is_file() or ROOT not in target.parents:
             return match[0]  # mkdocs reports it
@@ -126,15 +130,16 @@ def adapted(text: str, source: Path, name: str) -> str:
             path = target.relative_to(DOCS).as_posix()
         else:
             path = f"{SOURCES}/{path}.txt"
-        return f"{match[1]}{up}{path}{match[3] or ''})"
+        anchor = match[3] or ""
+        return f"{match[1]}{to_site_root}{path}{anchor})"
 
     lines: list[str] = []
-    fenced = False
+    in_code = False
     for line in CONTINUES.sub(link_script, text).splitlines():
         if FENCE.match(line):
-            fenced = not fenced
-        elif not fenced:
-            line = LINK.sub(lead, line)
+            in_code = not in_code
+        elif not in_code:
+            line = LINK.sub(site_link, line)
             # Python-Markdown requires an empty line before a list. GitHub does not.
             if ITEM.match(line) and lines and lines[-1].strip() and not in_list(lines):
                 lines.append("")

@@ -14,8 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 def section(changelog: str, version: str) -> str:
     """Return the section with this title, or the section titled Unreleased."""
     _, *sections = re.split(r"^## ", changelog, flags=re.MULTILINE)
-    by_title = {text.split()[0].strip("[]"): text for text in sections}
-    return "## " + by_title[version if version in by_title else "Unreleased"]
+    by_title = {}
+    for text in sections:
+        title = text.split()[0].strip("[]")
+        by_title[title] = text
+    title = version if version in by_title else "Unreleased"
+    return f"## {by_title[title]}"
 
 
 if __name__ == "__main__":

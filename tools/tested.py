@@ -166,6 +166,7 @@ def parameters_of(module: str, test: str) -> list[str]:
         texts = [value_text(value) for value in values]
         if texts == list(import_module("cases").RECIPES):
             texts = ["all"]
+        # The values of several parameters have commas of their own.
         separator = "; " if "," in names else ", "
         lines.append(f"    - {names}: {separator.join(texts)}")
     return lines
@@ -184,13 +185,17 @@ def recipes_text() -> str:
 
 def tests_of(file: str, prefixes: tuple[str, ...]) -> list[str]:
     """Return the names of a file's tests. ValueError if a prefix has none."""
-    body = ast.parse((TESTS / f"{file}.py").read_text()).body
-    names = [node.name for node in body if isinstance(node, ast.FunctionDef)]
-    tests = [name for name in names if name.startswith("test_")]
+    tests = []
+    for node in ast.parse((TESTS / f"{file}.py").read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            tests.append(node.name)
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in tests):
             raise ValueError(f"tests/{file}.py has no test whose name begins with {prefix}")
-    return [name for name in tests if not prefixes or name.startswith(prefixes)]
+
+    if not prefixes:
+        return tests
+    return [name for name in tests if name.startswith(prefixes)]
 
 
 def text() -> str:
@@ -207,7 +212,8 @@ def text() -> str:
     for client, files in OF_CLIENTS:
         lines.append(f"- {client}")
         for file, prefixes in files.items():
-            lines += [f"    - {claim(test)}" for test in tests_of(file, prefixes)]
+            for test in tests_of(file, prefixes):
+                lines.append(f"    - {claim(test)}")
     return "\n".join(lines) + "\n"
 
 

@@ -197,6 +197,16 @@ def test_the_end_to_end_benchmark_finds_the_time_in_which_a_device_computes(
     assert "0.00 of 0.00" in end_to_end.busy([], 2)
 
 
+def test_host_cost_times_the_layers_of_all_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benches")
+    import host_cost
+
+    calls = dict(host_cost.linears("cpu", rows=16, features=32))
+    for recipe in host_cost.RECIPES:
+        calls[f"Linear, {recipe}: forward"]()
+        calls[f"Linear, {recipe}: forward + backward"]()
+
+
 def test_release_notes_are_the_dated_section_of_the_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
