@@ -57,8 +57,6 @@ EXPERTS_VARIANTS = ("bf16+comm", "auto+comm")
 
 #: A command that has less time is not started.
 LEAST_SECONDS = 20
-#: The time limit of a variant.
-VARIANT_SECONDS = 180
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,7 +112,7 @@ def _end_to_end(options: argparse.Namespace, variants: list[str]) -> list[str]:
     command += ["--device", options.device, "--ranks", str(options.ranks)]
     command += ["--layers", str(options.layers), "--dim", str(options.dim)]
     command += ["--vocabulary", str(options.vocabulary), "--sequence", str(options.sequence)]
-    command += ["--steps", str(options.steps), "--limit", str(VARIANT_SECONDS)]
+    command += ["--steps", str(options.steps)]
     if options.recompute:
         command.append("--recompute")
     return command

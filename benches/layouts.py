@@ -11,8 +11,10 @@ Layouts of N ranks, by name:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -127,6 +129,16 @@ def parallelize(model: Llama, mesh: DeviceMesh, fp8: bool) -> None:
     for block in model.blocks:
         parallelize_module(block, mesh, plan_of_block)
     parallelize_module(model, mesh, plan_of_root)
+    model.embedding.register_forward_hook(_clone_output)
+
+
+def _clone_output(embedding: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Return the embedding's output as a plain tensor.
+
+    The output is an AsyncCollectiveTensor. torch 2.15 computes no gradient of such an input of a
+    compiled block, so the embedding would not be trained. torch 2.11 does.
+    """
+    return output.clone()
 
 
 def shard(model: Llama, layout: Layout, reduce_dtype: torch.dtype) -> None:
