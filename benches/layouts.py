@@ -87,9 +87,12 @@ def parallelize(model: Llama, mesh: DeviceMesh, fp8: bool) -> None:
         mesh: the mesh of tensor parallelism.
         fp8: whether the blocks are converted by fp8rs. They then exchange activations in FP8.
     """
+    all_tokens: dict[str, Any] = {
+        "input_layouts": (Shard(1),),
+        "desired_input_layouts": (Replicate(),),
+    }
     # The attention's second argument is the rotation, which all ranks compute.
-    tokens = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-    tokens_and_rotation = {
+    all_tokens_and_rotation: dict[str, Any] = {
         "input_layouts": (Shard(1), None),
         "desired_input_layouts": (Replicate(), None),
     }
@@ -100,13 +103,13 @@ def parallelize(model: Llama, mesh: DeviceMesh, fp8: bool) -> None:
     if fp8:
         columns = Float8ColwiseParallel()
         rows = Float8RowwiseParallel(output_layouts=Shard(1))
-        attention = PrepareFloat8ModuleInput(**tokens_and_rotation)
-        feed_forward = PrepareFloat8ModuleInput(**tokens)
+        attention = PrepareFloat8ModuleInput(**all_tokens_and_rotation)
+        feed_forward = PrepareFloat8ModuleInput(**all_tokens)
     else:
         columns = ColwiseParallel()
         rows = RowwiseParallel(output_layouts=Shard(1))
-        attention = PrepareModuleInput(**tokens_and_rotation)
-        feed_forward = PrepareModuleInput(**tokens)
+        attention = PrepareModuleInput(**all_tokens_and_rotation)
+        feed_forward = PrepareModuleInput(**all_tokens)
 
     plan_of_block = {
         "attention_norm": SequenceParallel(),

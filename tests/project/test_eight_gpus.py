@@ -54,14 +54,18 @@ def gradients(rig: Any, recipe: Any, parallel: bool) -> dict[str, torch.Tensor]:
             block.compile(backend="aot_eager", fullgraph=True)
     model.loss(torch.randint(64, (1, 33), generator=torch.Generator().manual_seed(1))).backward()
 
-    found = {}
+    gradients_by_name = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         assert gradient is not None, name
-        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return found
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        gradients_by_name[name] = gradient
+    return gradients_by_name
 
 
+# Slow, because it compiles.
+@pytest.mark.second_tier
 @ranks(2, cuda=False)
 @pytest.mark.parametrize("recipe", [None, "current"])
 def test_compiled_tensor_parallel_blocks_have_the_gradients_of_one_process(
@@ -145,6 +149,7 @@ def test_tables_compare_with_bf16_in_the_same_layout() -> None:
         "current-compiled+comm": result(1300),
         "current-compiled+tp": result(600),
         "current-compiled+hsdp": result(1250),
+        "te-current": result(900),
         "torchao-compiled": {"error": "a trace\nno torchao"},
     }
     lines = end_to_end.table({"variants": variants}).splitlines()
@@ -152,6 +157,7 @@ def test_tables_compare_with_bf16_in_the_same_layout() -> None:
     assert cells["| current-compiled+comm"] == ["1,300", "1.300", "40.0%"]
     assert cells["| current-compiled+tp"] == ["600", "1.200", "40.0%"]
     assert cells["| current-compiled+hsdp"] == ["1,250", "", "40.0%"]
+    assert cells["| te-current"] == ["900", "0.900", "40.0%"]
     assert "| bf16-compiled+tp | 500 | 1.000 |  | 60.0 | 4.00 + 8.00 | 20.00 |  | 30.00" in lines[3]
     assert {line.count("|") for line in lines} == {12}
 
