@@ -25,6 +25,9 @@ Settings can follow a variant's name, each after a +. They override options of t
 - comm: fp8rs.comm.set_fsdp_comm
 - torch-symm-mem: FSDP2's set_symm_mem_for_comm, since torch 2.12. NCCL uses copy engines if the
   environment has NCCL_CTA_POLICY=2
+- hsdp: two replicas of a sharded model, on an even number of ranks
+- tp: tensor parallelism of 2 within FSDP2 (layouts.py), for fp8rs and bf16. Two ranks share a
+  batch, and gathered bytes include activations
 
     python benches/end_to_end.py                       # every variant on every GPU
     python benches/end_to_end.py --ranks 2 --variants bf16,current
@@ -35,8 +38,14 @@ rowwise_with_gw_hp-compiled,torchao-rowwise_with_gw_hp-compiled
 current-fp8+no-masters+fp8-state+bf16-params,current-fp8+fp8-state
     python benches/end_to_end.py --ranks 2 --profile --variants bf16-compiled,bf16-compiled+comm
     python benches/end_to_end.py --ranks 2 --variants bf16,current,current+modules,te-current
+    python benches/end_to_end.py --ranks 4 --variants current-compiled+hsdp,current-compiled+tp
     python benches/end_to_end.py --device cpu --ranks 2 --dim 256 --layers 2 --sequence 64 \
         --vocabulary 512 --steps 2                     # a smoke run without a GPU
+
+Model FLOPs per token are 6 for each parameter outside the embedding, and 12 * layers * dim *
+sequence for attention without its causal mask, as torchtitan and PaLM (Chowdhery et al., 2022,
+appendix B) count them, so that utilizations (MFU) compare. Utilization is relative to the GPU's
+dense peak in bf16, also for FP8.
 
 Each variant runs in separate processes with a time limit. A failure is recorded with its reason,
 and the other variants run. The JSON file is written after each variant. Variants of torchao and of
@@ -65,9 +74,11 @@ import torch._functorch.config
 import torch.distributed as dist
 from blocks import replace_blocks
 from launch import RankFailed, Report, launch
+from layouts import make_layout, parallelize, shard
 from meter import Meter, converted_weights, peak_memory
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from traffic import converted_share, counted
@@ -75,7 +86,7 @@ from traffic import converted_share, counted
 from fp8rs import convert_to_float8_training
 from fp8rs.comm import set_fsdp_comm
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
-from fp8rs.demo.train import HIGH_PRECISION, shard
+from fp8rs.demo.train import HIGH_PRECISION
 from fp8rs.optim import AdamW
 from fp8rs.quantize.recipes import RECIPES, resolve_recipe
 
@@ -88,6 +99,9 @@ LEARNING_RATE = 1e-6
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: The state_dtype of fp8rs.optim.AdamW by the names in options.
 STATE_DTYPES: dict[str, torch.dtype | str] = {**DTYPES, "fp8": "fp8"}
+
+#: Dense FLOP/s in bf16 by the GPU's name. GPUs of PCIe have other names, and are slower.
+BF16_PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
 
 @dataclass(frozen=True)
@@ -138,6 +152,8 @@ MODIFIERS: dict[str, tuple[str, bool | str]] = {
     "modules": ("blocks", "modules"),
     "comm": ("comm", True),
     "torch-symm-mem": ("torch_symm_mem", True),
+    "hsdp": ("layout", "hsdp"),
+    "tp": ("layout", "tp"),
 }
 for _dtype in DTYPES:
     MODIFIERS[f"{_dtype}-reduce"] = ("reduce_dtype", _dtype)
@@ -179,6 +195,10 @@ def parsed(name: str) -> tuple[Variant, dict[str, Any]]:
         raise ValueError(f"{name}: squares requires a block variant")
     if "blocks" in overrides and variant.library == "transformer_engine":
         raise ValueError(f"{name}: variants of TransformerEngine have its blocks")
+    if overrides.get("layout") == "tp":
+        has_plain_blocks = variant.library in ("torch", "fp8rs") and "blocks" not in overrides
+        if not has_plain_blocks:
+            raise ValueError(f"{name}: tp requires plain blocks of bf16 or fp8rs")
     return variant, overrides
 
 
@@ -259,6 +279,7 @@ def rank(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
         device = torch.device("cuda", dist.get_rank())
     else:
         device = torch.device("cpu")
+    layout = make_layout(arguments["layout"], device.type, ranks)
     batch = _batch(arguments, device)
 
     # The meter counts what is allocated from here on.
@@ -282,8 +303,10 @@ def rank(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     recipe_options = {"save_input": arguments["save_input"]}
     if arguments.get("squares"):
         recipe_options["wgrad_input_block"] = (128, 128)
-    after_step = _prepare(model, variant, arguments, device.type, recipe_options)
-    shard(model, device.type, ranks, reduce_dtype=DTYPES[arguments["reduce_dtype"]])
+    after_step = _prepare(
+        model, variant, arguments, device.type, recipe_options, tensor_mesh=layout.tensor
+    )
+    shard(model, layout, DTYPES[arguments["reduce_dtype"]])
     if arguments.get("comm"):
         set_fsdp_comm(model)
     if arguments.get("torch_symm_mem"):
@@ -309,10 +332,13 @@ def rank(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(arguments["warm_up"]):
         step()
-    loss_sum = step()
-    dist.all_reduce(loss_sum)
-    loss = loss_sum.item() / ranks
-    report({"what": f"loss after {arguments['warm_up']} steps: {loss:.4f}"})
+    losses = _losses_of_ranks(step(), ranks)
+    loss = statistics.fmean(losses)
+    if len(set(losses)) == 1:
+        agreement = "equal on all ranks"
+    else:
+        agreement = f"from {min(losses)} to {max(losses)}, although all ranks have one batch"
+    report({"what": f"loss after {arguments['warm_up']} steps: {loss:.4f}, {agreement}"})
 
     step_seconds = _timed(step, arguments["steps"], device)
     peak = peak_memory(device.type)
@@ -324,20 +350,31 @@ def rank(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
         report({"what": profiled(step, trace)})
 
     # Counting slows a step down, so a step that is not timed is counted.
-    with counted(model, ranks) as traffic:
+    with counted(model, layout.shards) as traffic:
         step()
     model.reshard()  # type: ignore[operator]
     at_rest = meter.at_rest(model, optimizer, converted_names)
+    weight_bytes: int | None
     if variant.library in ("fp8rs", "torchao"):
         weight_bytes = traffic.handed_over
+    elif layout.tensor is None:
+        weight_bytes = converted_share(traffic, model, converted_names, layout.shards, itemsize=2)
     else:
-        weight_bytes = converted_share(traffic, model, converted_names, ranks, itemsize=2)
+        # Gathers of activations cannot be told from those of weights.
+        weight_bytes = None
 
+    tokens_per_rank = arguments["sequence"] * layout.batches / ranks
+    tokens_per_second = tokens_per_rank / statistics.median(step_seconds)
+    flops_per_token = model_flops_per_token(model.config, param_count, arguments["sequence"])
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "params": param_count,
         "loss": loss,
+        "losses": losses,
         "step_seconds": step_seconds,
-        "tokens_per_second": arguments["sequence"] / statistics.median(step_seconds),
+        "tokens_per_second": tokens_per_second,
+        "model_flops_per_token": flops_per_token,
+        "mfu": mfu(tokens_per_second, flops_per_token, gpu),
         "peak_memory": peak,
         "at_rest": dataclasses.asdict(at_rest),
         "reduce_scatter_bytes": sum(traffic.scatters),
@@ -345,6 +382,31 @@ def rank(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
         "allgather_bytes": traffic.total,
         "weight_bytes": weight_bytes,
     }
+
+
+def _losses_of_ranks(loss: torch.Tensor, ranks: int) -> list[float]:
+    losses = [torch.empty_like(loss) for _ in range(ranks)]
+    dist.all_gather(losses, loss)
+    return [loss_of_rank.item() for loss_of_rank in losses]
+
+
+def model_flops_per_token(config: LlamaConfig, params: int, length: int) -> int:
+    """Return the FLOPs of a token in the forward and the backward, without recomputation.
+
+    Args:
+        config: the sizes of the model.
+        params: the number of its parameters.
+        length: tokens of a sequence.
+    """
+    params_of_matmuls = params - config.vocabulary * config.dim
+    return 6 * params_of_matmuls + 12 * config.layers * config.dim * length
+
+
+def mfu(tokens_per_second: float, flops_per_token: int, gpu: str | None) -> float | None:
+    """Return the utilization of a GPU, or None if its peak is not in `BF16_PEAKS`."""
+    if gpu not in BF16_PEAKS:
+        return None
+    return tokens_per_second * flops_per_token / BF16_PEAKS[gpu]
 
 
 #: Attention's kernels, best first.
@@ -416,10 +478,20 @@ def _prepare(
     arguments: dict[str, Any],
     device: str,
     recipe_options: dict[str, Any],
+    tensor_mesh: DeviceMesh | None,
 ) -> Callable[[Llama], None]:
-    """Convert and compile the model, and return a function to call after each optimizer step.
+    """Convert, parallelize and compile the model.
 
-    ``recipe_options`` are fields of fp8rs's recipe that differ from its defaults.
+    Args:
+        model: the model, before it is sharded.
+        variant: what to convert it to.
+        arguments: the workload and the settings of the variant.
+        device: "cpu" or "cuda".
+        recipe_options: fields of fp8rs's recipe that differ from its defaults.
+        tensor_mesh: the mesh of tensor parallelism, if there is any.
+
+    Returns:
+        A function to call after each optimizer step.
     """
 
     def nothing(model: Llama) -> None:
@@ -452,6 +524,9 @@ def _prepare(
         )
         if has_fp8_gather:
             after_step = peer.precompute_float8_dynamic_scale_for_fsdp
+
+    if tensor_mesh is not None:
+        parallelize(model, tensor_mesh, fp8=variant.library == "fp8rs")
 
     if variant.compiled:
         if arguments["recompute"]:
@@ -584,36 +659,58 @@ def _batch(arguments: dict[str, Any], device: torch.device) -> torch.Tensor:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return a Markdown table of all variants. Ratios compare with bf16, eager or compiled."""
+    """Return a Markdown table of all variants."""
     variants = report["variants"]
     lines = [
-        "| variant | tokens/s/GPU | vs bf16 | peak GB "
+        "| variant | tokens/s/GPU | vs bf16 | MFU | peak GB "
         "| stored B per parameter: weights + optimizer | gathered GB per step "
         "| of which converted weights | reduced GB | all-reduces | loss |",
-        "|---" * 10 + "|",
+        "|---" * 11 + "|",
     ]
     for name, result in variants.items():
         if "error" in result:
             error_lines = result["error"].strip().splitlines()
-            lines.append(f"| {name} | {error_lines[-1]} |{' |' * 8}")
+            lines.append(f"| {name} | {error_lines[-1]} |{' |' * 9}")
             continue
 
-        variant, _ = parsed(name)
-        baseline = variants.get("bf16-compiled" if variant.compiled else "bf16", {})
+        baseline = variants.get(_baseline(name, variants), {})
         ratio = ""
         if "tokens_per_second" in baseline:
             ratio = f"{result['tokens_per_second'] / baseline['tokens_per_second']:.3f}"
 
+        utilization = ""
+        if result["mfu"] is not None:
+            utilization = f"{result['mfu']:.1%}"
+        weight_gigabytes = ""
+        if result["weight_bytes"] is not None:
+            weight_gigabytes = f"{result['weight_bytes'] / 1e9:.2f}"
+
         at_rest = result["at_rest"]
         lines.append(
-            f"| {name} | {result['tokens_per_second']:,.0f} | {ratio} "
+            f"| {name} | {result['tokens_per_second']:,.0f} | {ratio} | {utilization} "
             f"| {result['peak_memory'] / 1e9:.1f} "
             f"| {at_rest['weights']:.2f} + {at_rest['optimizer']:.2f} "
-            f"| {result['allgather_bytes'] / 1e9:.2f} | {result['weight_bytes'] / 1e9:.2f} "
+            f"| {result['allgather_bytes'] / 1e9:.2f} | {weight_gigabytes} "
             f"| {result['reduce_scatter_bytes'] / 1e9:.2f} | {result['all_reduces']} "
             f"| {result['loss']:.4f} |"
         )
     return "\n".join(lines)
+
+
+def _baseline(name: str, variants: dict[str, Any]) -> str:
+    """Return the name of bf16 in the same layout, compiled if the variant is.
+
+    TransformerEngine's kernels need no compilation. If eager bf16 was not measured, they compare
+    with compiled bf16.
+    """
+    variant, overrides = parsed(name)
+    setting = f"+{overrides['layout']}" if "layout" in overrides else ""
+    eager = f"bf16{setting}"
+    compiled = f"bf16-compiled{setting}"
+    has_own_kernels = variant.library == "transformer_engine"
+    if variant.compiled or (has_own_kernels and eager not in variants):
+        return compiled
+    return eager
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -650,6 +747,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 def _workload(options: argparse.Namespace) -> dict[str, Any]:
     heads = max(1, options.dim // 128)
+    # Tensor parallelism splits them over two ranks.
+    least_kv_heads = min(2, heads)
     return {
         "device": options.device,
         "ranks": options.ranks,
@@ -658,7 +757,7 @@ def _workload(options: argparse.Namespace) -> dict[str, Any]:
             "dim": options.dim,
             "layers": options.layers,
             "heads": heads,
-            "kv_heads": max(1, heads // 4),
+            "kv_heads": max(least_kv_heads, heads // 4),
             "hidden": options.dim * 7 // 2,
             "rope_base": 500_000.0,
         },
@@ -672,6 +771,7 @@ def _workload(options: argparse.Namespace) -> dict[str, Any]:
         "param_dtype": options.param_dtype,
         "recompute": options.recompute,
         "blocks": options.blocks,
+        "layout": "fsdp",
         "profile": options.profile or options.trace is not None,
         "trace": None if options.trace is None else str(options.trace.resolve()),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -39,11 +40,13 @@ KEPT = {
 
 #: The ranks and mesh dimensions of each layout.
 LAYOUTS = {
+    "FSDP of 8": (8,),
     "FSDP of 4": (4,),
     "FSDP of 2": (2,),
     "FSDP of 1": (1,),
     "one process": None,
     "HSDP of 2x2": (2, 2),
+    "HSDP of 2x4": (2, 4),
     "FSDP of 2 x TP of 2": (2, 2),
 }
 
@@ -63,7 +66,7 @@ def lay_out(rig, layout, recipe, kept, hidden, seed=0):
             parallelize_module(block, mesh["tensor"], PLAN)
             fully_shard(block, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])
-    elif layout == "HSDP of 2x2" or layout == "FSDP of 4":
+    elif shape is not None and math.prod(shape) == rig.world_size:
         shard_any(model, mesh=rig.mesh(*shape))
     else:
         each = shape[0] if shape else 1

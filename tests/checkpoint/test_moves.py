@@ -33,6 +33,14 @@ MOVES = [
 ]
 
 
+#: Moves on machines of eight GPUs.
+MOVES_OF_8 = [
+    ("FSDP of 8", "FSDP of 4"),
+    ("FSDP of 8", "FSDP of 2"),
+    ("FSDP of 2", "FSDP of 8"),
+    ("HSDP of 2x4", "FSDP of 8"),
+]
+
 #: Moves of batched weights, which tensor parallelism does not shard.
 BATCHED_MOVES = [move for move in MOVES if " x TP" not in move[0]]
 
@@ -49,6 +57,18 @@ def test_a_checkpoint_restores_every_bit_in_another_layout(
     rig, saved, loaded, recipe, kept, how, hidden
 ):
     check_move(rig, saved, loaded, recipe, kept, how, HIDDEN[hidden])
+
+
+@ranks(8, cpu=False)
+@pytest.mark.parametrize(("saved", "loaded"), MOVES_OF_8)
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8 of 1x32"])
+@pytest.mark.parametrize(
+    "kept", ["master weights, torch's AdamW", "FP8 weights, AdamW with masters"]
+)
+def test_a_checkpoint_of_8_ranks_restores_every_bit_in_another_layout(
+    rig, saved, loaded, recipe, kept
+):
+    check_move(rig, saved, loaded, recipe, kept, "save", HIDDEN["uneven"])
 
 
 @ranks(4, seconds=40)

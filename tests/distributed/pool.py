@@ -1,10 +1,10 @@
 """The worker processes of multi-rank tests. They are started once and run one case after another.
 
-Four processes serve every world size: a case on two ranks uses the first two. They are forked from
-a server that has imported `PRELOAD`, so that four of them cost about as much as one. If a rank
-raises, its traceback is returned. If a case hangs, it is stopped after its timeout, or shortly
-after one of its ranks has failed. The report then contains every rank's stack, and the workers are
-replaced.
+Four processes serve most world sizes: a case on two ranks uses the first two. The first case on
+eight ranks starts four more. They are forked from a server that has imported `PRELOAD`, so that
+four of them cost about as much as one. If a rank raises, its traceback is returned. If a case
+hangs, it is stopped after its timeout, or shortly after one of its ranks has failed. The report
+then contains every rank's stack, and the workers are replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from pathlib import Path
 from typing import Any
 
 WORKERS = 4
-"""The largest world size of a case."""
+"""The number of workers that are started at first."""
+
+MOST_WORKERS = 8
+"""The largest world size of a case. Cases on more than `WORKERS` ranks require GPUs."""
 
 CASES = 120
 """The number of cases after which the workers are replaced. torch caches results by mesh in several
@@ -222,17 +225,19 @@ class Pool:
         self.store: Any = None
         atexit.register(self.stop)
 
-    def start(self) -> None:
-        """Start the workers unless they are running."""
-        if self.workers:
+    def start(self, world_size: int) -> None:
+        """Start the workers that a case requires, unless they are running."""
+        running = len(self.workers)
+        if running >= world_size:
             return
         from torch.distributed import TCPStore
 
-        # The server of the store runs in this process.
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if not running:
+            # The server of the store runs in this process.
+            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        for rank in range(WORKERS):
+        for rank in range(running, max(world_size, WORKERS)):
             here, there = context.Pipe()
             process = context.Process(
                 target=serve,
@@ -242,7 +247,7 @@ class Pool:
             process.start()
             there.close()
             self.workers.append((process, here))
-        for process, pipe in self.workers:
+        for process, pipe in self.workers[running:]:
             if not pipe.poll(START_SECONDS) or pipe.recv() != "ready":
                 self.stop()
                 raise RankFailure(f"worker {process.name} did not start")
@@ -280,7 +285,7 @@ class Pool:
         """
         if self.cases % CASES == 0:
             self.stop()
-        self.start()
+        self.start(world_size)
         self.cases += 1
         workers = self.workers[:world_size]
         for _, pipe in workers:

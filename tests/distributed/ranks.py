@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .pool import WORKERS, pool
+from .pool import MOST_WORKERS, WORKERS, pool
 
 SECONDS = 240.0
 """A case's time-out. The slowest takes seconds; on a machine that others load one was seen at work
@@ -29,8 +29,9 @@ def ranks(
     the function has a `check` attribute, it is called with the results by rank.
     """
     for world_size in world_sizes:
-        if not 1 <= world_size <= WORKERS:
-            raise ValueError(f"world size {world_size}: the pool has {WORKERS} workers")
+        most = WORKERS if cpu else MOST_WORKERS
+        if not 1 <= world_size <= most:
+            raise ValueError(f"world size {world_size}: the pool has at most {most} workers")
 
     def decorate(case: Callable) -> Callable:
         parameters = [p for p in inspect.signature(case).parameters.values() if p.name != "rig"]

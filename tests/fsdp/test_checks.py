@@ -295,8 +295,19 @@ MISSING = {
 @ranks(4)
 @pytest.mark.parametrize("missing", list(MISSING))
 def test_ranks_that_converted_nothing_are_named_soon_and_at_the_time_out(rig, missing):
-    missing, named = MISSING[missing]
-    waiting = [rank for rank in range(4) if rank not in missing]
+    check_missing_ranks(rig, *MISSING[missing])
+
+
+@ranks(8, cpu=False)
+@pytest.mark.parametrize(
+    ("missing", "named"), [((7,), r"ranks \[7\] have"), ((2, 5), r"ranks \[2, 5\] have")]
+)
+def test_ranks_of_8_that_converted_nothing_are_named_at_the_time_out(rig, missing, named):
+    check_missing_ranks(rig, missing, named)
+
+
+def check_missing_ranks(rig, missing, named):
+    waiting = [rank for rank in range(rig.world_size) if rank not in missing]
     model = converted_on(rig, waiting)
     group = dist.new_group(waiting)
     if rig.rank in missing:

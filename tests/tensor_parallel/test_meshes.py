@@ -112,6 +112,17 @@ def test_a_move_that_changes_nothing_keeps_a_parallel_model_as_it_is(rig, recipe
 def test_hybrid_sharding_over_tensor_parallelism_trains_as_one_process(
     rig, recipe, fp8_weights, shape
 ):
+    check_hybrid_sharding(rig, recipe, fp8_weights, shape)
+
+
+@ranks(8, cpu=False)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8"])
+@both_weights
+def test_replicas_of_shards_over_tensor_parallelism_train_as_one_process(rig, recipe, fp8_weights):
+    check_hybrid_sharding(rig, recipe, fp8_weights, (2, 2, 2))
+
+
+def check_hybrid_sharding(rig, recipe, fp8_weights, shape):
     model, mesh = over_three(rig, recipe, *shape, fp8_weights=fp8_weights)
     one = converted(recipe, rig, fp8_weights=fp8_weights)
     torch.testing.assert_close(train(model, mesh, rig), train(one, None, rig), rtol=0.003, atol=0.0)
