@@ -21,13 +21,15 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+rank = int(os.environ["LOCAL_RANK"])
+ranks = int(os.environ["LOCAL_WORLD_SIZE"])
 device = torch.device("cuda", rank) if torch.cuda.device_count() >= ranks else torch.device("cpu")
 if device.type == "cuda":
     torch.cuda.set_device(device)

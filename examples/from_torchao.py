@@ -23,7 +23,8 @@ class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))

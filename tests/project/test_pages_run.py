@@ -250,7 +250,6 @@ def test_the_examples_of_lora_weight_streams_and_resumption_train(
 @pytest.mark.long
 def test_the_example_of_fp8_weights_trains(device: str) -> None:
     script = ROOT / "examples" / "fp8_weights.py"
-    assert len(script.read_text().splitlines()) <= 60
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*torchrun, "--nproc-per-node", str(RANKS), str(script)],
