@@ -408,11 +408,11 @@ class Step:
 
         The first run computed only amaxes.
         """
-        calls = {}
+        calls = []
         for update, scale in zip(updates, scales.unbind(), strict=True):
-            call = self._call(UpdateKind.CURRENT_SCALE, update, update.master)
+            call = self._call(UpdateKind.CURRENT_SCALE, update, None)
             call.lists["new_scales"].append(scale)
-            calls[id(update.options)] = call
-        for call in calls.values():
+            calls.append(call)
+        for call in dict.fromkeys(calls):
             call.lists["amaxes"] = []
             call.run()
