@@ -195,8 +195,8 @@ def convert_model(root: nn.Module, options: Options, selected: Selection, keep_i
         amax_reduction_group=options.amax_reduction_group,
         gemms=options.gemms,
     )
-    state.fp8_gather = bool(options.enable_fsdp_float8_all_gather)
-    state.chooses_gathers = options.chooses_gathers
+    assert options.enable_fsdp_float8_all_gather is not None
+    state.fp8_gather = options.enable_fsdp_float8_all_gather
     state.experts = options.experts
     _convert(state, selected, options.fp8_weights, keep_init)
     state.attach(root)

@@ -83,8 +83,8 @@ class ModelState:
         tracker: counts the model's forwards.
         linears: weak references to the layers, by index.
         names: their fully qualified names, for messages.
-        fp8_gather: whether weights are quantized before FSDP gathers them.
-        chooses_gathers: whether the first forward decides about ``fp8_gather`` of linear layers.
+        fp8_gather: whether weights are quantized before FSDP gathers them. "auto": linear layers
+            are, unless the first training forward has fewer than ``min_tokens``.
         min_tokens: the number of tokens from which linear layers have FP8 GEMMs. 0 for any number.
         group: the ``amax_reduction_group``.
         experts: the conversion's ``experts``, for reports and later conversions.
@@ -109,8 +109,7 @@ class ModelState:
             )
         self.linears: list[Callable[[], nn.Module | None]] = []
         self.names: list[str] = []
-        self.fp8_gather = False
-        self.chooses_gathers = False
+        self.fp8_gather: bool | Literal["auto"] = False
         self.gemms = gemms
         self.min_tokens: float = 0
         self.experts = "off"
@@ -317,7 +316,7 @@ class ModelState:
         if not self.min_tokens or not module.training or not torch.is_grad_enabled():
             return
         tokens = tokens_of(args, kwargs)
-        if self.chooses_gathers and self.sharded_model is not None:
+        if self.fp8_gather == "auto" and self.sharded_model is not None:
             self.sharded_model.choose_gathers(tokens)
         device_type = next(module.parameters()).device.type
         if tokens is not None and tokens < self.min_tokens and is_measured(device_type):
