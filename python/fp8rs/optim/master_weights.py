@@ -86,7 +86,7 @@ class MasterWeights(MasterWeightOptimizer):
     @not_traced
     def _update(self) -> None:
         params = [OptimParam(param) for group in self.param_groups for param in group["params"]]
-        fp8_weights.prepare(params)
+        fp8_weights.reshard(params)
         params = [p for p in params if p.param.grad is not None]
 
         # torch takes a step with a learning rate of 0 to create the state of a fresh optimizer. It
