@@ -97,8 +97,8 @@ class Options:
             enable_fsdp_float8_all_gather=gather,
         )
 
-    def names(self, fqn: str) -> bool:
-        """Whether ``filter_fqns`` excludes a name."""
+    def excludes(self, fqn: str) -> bool:
+        """Return whether ``filter_fqns`` excludes a layer or parameter of this name."""
         return any(pattern in fqn for pattern in self.filter_fqns)
 
     def check(self, name: str, module: Float8Params) -> None:
@@ -120,7 +120,7 @@ class Options:
             values["gemms"] = (state.gemms, self.gemms)
             if not isinstance(module, nn.Linear):
                 values["experts"] = (state.experts, self.experts)
-            weights = [own_part(module._parameters[name]) for name in module._fp8_params]
+            weights = [own_part(module._parameters[key]) for key in module._fp8_params]
             are_fp8 = all(isinstance(weight, QuantizedTensor) for weight in weights)
             if self.fp8_weights and not are_fp8:
                 values["fp8_weights"] = (False, True)
@@ -158,7 +158,7 @@ def _check_fp8_experts(recipe: Recipe) -> None:
 
 
 def has_fp8_gemms(recipe: Recipe) -> bool:
-    """Whether grouped FP8 GEMMs read weights in a recipe's format."""
+    """Return whether grouped FP8 GEMMs read weights in a recipe's format."""
     return reads_format(recipe.block_format("weight"))
 
 

@@ -93,7 +93,7 @@ class OptimParam:
             storage = self.weight._storage
             observer: Any = storage.observer  # only parameters of modules are observed
             # A copy of the weight shares the observer, but has other planes.
-            if observer is not None and (not observer.in_place or observer.observes(storage)):
+            if observer is not None and (not observer.has_parameter or observer.observes(storage)):
                 self.handle = observer
 
     # --- layout ----------------------------------------------------------------------------------
