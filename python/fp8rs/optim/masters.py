@@ -121,6 +121,7 @@ class MasterWeightOptimizer(Optimizer):
         if master is None:
             return None
 
+        # A loaded master may have no scale. Then none is saturated, because no scale is near 0.
         if "scale" not in state and optim_param.delayed is not None:
             state["scale"] = torch.zeros((), dtype=torch.float32, device=optim_param.local.device)
         self._read_writes(optim_param, own_part(master), stochastic)

@@ -299,7 +299,14 @@ class Step:
         master: Tensor | None,
         spec: QuantSpec | None = None,
     ) -> AdamWCall:
-        """Return the call for parameters of this kind, with these options."""
+        """Return the call that `update` shares with updates of the same kind and arguments.
+
+        Args:
+            kind: how the operator writes the parameter.
+            update: the options, and whether the moments are 8-bit codes.
+            master: the master that is passed to the operator, or None.
+            spec: how scales are computed, if the operator computes them.
+        """
         key = (kind, id(update.options), master is None, spec, update.has_codes)
         if key not in self._calls:
             self._calls[key] = AdamWCall(update.options, spec)
