@@ -81,7 +81,7 @@ def test_every_linear_is_swapped_in_place(device):
         assert parameters[name] is parameter
     state = state_of(model.head)
     assert state.names == ALL
-    assert [ref() for ref in state.linears] == list(layers.values())
+    assert [ref() for ref in state.layer_refs] == list(layers.values())
     assert all(state_of(layer) is state for layer in layers.values())
     model(torch.arange(5, device=device)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())

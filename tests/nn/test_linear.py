@@ -572,7 +572,7 @@ def test_deepcopy_and_pickle(device, recipe):
         assert state_of(copied.q) is not state_of(model.q)
         with torch.no_grad():
             assert torch.equal(copied(x), model(x))
-        assert [ref() for ref in state_of(copied.q).linears] == [
+        assert [ref() for ref in state_of(copied.q).layer_refs] == [
             copied.q,
             copied.k,
             copied.v,
@@ -585,7 +585,7 @@ def test_copy_without_one_of_the_layers(device):
     model = copy.deepcopy(attention(device))
     model.k = nn.Identity()
     model(data(device, 8, 16))
-    linears = [ref() for ref in state_of(model.q).linears]
+    linears = [ref() for ref in state_of(model.q).layer_refs]
     assert linears == [model.q, None, model.v, model.o], "indices stay"
 
 

@@ -334,7 +334,7 @@ class Keeper:
     """A stub of the handle of an unsharded weight that keeps its initial values."""
 
     sharded_model = slots = None
-    in_place = True
+    has_parameter = True
     detects_lost_writes = False
     writes = 0
 

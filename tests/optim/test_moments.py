@@ -257,6 +257,30 @@ def test_codes_and_high_precision_moments_step_together():
     assert_same(bytes_of(*together), bytes_of(*alone))
 
 
+@with_and_without_masters
+@each_quantizer
+def test_fp8_weights_with_both_kinds_of_moments_step_together(name, masters):
+    """In a group with 8-bit moments, a weight whose rows are not whole blocks keeps float32."""
+
+    def make():
+        params = []
+        for i, shape in enumerate([(64, 128), (32, 100), (64, 256)]):
+            quantize = QUANTIZERS[name](E4M3, "cpu")
+            params.append(parameter(quantize(normal(shape, i))))
+        return params
+
+    options = {"master_weights": masters, "stochastic_rounding": False, "lr": 1e-2}
+    together, alone = make(), make()
+    train(fp8_adamw(together, **options), 2)
+    for i, (param, adamw) in enumerate(zip(alone, (fp8_adamw, AdamW, fp8_adamw), strict=True)):
+        single = adamw([param], **options)
+        for step in range(2):
+            param.grad_dtype = torch.float32
+            param.grad = normal(param.shape, 100 * step + i)
+            single.step()
+    assert_same(bytes_of(*together), bytes_of(*alone))
+
+
 @pytest.mark.parametrize(
     ("block", "scale_dtype"),
     [((128, 128), torch.float32), ((32, 32), torch.float8_e8m0fnu), ((1, -1), torch.float32)],

@@ -90,8 +90,8 @@ def convert_to_float8_training(
             each call chooses the faster GEMMs for its number of rows (`fp8rs.report` names them).
         gemms: which GEMMs of linear layers run on FP8 operands on a GPU. "fp8": all. "auto": those
             of forwards with enough tokens for FP8 to be faster, as estimated from the sizes of the
-            layers; others run in high precision. If the first training forward has fewer tokens,
-            FSDP2 also gathers the layers in high precision from then on, unless
+            layers; others run in high precision. If the model's first forward is in training and
+            has fewer tokens, FSDP2 also gathers the layers in high precision from then on, unless
             ``enable_fsdp_float8_all_gather`` is given. The choice is logged. Devices that are not
             GPUs always have FP8 operands.
         config: a torchao Float8LinearConfig, instead of ``recipe``.
@@ -109,15 +109,15 @@ def convert_to_float8_training(
     """
     check_module("module", module)
     options = Options(
-        recipe,
-        config,
-        module_filter_fn,
-        filter_fqns,
-        enable_fsdp_float8_all_gather,
-        amax_reduction_group,
-        fp8_weights,
-        experts,
-        gemms,
+        recipe=recipe,
+        config=config,
+        module_filter_fn=module_filter_fn,
+        filter_fqns=filter_fqns,
+        enable_fsdp_float8_all_gather=enable_fsdp_float8_all_gather,
+        amax_reduction_group=amax_reduction_group,
+        fp8_weights=fp8_weights,
+        experts=experts,
+        gemms=gemms,
     ).resolved()
     check_bool("preserve_high_precision_init_val", preserve_high_precision_init_val)
     if preserve_high_precision_init_val and not fp8_weights:
@@ -195,8 +195,8 @@ def convert_model(root: nn.Module, options: Options, selected: Selection, keep_i
         amax_reduction_group=options.amax_reduction_group,
         gemms=options.gemms,
     )
-    state.fp8_gather = bool(options.enable_fsdp_float8_all_gather)
-    state.chooses_gathers = options.chooses_gathers
+    assert options.enable_fsdp_float8_all_gather is not None
+    state.fp8_gather = options.enable_fsdp_float8_all_gather
     state.experts = options.experts
     _convert(state, selected, options.fp8_weights, keep_init)
     state.attach(root)

@@ -147,7 +147,7 @@ def select_experts(
             converted with other options.
     """
     converted: Any = {} if state_of(module) is None else module._fp8_params
-    if not all(options.names(fqn_of(name, key)) for key in converted):
+    if not all(options.excludes(fqn_of(name, key)) for key in converted):
         options.check(name, cast(Float8Params, module))
     weights = batched_parameters(module)
     selected: list[str] = []
@@ -177,7 +177,7 @@ def _why_not(
     module: nn.Module, weight: Tensor, fqn: str, tied: Sequence[str], options: Options
 ) -> str:
     """Return why a weight of experts stays in high precision, or an empty string."""
-    if options.names(fqn):
+    if options.excludes(fqn):
         return NAMED
     if isinstance(module, Float8Params):
         return "its module is converted already"

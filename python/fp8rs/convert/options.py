@@ -30,16 +30,14 @@ class Options:
     config: Any = None
     module_filter_fn: ModuleFilter | None = None
     filter_fqns: Iterable[str] = ()
-    enable_fsdp_float8_all_gather: bool | None = None
+    enable_fsdp_float8_all_gather: bool | Literal["auto"] | None = None
     amax_reduction_group: Any = None
     fp8_weights: bool = False
     experts: ExpertsMode = "auto"
     gemms: Gemms = "auto"
-    #: Whether the number of tokens of the first forward decides how weights are gathered.
-    chooses_gathers: bool = False
 
     def resolved(self) -> Options:
-        """Return the options with a Recipe and without None.
+        """Return checked options, with a Recipe and, if no gather was given, "auto" for it.
 
         Raises:
             TypeError, ValueError: an argument is wrong, or two arguments contradict each other.
@@ -63,11 +61,12 @@ class Options:
                 "amax_reduction_group must be a torch.distributed.ProcessGroup, "
                 f"not {type(group).__name__}"
             )
+
         gather = self.enable_fsdp_float8_all_gather
-        chooses_gathers = self.gemms == "auto" and gather is None and self.config is None
         if self.config is None:
             recipe = resolve_recipe("current" if self.recipe is None else self.recipe)
-            gather = gather is None or gather
+            if gather is None:
+                gather = "auto"
         else:
             if self.recipe is not None:
                 raise ValueError("recipe and config are both given: give one")
@@ -83,39 +82,23 @@ class Options:
                 "enable_fsdp_float8_all_gather=False cannot be combined with fp8_weights=True: FP8 "
                 "weights have no high-precision values to gather"
             )
+
         if self.gemms not in get_args(Gemms):
             raise ValueError(f"gemms must be 'auto' or 'fp8', not {self.gemms!r}")
         if self.experts not in get_args(ExpertsMode):
             modes = ", ".join(map(repr, get_args(ExpertsMode)))
             raise ValueError(f"experts must be one of {modes}, not {self.experts!r}")
-        if self.experts == "fp8" and recipe.input_options:
-            raise ValueError(
-                f"experts='fp8' contradicts {' and '.join(recipe.input_options)} of the recipe: "
-                "grouped FP8 GEMMs quantize inputs and gradients with the same options. Use "
-                "experts='gather'"
-            )
-        if self.experts == "fp8" and not grouped_fp8_gemms(recipe).rows:
-            raise ValueError(
-                f"experts='fp8' contradicts high_precision_gemms={recipe.high_precision_gemms} of "
-                "the recipe: forward and dgrad of experts have the same precision. Use "
-                "experts='gather'"
-            )
-        if self.experts == "fp8" and not has_fp8_gemms(recipe):
-            raise ValueError(
-                f"experts='fp8' requires a recipe with grouped FP8 GEMMs: 'current', 'delayed' or "
-                f"'rowwise', not {recipe.name!r}. With experts='gather', weights of experts are "
-                "gathered in FP8 and their GEMMs run in high precision"
-            )
+        if self.experts == "fp8":
+            _check_fp8_experts(recipe)
         return replace(
             self,
             recipe=recipe,
             filter_fqns=filters,
             enable_fsdp_float8_all_gather=gather,
-            chooses_gathers=chooses_gathers,
         )
 
-    def names(self, fqn: str) -> bool:
-        """Whether ``filter_fqns`` excludes a name."""
+    def excludes(self, fqn: str) -> bool:
+        """Return whether ``filter_fqns`` excludes a layer or parameter of this name."""
         return any(pattern in fqn for pattern in self.filter_fqns)
 
     def check(self, name: str, module: Float8Params) -> None:
@@ -130,14 +113,14 @@ class Options:
         values["recipe"] = (describe(state.recipe), describe(self.recipe))
         if not state.standalone:
             values["enable_fsdp_float8_all_gather"] = (
-                state.fp8_gather,
-                self.enable_fsdp_float8_all_gather,
+                bool(state.fp8_gather),
+                bool(self.enable_fsdp_float8_all_gather),
             )
             values["amax_reduction_group"] = (state.group, self.amax_reduction_group)
             values["gemms"] = (state.gemms, self.gemms)
             if not isinstance(module, nn.Linear):
                 values["experts"] = (state.experts, self.experts)
-            weights = [own_part(module._parameters[name]) for name in module._fp8_params]
+            weights = [own_part(module._parameters[key]) for key in module._fp8_params]
             are_fp8 = all(isinstance(weight, QuantizedTensor) for weight in weights)
             if self.fp8_weights and not are_fp8:
                 values["fp8_weights"] = (False, True)
@@ -152,8 +135,30 @@ class Options:
                 )
 
 
+def _check_fp8_experts(recipe: Recipe) -> None:
+    """Raise ValueError if a recipe does not allow ``experts="fp8"``."""
+    if recipe.input_options:
+        raise ValueError(
+            f"experts='fp8' contradicts {' and '.join(recipe.input_options)} of the recipe: "
+            "grouped FP8 GEMMs quantize inputs and gradients with the same options. Use "
+            "experts='gather'"
+        )
+    if not grouped_fp8_gemms(recipe).rows:
+        raise ValueError(
+            f"experts='fp8' contradicts high_precision_gemms={recipe.high_precision_gemms} of "
+            "the recipe: forward and dgrad of experts have the same precision. Use "
+            "experts='gather'"
+        )
+    if not has_fp8_gemms(recipe):
+        raise ValueError(
+            f"experts='fp8' requires a recipe with grouped FP8 GEMMs: 'current', 'delayed' or "
+            f"'rowwise', not {recipe.name!r}. With experts='gather', weights of experts are "
+            "gathered in FP8 and their GEMMs run in high precision"
+        )
+
+
 def has_fp8_gemms(recipe: Recipe) -> bool:
-    """Whether grouped FP8 GEMMs read weights in a recipe's format."""
+    """Return whether grouped FP8 GEMMs read weights in a recipe's format."""
     return reads_format(recipe.block_format("weight"))
 
 

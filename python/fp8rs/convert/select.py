@@ -293,7 +293,7 @@ def _warn_of_unused_filters(selection: Selection, root: nn.Module, options: Opti
 def _why_excluded(name: str, layer: nn.Linear, options: Options) -> Reason | None:
     """Return the filter that excludes a layer."""
     keep = options.module_filter_fn
-    if options.names(name):
+    if options.excludes(name):
         return Reason(NAMED)
     return None if keep is None or keep(layer, name) else Reason(FILTERED)
 

@@ -44,7 +44,7 @@ class Float8Shard(QuantizedTensor):
     @property
     def _is_weight(self) -> bool:
         """Whether this object is the local tensor of the parameter, and not a view or a copy."""
-        return self._handle.in_place and self is self._handle.parameter_part
+        return self._handle.has_parameter and self is self._handle.parameter_part
 
 
 class MasterSource(Protocol):
@@ -124,7 +124,7 @@ class Float8ParamHandle(ParamHandle):
         if self.local is not None:
             return self.shard_spec.element_offsets
         # A layer that was made with a recipe is sharded without all-gather hooks.
-        if self.in_place and is_distributed(self.parameter):
+        if self.has_parameter and is_distributed(self.parameter):
             return ShardSpec.from_dtensor(self.parameter).element_offsets
         return (0,)
 
@@ -132,7 +132,7 @@ class Float8ParamHandle(ParamHandle):
 
     def observes(self, storage: PlaneStorage) -> bool:
         """Return whether planes belong to the weight, and not to a copy of it."""
-        if not self.in_place:
+        if not self.has_parameter:
             return False
         parameter_storage = getattr(self.parameter_part, "_storage", None)
         if parameter_storage is not None and parameter_storage.observer is self:
@@ -256,7 +256,7 @@ class Float8ParamHandle(ParamHandle):
     def init_value(self) -> Tensor | None:
         """The values from before the first rounding that this rank holds, on the CPU, or None."""
         value = self._init_value
-        if value is None or not self.in_place:
+        if value is None or not self.has_parameter:
             return value
         # Tensor parallelism replaces the parameter by a DTensor without a notification.
         if value.shape == self.parameter.shape != self.parameter_part.shape:

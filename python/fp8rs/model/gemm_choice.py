@@ -4,8 +4,8 @@ FP8 pays off from some number of tokens on, which depends on the sizes of a mode
 (`fp8rs.gemm.estimates.min_tokens`). Two things follow from it:
 
 - Each call of a layer with fewer tokens computes in high precision (`LinearSpec.min_tokens`).
-- If the first training forward of a model has fewer tokens, FSDP2 gathers its master weights in
-  high precision from then on. FP8 all-gathers take the host's time too.
+- If the first forward of a model is in training and has fewer tokens, FSDP2 gathers its master
+  weights in high precision from then on. FP8 all-gathers take the host's time too.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class ParamHandle:
         return f"{self.state.names[self.index]}.{self.name}".lstrip(".")
 
     @property
-    def in_place(self) -> bool:
+    def has_parameter(self) -> bool:
         """Whether the module has a parameter of this name.
 
         weight_norm, pruning and parametrizations move it to another name. It is then an ordinary
@@ -313,7 +313,7 @@ def fp8_parameters() -> set[int]:
     parameters = set()
     sharded_roots = set()
     for handle in list(_handles):
-        if not handle.in_place:
+        if not handle.has_parameter:
             continue
         parameters.add(id(handle.parameter))
         state = handle.state_if_any

@@ -79,12 +79,12 @@ class ModelState:
 
     Attributes:
         recipe: the recipe of every layer.
-        key: names the recipe and the group in graphs (`fp8rs.model.linear_spec`).
+        key: names recipe, group and ``min_tokens`` in graphs (`fp8rs.model.linear_spec`).
         tracker: counts the model's forwards.
-        linears: weak references to the layers, by index.
+        layer_refs: weak references to the linear layers and the modules of experts, by index.
         names: their fully qualified names, for messages.
-        fp8_gather: whether weights are quantized before FSDP gathers them.
-        chooses_gathers: whether the first forward decides about ``fp8_gather`` of linear layers.
+        fp8_gather: whether weights are quantized before FSDP gathers them. "auto": linear layers
+            are, unless the first forward is in training and has fewer than ``min_tokens``.
         min_tokens: the number of tokens from which linear layers have FP8 GEMMs. 0 for any number.
         group: the ``amax_reduction_group``.
         experts: the conversion's ``experts``, for reports and later conversions.
@@ -107,10 +107,9 @@ class ModelState:
                 f"amax_reduction_group is for recipes with one scale a tensor, not for "
                 f"{self.recipe.name!r}: its scales come from rows or blocks that a rank has whole"
             )
-        self.linears: list[Callable[[], nn.Module | None]] = []
+        self.layer_refs: list[Callable[[], nn.Module | None]] = []
         self.names: list[str] = []
-        self.fp8_gather = False
-        self.chooses_gathers = False
+        self.fp8_gather: bool | Literal["auto"] = False
         self.gemms = gemms
         self.min_tokens: float = 0
         self.experts = "off"
@@ -159,23 +158,23 @@ class ModelState:
 
     # --- layers and the root ---------------------------------------------------------------------
 
-    def add_linear(self, module: nn.Module, name: str) -> int:
+    def add_layer(self, module: nn.Module, name: str) -> int:
         """Register a layer and return its index."""
-        self.linears.append(weakref.ref(module))
+        self.layer_refs.append(weakref.ref(module))
         self.names.append(name)
         return len(self.names) - 1
 
-    def remove_linear(self, module: nn.Module) -> None:
+    def remove_layer(self, module: nn.Module) -> None:
         """Remove a layer. The indices of the others stay."""
         index = cast(int, cast(Any, module)._fp8_index)
         if index < len(self.layers()):  # a copy of the layer alone is not in the list
-            self.linears[index] = _dead_reference
+            self.layer_refs[index] = _dead_reference
 
     def layers(self) -> Sequence[nn.Module | None]:
         """Return the layers by index, with None for a layer that was freed."""
-        if not self.linears and self.root is not None:
+        if not self.layer_refs and self.root is not None:
             self._link(self.root)  # the state was copied and no forward ran since
-        return [reference() for reference in self.linears]
+        return [reference() for reference in self.layer_refs]
 
     def replaced_layers(self) -> list[str]:
         """Return the names of layers that a plain ``nn.Linear`` has replaced since the conversion.
@@ -264,7 +263,7 @@ class ModelState:
             if state_of(module) is self:
                 references[cast(int, module._fp8_index)] = weakref.ref(module)
         # Layers that were removed from the model get a dead reference.
-        self.linears = [references.get(i, _dead_reference) for i in range(len(self.names))]
+        self.layer_refs = [references.get(i, _dead_reference) for i in range(len(self.names))]
 
     def relink(self, layer: nn.Module) -> None:
         """Register a layer again if it is not found below the root.
@@ -274,10 +273,10 @@ class ModelState:
         """
         self.layers()
         index = cast(int, cast(Any, layer)._fp8_index)
-        while len(self.linears) <= index:
-            self.linears.append(_dead_reference)
-        if self.linears[index]() is None:
-            self.linears[index] = weakref.ref(layer)
+        while len(self.layer_refs) <= index:
+            self.layer_refs.append(_dead_reference)
+        if self.layer_refs[index]() is None:
+            self.layer_refs[index] = weakref.ref(layer)
 
     def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a forward of the model, as the root's forward pre-hook."""
@@ -291,7 +290,7 @@ class ModelState:
     @outside_selective_checkpoints
     def _begin_eager_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a forward of the model that is not compiled."""
-        if self._root is None or not self.linears:
+        if self._root is None or not self.layer_refs:
             self._link(module)
         # Collectives write receive buffers without a new version. Layers that were made one by one
         # are roots themselves, for which clearing would disable the cache.
@@ -317,7 +316,7 @@ class ModelState:
         if not self.min_tokens or not module.training or not torch.is_grad_enabled():
             return
         tokens = tokens_of(args, kwargs)
-        if self.chooses_gathers and self.sharded_model is not None:
+        if self.fp8_gather == "auto" and self.sharded_model is not None:
             self.sharded_model.choose_gathers(tokens)
         device_type = next(module.parameters()).device.type
         if tokens is not None and tokens < self.min_tokens and is_measured(device_type):
@@ -411,7 +410,7 @@ class ModelState:
         """
         state = dict(self.__dict__)
         state["names"] = list(self.names)
-        state["linears"] = []
+        state["layer_refs"] = []
         state["_root"] = None
         state["sharded_model"] = None
         state["delayed"] = self.delayed is not None and self.delayed.recorded

@@ -148,10 +148,10 @@ class GroupedGemms(TorchFunctionMode):
         As in torch, rows after the last group are not written on CUDA.
         """
         is_rows_by_weight = mat_a.dim() == 2 and mat_b.dim() == 3 and bias is None
-        has_other_dtype = out_dtype not in (None, mat_a.dtype)
-        is_local = self.gemms != "gather" and not is_distributed(mat_b)
-        is_replaced = is_local or isinstance(mat_b, QuantizedTensor)
-        if offs is None or not is_rows_by_weight or has_other_dtype or not is_replaced:
+        keeps_dtype = out_dtype is None or out_dtype == mat_a.dtype
+        may_run_in_fp8 = self.gemms != "gather" and not is_distributed(mat_b)
+        is_replaced = may_run_in_fp8 or isinstance(mat_b, QuantizedTensor)
+        if offs is None or not (is_rows_by_weight and keeps_dtype and is_replaced):
             out: Tensor = func(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
             return out
         weight, transposed = as_stored(mat_b.transpose(-2, -1))
@@ -225,12 +225,12 @@ def experts_forward(
 
 
 def uses_registry(module: nn.Module) -> bool:
-    """Whether transformers dispatches a module's forward through its registry."""
+    """Return whether transformers dispatches a module's forward through its registry."""
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module's batched weights are (E, in_features, out_features).
+    """Return whether a module's batched weights are (E, in_features, out_features).
 
     Experts in the registry of transformers have an attribute for it. Llama 4 is not in the
     registry, so compare the shapes of gate, up and down: only the down projection of transposed

@@ -70,7 +70,7 @@ class Float8Params(nn.Module):
 
         prepare_compilers()
         self._fp8_state = state
-        self._fp8_index = state.add_linear(self, fqn)
+        self._fp8_index = state.add_layer(self, fqn)
         self._fp8_params = {name: handle_for(self, name) for name in names}
         self._fp8_slots = SlotCache()
         self.fp8_ready = NOTHING_READY
@@ -252,7 +252,7 @@ def remove_fp8_params(module: Float8Params) -> None:
     original = class_before_conversion(type(module))
     assert original is not None, f"{type(module).__name__} was not made by a conversion"
     state = module._fp8_state
-    state.remove_linear(module)
+    state.remove_layer(module)
 
     if state.delayed is not None:
         state.delayed.moved()

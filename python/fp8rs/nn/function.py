@@ -327,14 +327,14 @@ def _quantize_input(call: LinearCall, x: Tensor, weight_id: int, columnwise: boo
                 row = Plane(row.data, recorded_scale, row.format)
             return _InputPlanes(row, col if columnwise else None, scale)
 
-    same_format = spec.wgrad_input is None
-    planes = _quantize(spec.input, INPUT, x, True, columnwise and same_format, delayed)
     if columnwise and spec.wgrad_input is not None:
+        row, _ = _quantize(spec.input, INPUT, x, True, False, delayed)
         _, col = _quantize(spec.wgrad_input, INPUT, x, False, True, delayed)
-        planes = planes[0], col
+    else:
+        row, col = _quantize(spec.input, INPUT, x, True, columnwise, delayed)
+    planes = row, col
     cache.put(x, token, planes, None if delayed is None else delayed.amax_of(INPUT), weight_id)
 
-    row, col = planes
     assert row is not None
     return _InputPlanes(row, col, row.scale)
 
@@ -462,7 +462,7 @@ def _forward(
         w_row,
         bias=bias,
         out_dtype=call.out_dtype,
-        use_fast_accum=spec.fast_accumulation[0],
+        use_fast_accum=spec.fast_accumulation[FORWARD],
         emulate=spec.emulate,
     )
     shape = x.shape
@@ -561,7 +561,7 @@ class _Linear(torch.autograd.Function):
                 dy_row,
                 _weight_for_dgrad(spec, weight, w_scale, ordering_token),
                 out_dtype=ctx.x_dtype,
-                use_fast_accum=spec.fast_accumulation[1],
+                use_fast_accum=spec.fast_accumulation[DGRAD],
                 emulate=spec.emulate,
             )
             if len(ctx.x_shape) != 2:
@@ -579,7 +579,7 @@ class _Linear(torch.autograd.Function):
                 dy_col,
                 x_col,
                 out_dtype=ctx.weight_dtype,
-                use_fast_accum=spec.fast_accumulation[2],
+                use_fast_accum=spec.fast_accumulation[WGRAD],
                 emulate=spec.emulate,
             )
         elif needs_w and not fp8_wgrad:

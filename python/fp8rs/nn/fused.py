@@ -95,7 +95,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def is_plain(x: Any) -> bool:
-    """Return whether an activation is a tensor that operators can read, and nothing traces it."""
+    """Return whether an activation is a plain tensor of a supported dtype, outside autocast."""
     return (
         type(x) is Tensor
         and x.dim() > 0

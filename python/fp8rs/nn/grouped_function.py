@@ -109,7 +109,7 @@ def _fastest_choice(spec: GroupedSpec, x: Tensor, weight: Tensor) -> estimates.G
 
 
 def prefers_gated_mlp(rows: int, gate_up: Tensor, down: Tensor, gemms: Gemms) -> bool:
-    """Whether experts run as `gated_mlp`, and not as two calls of `grouped`.
+    """Return whether experts run as `gated_mlp`, and not as two calls of `grouped`.
 
     With "fp8", they do if the device has FP8 GEMMs for both weights. With "auto", it must also be
     faster.
@@ -129,13 +129,14 @@ def prefers_gated_mlp(rows: int, gate_up: Tensor, down: Tensor, gemms: Gemms) ->
 
 
 def _estimate(function: Callable[..., Any], rows: int, weight: estimates.GroupedWeight) -> Any:
-    """Call a function of `fp8rs.gemm.estimates`, which may take as long as ten operators.
+    """Return a choice of `fp8rs.gemm.estimates`.
 
+    A choice may take as long as ten operators, so eager code computes it once per number of rows.
     If a compiler does not know the number of rows, it is assumed to be typical. A choice that
     depends on a symbolic size would compile again for other numbers of tokens.
     """
     if not torch.compiler.is_compiling() and type(rows) is int:
-        return _cached(function, rows, weight)
+        return _estimate_once(function, rows, weight)
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     if not has_static_value(rows):
@@ -144,7 +145,7 @@ def _estimate(function: Callable[..., Any], rows: int, weight: estimates.Grouped
 
 
 @lru_cache(maxsize=1024)
-def _cached(function: Callable[..., Any], rows: int, weight: estimates.GroupedWeight) -> Any:
+def _estimate_once(function: Callable[..., Any], rows: int, weight: estimates.GroupedWeight) -> Any:
     return function(rows, weight)
 
 
@@ -206,7 +207,7 @@ def check_sizes(weight: Tensor) -> None:
 
 
 def _are_supported(weight: Tensor) -> bool:
-    """Whether FP8 GEMMs support the sizes of a weight."""
+    """Return whether FP8 GEMMs support the sizes of a weight."""
     n = prod(weight.shape[1:-1])
     k = weight.shape[-1]
     return n % ALIGNMENT == 0 and k % ALIGNMENT == 0 and weight.shape[0] < MAX_GROUPS
@@ -287,7 +288,7 @@ class _GroupBounds(NamedTuple):
 
 
 def _has_fp8_gemms(spec: GroupedSpec, weight: Tensor) -> bool:
-    """Whether the recipe allows FP8 GEMMs that read the codes of a weight, on its device.
+    """Return whether FP8 GEMMs that the recipe allows can read a weight's codes on its device.
 
     Views that are not whole matrices have no codes of their own, for example of gate and up in one
     parameter.
@@ -452,11 +453,13 @@ class _Grouped(torch.autograd.Function):
         if call.choice.rows:
             w = _weight_operand(call.spec.weight, weight, call.transposed)
             w_scale = w.quantized_scale
-            a = _quantize(call.spec, x, bounds, True, save_codes, w.factors)
-            y = _grouped_mm(a.row, a.row_scale, w.codes, w.scale, ends, x.dtype, call.zero_tail)
+            x_codes = _quantize(call.spec, x, bounds, True, save_codes, w.factors)
+            y = _grouped_mm(
+                x_codes.row, x_codes.row_scale, w.codes, w.scale, ends, x.dtype, call.zero_tail
+            )
             if save_codes:
-                saved_x = a.col
-                x_scale = a.col_scale
+                saved_x = x_codes.col
+                x_scale = x_codes.col_scale
         else:
             values = _weight_values(weight, x.dtype, not call.transposed)
             y = _grouped_mm_plain(x, values, ends, call.zero_tail)
@@ -546,17 +549,25 @@ class _GatedMlp(torch.autograd.Function):
         ends = bounds.ends
 
         # gate_up_out is (rows, 2 * I), and activated has the codes of the activation (rows, I).
-        a = _quantize(spec, x, bounds, True, needs_gate_up, row_tokens=row_tokens)
-        b = _weight_operand(spec.weight, gate_up, False)
-        gate_up_out = _grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, False)
+        x_codes = _quantize(spec, x, bounds, True, needs_gate_up, row_tokens=row_tokens)
+        w_gate_up = _weight_operand(spec.weight, gate_up, False)
+        gate_up_out = _grouped_mm(
+            x_codes.row, x_codes.row_scale, w_gate_up.codes, w_gate_up.scale, ends, x.dtype, False
+        )
         activated = _Codes(
             *_quantize_gated(
                 gate_up_out, *bounds, activation, _E4M3, True, needs_down, **spec.scale_options
             )
         )
-        c = _weight_operand(spec.weight, down, False)
+        w_down = _weight_operand(spec.weight, down, False)
         y: Tensor = _grouped_mm(
-            activated.row, activated.row_scale, c.codes, c.scale, ends, x.dtype, call.zero_tail
+            activated.row,
+            activated.row_scale,
+            w_down.codes,
+            w_down.scale,
+            ends,
+            x.dtype,
+            call.zero_tail,
         )
         if not any(ctx.needs_input_grad):
             return y
@@ -566,15 +577,15 @@ class _GatedMlp(torch.autograd.Function):
         saves_gate_up = ctx.gathered_gate_up is None
         saves_down = ctx.gathered_down is None
         ctx.save_for_backward(
-            a.col if needs_gate_up else None,
-            a.col_scale if needs_gate_up else None,
+            x_codes.col if needs_gate_up else None,
+            x_codes.col_scale if needs_gate_up else None,
             activated.col if needs_down else None,
             activated.col_scale if needs_down else None,
             gate_up_out if needs_x or needs_gate_up else None,
             gate_up if saves_gate_up else None,
-            b.quantized_scale if saves_gate_up else None,
+            w_gate_up.quantized_scale if saves_gate_up else None,
             down if saves_down else None,
-            c.quantized_scale if saves_down else None,
+            w_down.quantized_scale if saves_down else None,
             token_rows,
             *bounds,
         )
@@ -624,11 +635,17 @@ class _GatedMlp(torch.autograd.Function):
         # Tensors of all rows and of all weights are large. Each is freed after its last use.
         if needs_d_gate_up_out:
             down = read_weight(ctx.gathered_down, down, "experts")
-            c = _weight_operand(spec.weight, down, True, down_scale, dy)
+            w_down = _weight_operand(spec.weight, down, True, down_scale, dy)
             d_activated = _grouped_mm(
-                grads.row, grads.row_scale, c.codes, c.scale, ends, gate_up_out.dtype, False
+                grads.row,
+                grads.row_scale,
+                w_down.codes,
+                w_down.scale,
+                ends,
+                gate_up_out.dtype,
+                False,
             )
-            del c, grads
+            del w_down, grads
             d_gate_up_out = _Codes(
                 *_quantize_gated(
                     gate_up_out,
@@ -644,17 +661,17 @@ class _GatedMlp(torch.autograd.Function):
             del d_activated
         if needs_x:
             gate_up = read_weight(ctx.gathered_gate_up, gate_up, "experts")
-            b = _weight_operand(spec.weight, gate_up, True, gate_up_scale, dy)
+            w_gate_up = _weight_operand(spec.weight, gate_up, True, gate_up_scale, dy)
             dx_rows = _grouped_mm(
                 d_gate_up_out.row,
                 d_gate_up_out.row_scale,
-                b.codes,
-                b.scale,
+                w_gate_up.codes,
+                w_gate_up.scale,
                 ends,
                 ctx.x_dtype,
                 call.zero_tail,
             )
-            del b
+            del w_gate_up
             dx = _combine_rows(dx_rows, token_rows)
             del dx_rows
         if needs_gate_up:

@@ -164,7 +164,7 @@ class AdamW(MasterWeightOptimizer):
             for param in group["params"]:
                 groups.append(group)
                 params.append(OptimParam(param))
-        fp8_weights.prepare(params)
+        fp8_weights.reshard(params)
         for group in self.param_groups:
             check_options(group)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,8 +27,8 @@ _multi_quantize = torch.ops.fp8rs.multi_quantize.default
 _multi_quantize_delayed = torch.ops.fp8rs.multi_quantize_delayed.default
 
 
-def prepare(params: Sequence[OptimParam]) -> None:
-    """Before a step, reshard models whose FP8 weights are still gathered."""
+def reshard(params: Sequence[OptimParam]) -> None:
+    """Reshard models whose FP8 weights are still gathered."""
     for param in params:
         if param.handle is not None and param.param is not param.local:
             param.handle.reshard()
@@ -57,7 +58,7 @@ def mark_written(params: Sequence[OptimParam]) -> None:
 def codes_and_scales(param: OptimParam) -> list[Tensor]:
     """Return the codes and scales of a weight's local part, over the same memory."""
     tensors = []
-    for plane in param.codes.planes:
+    for plane in param.fp8_weight.planes:
         if plane is not None:
             tensors.append(as_bytes(plane.data))
             tensors.append(as_bytes(plane.scale))
@@ -104,12 +105,13 @@ def delayed_scales(params: Sequence[OptimParam]) -> list[DelayedScale]:
         stacked = torch.stack([scale.view(()) for scale in next_scales]).to(codes_scales.device)
         scales = torch.where(stacked > 0, stacked, codes_scales).unbind()
 
-    if is_local:
-        return [DelayedScale(scale, amax) for scale, amax in zip(scales, amaxes, strict=True)]
-    return [
-        DelayedScale(scale, torch.zeros_like(scale), amax)
-        for scale, amax in zip(scales, amaxes, strict=True)
-    ]
+    results = []
+    for scale, amax in zip(scales, amaxes, strict=True):
+        if is_local:
+            results.append(DelayedScale(scale, amax))
+        else:
+            results.append(DelayedScale(scale, torch.zeros_like(scale), remote_amax=amax))
+    return results
 
 
 def update_remote_amaxes(scales: Sequence[DelayedScale]) -> None:
@@ -184,7 +186,7 @@ def write_values_(params: Sequence[OptimParam], values: Sequence[Tensor]) -> Non
             group.sharded_model.write_values(handles, [values[index] for index in group.indices])
         else:
             for index in group.indices:
-                weight = params[index].codes
+                weight = params[index].fp8_weight
                 weight.quantize_(values[index].view(weight.shape))
 
 
@@ -234,7 +236,7 @@ def cast_with_amaxes(
     """
     planes = [param.plane for param in params]
     stored_scales = [plane.scale.view(()) for plane in planes]
-    scales = scales_from(amaxes, [param.codes.spec for param in params])
+    scales = scales_from(amaxes, [param.fp8_weight.spec for param in params])
     if found_inf is not None:
         scales = torch.where(found_inf.view(()) != 0, torch.stack(stored_scales), scales)
     _multi_quantize(masters, scales, [plane.data for plane in planes])
@@ -262,8 +264,8 @@ def scales_from(amaxes: Tensor, specs: Sequence[QuantSpec]) -> Tensor:
     """Return the scales (n,) of amaxes (n,). Consecutive weights with one spec share a launch."""
     scales = []
     start = 0
-    for end in range(1, len(specs) + 1):
-        if end == len(specs) or specs[end] != specs[start]:
-            scales.append(specs[start].scale_from_amax(amaxes[start:end]))
-            start = end
+    for spec, weights in groupby(specs):
+        end = start + len(list(weights))
+        scales.append(spec.scale_from_amax(amaxes[start:end]))
+        start = end
     return scales[0] if len(scales) == 1 else torch.cat(scales)

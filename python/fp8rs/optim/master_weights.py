@@ -86,75 +86,65 @@ class MasterWeights(MasterWeightOptimizer):
     @not_traced
     def _update(self) -> None:
         params = [OptimParam(param) for group in self.param_groups for param in group["params"]]
-        fp8_weights.prepare(params)
+        fp8_weights.reshard(params)
         params = [p for p in params if p.param.grad is not None]
 
         # torch takes a step with a learning rate of 0 to create the state of a fresh optimizer. It
         # leaves weights without a master as they are.
-        unwritten: set[OptimParam] = set()
-        if has_zero_lr(self):
-            for optim_param in params:
-                has_master = "master" in self.state[optim_param.param]
-                if optim_param.weight is not None and not has_master:
-                    unwritten.add(optim_param)
-
-        stepped: dict[Tensor, Tensor] = {}
-        plain: list[OptimParam] = []
-        plain_masters: list[Tensor] = []
-        fp8: list[OptimParam] = []
-        fp8_masters: list[Tensor] = []
+        is_zero_step = has_zero_lr(self)
+        written: list[OptimParam] = []
+        tensor_of: dict[Tensor, Tensor] = {}
         for optim_param in params:
-            master = self._master(optim_param)
-            if master is None:
-                # The alias receives the converted gradient.
-                stepped[optim_param.param] = optim_param.like(optim_param.local.detach())
-                continue
-            stepped[optim_param.param] = master
-            if optim_param.weight is None:
-                plain.append(optim_param)
-                plain_masters.append(master)
-            elif optim_param not in unwritten:
-                fp8.append(optim_param)
-                fp8_masters.append(master)
-        self._step(stepped)
+            has_master = "master" in self.state[optim_param.param]
+            if optim_param.weight is None or has_master or not is_zero_step:
+                written.append(optim_param)
 
+            tensor = self._master(optim_param)
+            if tensor is None:  # an alias, which receives the converted gradient
+                tensor = optim_param.like(optim_param.local.detach())
+            tensor_of[optim_param.param] = tensor
+        self._step(tensor_of)
+
+        with_master = [p for p in written if "master" in self.state[p.param]]
+        plain = [p for p in with_master if p.weight is None]
+        fp8 = [p for p in with_master if p.weight is not None]
         if plain:
-            local_masters = [own_part(master) for master in plain_masters]
+            local_masters = [own_part(tensor_of[p.param]) for p in plain]
             torch._foreach_copy_([p.local for p in plain], local_masters)
         if fp8:
-            fp8_weights.write_masters(fp8, [own_part(master) for master in fp8_masters])
-        self._mark_written([p for p in params if p not in unwritten])
+            fp8_weights.write_masters(fp8, [own_part(tensor_of[p.param]) for p in fp8])
+        self._mark_written(written)
 
-    def _step(self, stepped: dict[Tensor, Tensor]) -> None:
+    def _step(self, tensor_of: dict[Tensor, Tensor]) -> None:
         """Step other tensors in place of the parameters, with the parameters' state.
 
         Args:
-            stepped: the tensor to step, by parameter.
+            tensor_of: the tensor to step, by parameter.
         """
         inner = self._inner
         assert inner is not None
-        for param, tensor in stepped.items():
+        for param, tensor in tensor_of.items():
             assert param.grad is not None
             tensor.grad = param.grad.to(tensor.dtype)
         for group, inner_group in zip(self.param_groups, inner.param_groups, strict=True):
-            tensors = [stepped[param] for param in group["params"] if param in stepped]
+            tensors = [tensor_of[param] for param in group["params"] if param in tensor_of]
             inner_group.update(group, params=tensors)
 
         # Take masters out of the state, because optimizers initialize a state only if it is empty.
         master_states: dict[Tensor, dict[str, Any]] = {}
-        for param in stepped:
+        for param in tensor_of:
             state = self.state[param]
             master_states[param] = {}
             for name in MASTER_STATE_KEYS:
                 if name in state:
                     master_states[param][name] = state.pop(name)
         for key, state in self.state.items():
-            inner.state[stepped.get(key, key)] = state
+            inner.state[tensor_of.get(key, key)] = state
 
         try:
             inner.step()
         finally:
-            param_of = {tensor: param for param, tensor in stepped.items()}
+            param_of = {tensor: param for param, tensor in tensor_of.items()}
             self.state.clear()
             for key, state in inner.state.items():
                 self.state[param_of.get(key, key)] = state
@@ -164,7 +154,7 @@ class MasterWeights(MasterWeightOptimizer):
                 for name, value in inner_group.items():
                     if name != "params":
                         group[name] = value
-            for tensor in stepped.values():
+            for tensor in tensor_of.values():
                 tensor.grad = None
             self._release(inner)
 

@@ -101,11 +101,11 @@ class MasterWeightOptimizer(Optimizer):
 
         Args:
             optim_param: the parameter.
-            create: create a missing master, unless the parameter is exact without one.
+            create: create a missing master, if the parameter needs one.
             stochastic: whether the optimizer rounds codes stochastically.
         """
         state = self.state[optim_param.param]
-        if create and "master" not in state and not optim_param.is_exact:
+        if create and "master" not in state and optim_param.needs_master:
             state["master"] = optim_param.new_master()
             if optim_param.weight is not None:
                 self._last_writes[optim_param.param] = optim_param.last_write
@@ -121,6 +121,7 @@ class MasterWeightOptimizer(Optimizer):
         if master is None:
             return None
 
+        # A loaded master may have no scale. Then none is saturated, because no scale is near 0.
         if "scale" not in state and optim_param.delayed is not None:
             state["scale"] = torch.zeros((), dtype=torch.float32, device=optim_param.local.device)
         self._read_writes(optim_param, own_part(master), stochastic)
@@ -138,12 +139,6 @@ class MasterWeightOptimizer(Optimizer):
             optim_param.read_plain(master, last_write)
         elif last_write != optim_param.last_write:
             optim_param.read_codes(master, stochastic, self.state[optim_param.param].get("scale"))
-
-    def _is_current(self, optim_param: OptimParam, master: Tensor) -> bool:
-        """Return whether `_read_writes` would change nothing. May synchronize with the device."""
-        if optim_param.weight is not None:
-            return self._last_writes.get(optim_param.param) == optim_param.last_write
-        return optim_param.is_rounded(master)
 
     def local_master(self, parameter: Tensor) -> Tensor | None:
         """Return the master of this rank's part of a parameter, float32, or None."""
@@ -292,7 +287,11 @@ def _make_masters_current(optimizer: Any, state_dict: dict[str, Any]) -> None:
             continue
         optim_param = OptimParam(param)
         master = own_part(state["master"])
-        if not optimizer._is_current(optim_param, master):
+        if optim_param.weight is None:
+            is_current = optim_param.is_rounded(master)
+        else:
+            is_current = optimizer.is_current(param)
+        if not is_current:
             master = master.clone()
             optimizer._read_writes(optim_param, master, optimizer._rounds_stochastically(group))
             state_dict["state"][key] = {**state, "master": optim_param.like(master)}

@@ -39,7 +39,8 @@ StateFilter = Callable[[Tensor], bool]
 _INF_BITS = 0x7F800000
 _NAN_BITS = 0x7FC00000
 _BINADE = 1 << 23
-_INTEGERS = 1.5 * 2**23
+#: Next to this number, float32 numbers are integers. Adding it rounds to the nearest integer.
+_ROUNDING = 1.5 * 2**23
 
 
 @dataclass(frozen=True)
@@ -167,14 +168,16 @@ def encode(values: Tensor, moment: MomentFormat) -> tuple[Tensor, Tensor]:
     smallest = smallest.maximum(largest - moment.binades * _BINADE)
     is_finite = largest < _INF_BITS
 
-    step = _step(largest, smallest, moment)
-    cut = torch.ones_like(smallest)
+    # Codes count down from the largest magnitude.
+    distance = _code_distance(largest, smallest, moment)
+    below_largest = (largest - magnitudes).float() * (1.0 / distance.float())
+    rounded = (_ROUNDING + moment.top) - below_largest.clamp(max=moment.top - 1)
+    codes = (rounded - _ROUNDING).int()
+
+    smallest_nonzero = torch.ones_like(smallest)
     if moment.is_signed:
-        cut = (smallest - _BINADE).clamp(min=1)
-    steps = (largest - magnitudes).float() * (1.0 / step.float())
-    # 1.5 * 2^23, whose neighbours are the integers: the difference rounds to nearest.
-    counted = (_INTEGERS + moment.top) - steps.clamp(max=moment.top - 1)
-    codes = (counted - _INTEGERS).int().where(magnitudes >= cut, 0)
+        smallest_nonzero = (smallest - _BINADE).clamp(min=1)
+    codes = codes.where(magnitudes >= smallest_nonzero, 0)
     if moment.is_signed:
         codes |= (bits >> 24) & 0x80
     codes = codes.where(is_finite, moment.top)
@@ -188,7 +191,7 @@ def decode(codes: Tensor, ranges: Tensor, moment: MomentFormat) -> Tensor:
     blocks = codes.reshape((*ranges.shape[:-1], BLOCK)).int()
     largest, smallest = ranges.contiguous().view(torch.int32).split(1, -1)
     magnitudes = blocks & moment.top
-    bits = largest - (moment.top - magnitudes) * _step(largest, smallest, moment)
+    bits = largest - (moment.top - magnitudes) * _code_distance(largest, smallest, moment)
     bits = bits.where(magnitudes > 0, 0)
     values = bits.view(torch.float32)
     if moment.is_signed:
@@ -196,6 +199,6 @@ def decode(codes: Tensor, ranges: Tensor, moment: MomentFormat) -> Tensor:
     return cast(Tensor, values.view(codes.shape))
 
 
-def _step(largest: Tensor, smallest: Tensor, moment: MomentFormat) -> Tensor:
+def _code_distance(largest: Tensor, smallest: Tensor, moment: MomentFormat) -> Tensor:
     """Return the distance between the bits of adjacent codes."""
     return ((largest - smallest) // (moment.top - 1)).clamp(min=1)

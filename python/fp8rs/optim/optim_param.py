@@ -93,14 +93,14 @@ class OptimParam:
             storage = self.weight._storage
             observer: Any = storage.observer  # only parameters of modules are observed
             # A copy of the weight shares the observer, but has other planes.
-            if observer is not None and (not observer.in_place or observer.observes(storage)):
+            if observer is not None and (not observer.has_parameter or observer.observes(storage)):
                 self.handle = observer
 
     # --- layout ----------------------------------------------------------------------------------
 
     @property
-    def codes(self) -> QuantizedTensor:
-        """The local part of a parameter, which must be an FP8 weight."""
+    def fp8_weight(self) -> QuantizedTensor:
+        """The local part of a parameter that must be an FP8 weight."""
         assert self.weight is not None
         return self.weight
 
@@ -120,18 +120,18 @@ class OptimParam:
 
     @property
     def element_offsets(self) -> tuple[int, ...]:
-        """The index of the first local element in the whole parameter.
+        """The number of the first local element: see `ShardSpec.element_offsets`.
 
-        A rank with some rows of each matrix of a batch has one index per matrix.
+        A rank with some rows of each matrix of a batch has one number per matrix.
         """
         if self.handle is None or not is_distributed(self.param):
             return (0,)
         return self.handle.element_offsets
 
     @property
-    def is_exact(self) -> bool:
-        """Whether the parameter needs no master: it is neither FP8 nor a 16-bit float."""
-        return self.weight is None and self.local.dtype not in (torch.bfloat16, torch.float16)
+    def needs_master(self) -> bool:
+        """Whether steps of the parameter would lose digits: it is FP8 or a 16-bit float."""
+        return self.weight is not None or self.local.dtype in (torch.bfloat16, torch.float16)
 
     @cached_property
     def kind(self) -> UpdateKind:
@@ -166,14 +166,14 @@ class OptimParam:
     @property
     def matrix_shape(self) -> tuple[int, ...]:
         """The shape of an FP8 weight's local part: (rows, cols), or (E, rows, cols) for a batch."""
-        batch, matrix = formats.split_batch(self.codes.shape, self.codes._storage.batched)
+        batch, matrix = formats.split_batch(self.fp8_weight.shape, self.fp8_weight._storage.batched)
         return *batch, *matrix
 
     @cached_property
     def plane(self) -> Plane:
         """The plane of the local part, the rowwise one if it has two. It may be empty."""
-        row = self.codes.rowwise
-        return self.codes.any_plane() if row is None else row
+        row = self.fp8_weight.rowwise
+        return self.fp8_weight.any_plane() if row is None else row
 
     @cached_property
     def delayed(self) -> Delayed | None:
@@ -188,7 +188,7 @@ class OptimParam:
     @property
     def has_next_scale(self) -> bool:
         """With delayed scaling, whether the host knows that the next scale is not 0."""
-        if self.handle is None or self.codes._storage.delayed is not None:
+        if self.handle is None or self.fp8_weight._storage.delayed is not None:
             return False
         module = cast("Float8Params", self.handle.module)
         return module.fp8_ready[0]
@@ -218,7 +218,7 @@ class OptimParam:
 
     @property
     def last_write(self) -> LastWrite:
-        """Identifies the last write by any code.
+        """A value that identifies the last write by any code.
 
         For a sharded FP8 weight, its handle counts writes. Version counters are not used, because
         FSDP2 may replace the tensors. For an unsharded weight, the version counter of its planes is
@@ -272,7 +272,7 @@ class OptimParam:
                 with. While the weight has this scale, the largest code also stands for all larger
                 values. With another scale, it stands only for values that round to it.
         """
-        weight = self.codes
+        weight = self.fp8_weight
         if not weight.numel():
             return
         values = master.view(self.matrix_shape)
@@ -296,11 +296,11 @@ class OptimParam:
         Args:
             values: the written values of the local part, fp32.
             seed: selects the random numbers, together with ``stream``, ``step`` and each element's
-                index in the whole weight; 64 bits.
+                number in the whole weight; 64 bits.
             stream: the number of the whole weight; 32 bits.
             step: the number of the optimizer's step; float32, one element, an integer.
         """
-        weight = self.codes
+        weight = self.fp8_weight
         if not weight.numel():
             return
         values = values.view(self.matrix_shape)

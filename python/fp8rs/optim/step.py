@@ -131,7 +131,7 @@ class AdamWCall:
             update: the gradient and state of the parameter.
             values: the values or codes to update. If needed, they are made contiguous.
             master: the master, in the shape of ``values``, or None.
-            offset: the index of the first element in the whole parameter.
+            offset: the number of the first element (`OptimParam.element_offsets`).
             scales: tensors to append to other lists, by the name of the list.
         """
         written = {
@@ -195,8 +195,7 @@ def make_contiguous(
 ) -> tuple[list[Tensor], Tensor, list[CopyBack]]:
     """Return contiguous tensors, and the copies to make after they are written.
 
-    If all tensors have the same permuted layout, permuting them back needs no copy. Otherwise
-    tensors are copied.
+    If all tensors have the same permuted layout, permuting them back needs no copy.
 
     Args:
         tensors: tensors of one shape that are written.
@@ -213,13 +212,8 @@ def make_contiguous(
     sizes = tensors[0].shape
     order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], -sizes[dim]))
 
-    contiguous = []
-    copies_back = []
-    for tensor in tensors:
-        view = tensor.permute(order)
-        contiguous.append(view.contiguous())
-        if not view.is_contiguous():
-            copies_back.append(CopyBack(view, contiguous[-1]))
+    permuted = [tensor.permute(order) for tensor in tensors]
+    contiguous, copies_back = copy_contiguous(permuted)
     return contiguous, grad.permute(order).contiguous(), copies_back
 
 
@@ -286,7 +280,7 @@ class Step:
             self._call(kind, update, master).add(update, update.param.local, master)
         elif kind is UpdateKind.SEPARATE or update.keeps_codes:
             # Step the values like those of a plain parameter.
-            values = update.param.codes.dequantize(torch.float32) if master is None else master
+            values = update.param.fp8_weight.dequantize(torch.float32) if master is None else master
             self._call(UpdateKind.PLAIN, update, None).add(update, values)
             if not update.keeps_codes:
                 self._separate.append(SeparateWrite(update, values))
@@ -295,7 +289,7 @@ class Step:
         elif kind is UpdateKind.DELAYED_SCALE:
             self._delayed_scale.append(update)
         else:
-            spec = update.param.codes.spec
+            spec = update.param.fp8_weight.spec
             self._call(kind, update, master, spec).add_codes(update, master)
 
     def _call(
@@ -305,7 +299,14 @@ class Step:
         master: Tensor | None,
         spec: QuantSpec | None = None,
     ) -> AdamWCall:
-        """Return the call for parameters of this kind, with these options."""
+        """Return the call that `update` shares with updates of the same kind and arguments.
+
+        Args:
+            kind: how the operator writes the parameter.
+            update: the options, and whether the moments are 8-bit codes.
+            master: the master that is passed to the operator, or None.
+            spec: how scales are computed, if the operator computes them.
+        """
         key = (kind, id(update.options), master is None, spec, update.has_codes)
         if key not in self._calls:
             self._calls[key] = AdamWCall(update.options, spec)
@@ -344,9 +345,9 @@ class Step:
         # launch computes their scales. The order is the same on all ranks.
         spec_order: dict[QuantSpec, int] = {}
         for update in self._current_scale:
-            spec_order.setdefault(update.param.codes.spec, len(spec_order))
+            spec_order.setdefault(update.param.fp8_weight.spec, len(spec_order))
         self._current_scale.sort(
-            key=lambda update: (update.master is None, spec_order[update.param.codes.spec])
+            key=lambda update: (update.master is None, spec_order[update.param.fp8_weight.spec])
         )
 
         device = self._current_scale[0].param.local.device
@@ -399,7 +400,7 @@ class Step:
             params = [update.param for update in with_master]
             fp8_weights.cast_with_amaxes(params, masters, amaxes[: len(masters)], found_inf)
         if without_master:
-            specs = [update.param.codes.spec for update in without_master]
+            specs = [update.param.fp8_weight.spec for update in without_master]
             scales = fp8_weights.scales_from(amaxes[len(masters) :], specs)
             self._write_without_masters(without_master, scales)
 
@@ -408,11 +409,11 @@ class Step:
 
         The first run computed only amaxes.
         """
-        calls = {}
+        calls = []
         for update, scale in zip(updates, scales.unbind(), strict=True):
-            call = self._call(UpdateKind.CURRENT_SCALE, update, update.master)
+            call = self._call(UpdateKind.CURRENT_SCALE, update, None)
             call.lists["new_scales"].append(scale)
-            calls[id(update.options)] = call
-        for call in calls.values():
+            calls.append(call)
+        for call in dict.fromkeys(calls):
             call.lists["amaxes"] = []
             call.run()
