@@ -9,7 +9,6 @@ the bytes of inputs, codes and scales.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 from collections.abc import Callable
 
@@ -37,10 +36,7 @@ def kernels(xs: list[Tensor]) -> dict[str, Kernel]:
         call: Callable[[Tensor], object],
         inputs: list[Tensor] = xs,
     ) -> None:
-        calls: list[Callable[[], object]] = []
-        for x in inputs:
-            calls.append(functools.partial(call, x))
-        result[name] = Kernel(bytes_per_element, calls)
+        result[name] = Kernel.of(bytes_per_element, call, inputs)
 
     def quantize(name: str, block: tuple[int, int], directions: str, **options: object) -> None:
         """Add a cast to blocks, whose directions are "r", "c" or "rc"."""
@@ -114,8 +110,7 @@ def peers(xs: list[Tensor]) -> dict[str, Kernel]:
             return to_mx(x, E4M3, 32, mode)
 
         compiled = torch.compile(cast, fullgraph=True, dynamic=False)
-        calls: list[Callable[[], object]] = [functools.partial(compiled, x) for x in xs]
-        result[f"torchao to_mx, {mode.name}"] = Kernel(bytes_per_element, calls)
+        result[f"torchao to_mx, {mode.name}"] = Kernel.of(bytes_per_element, compiled, xs)
     return result
 
 

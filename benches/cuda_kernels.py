@@ -36,6 +36,16 @@ class Kernel:
     bytes_per_element: float
     calls: list[Callable[[], object]]
 
+    @classmethod
+    def of(
+        cls, bytes_per_element: float, call: Callable[[Tensor], object], inputs: list[Tensor]
+    ) -> Kernel:
+        """Return a kernel that is called with each of the inputs."""
+        calls: list[Callable[[], object]] = []
+        for x in inputs:
+            calls.append(functools.partial(call, x))
+        return cls(bytes_per_element, calls)
+
 
 def time_us(calls: list[Callable[[], object]], rounds: int = 15) -> float:
     """Return the median time of a call, from replays of one graph of all calls."""
@@ -95,10 +105,7 @@ def kernels(xs: list[Tensor]) -> dict[str, Kernel]:
         call: Callable[[Tensor], object],
         inputs: list[Tensor] = xs,
     ) -> None:
-        calls: list[Callable[[], object]] = []
-        for x in inputs:
-            calls.append(functools.partial(call, x))
-        result[name] = Kernel(bytes_per_element, calls)
+        result[name] = Kernel.of(bytes_per_element, call, inputs)
 
     def add_cast(name: str, call: Callable[[Tensor, bool], object]) -> None:
         """Add a kernel that writes codes, and one that writes their transpose too."""

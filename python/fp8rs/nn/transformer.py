@@ -174,6 +174,12 @@ TRANSFORMER_ENGINE = {
     "layernorm_mlp.fc2_{}": ("mlp.down_proj.{}",),
 }
 
+#: Our names with ``fuse_qkv_params=True``, and those of the layers that are one then.
+QKV_NAMES = {
+    f"self_attn.qkv_proj.{kind}": [f"self_attn.{part}_proj.{kind}" for part in ("q", "k", "v")]
+    for kind in ("weight", "bias")
+}
+
 #: Tables of names. Ours are Llama's.
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": {},
@@ -212,14 +218,12 @@ def load_transformer_layer(
 
     layer_state = layer.state_dict()
     layer_names = set(layer_state)
-    joined_kinds = []
-    for kind in ("weight", "bias"):
-        if f"self_attn.qkv_proj.{kind}" in layer_state:
-            joined_kinds.append(kind)
-            layer_names.update(_qkv_names(kind))
+    joins_qkv = "self_attn.qkv_proj.weight" in layer_names
+    if joins_qkv:
+        layer_names.update(*QKV_NAMES.values())
     renamed = _rename(layer_tensors, NAMES[names], layer_names)
-    for kind in joined_kinds:
-        _join_qkv(renamed, kind)
+    if joins_qkv:
+        _join_qkv(renamed)
     if any(hasattr(value, "device_mesh") for value in layer_state.values()):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -256,19 +260,13 @@ def _rename(
     return renamed
 
 
-def _qkv_names(kind: str) -> list[str]:
-    """Return the names of the weights or biases of q, k and v as separate layers."""
-    return [f"self_attn.{part}_proj.{kind}" for part in ("q", "k", "v")]
-
-
-def _join_qkv(state_dict: dict[str, Any], kind: str) -> None:
-    """Replace the weights or biases of q, k and v by those of one layer, unless one is missing.
+def _join_qkv(state_dict: dict[str, Any]) -> None:
+    """Replace the parameters of q, k and v by those of one layer, unless one is missing.
 
     Args:
         state_dict: tensors under our names. It is changed.
-        kind: "weight" or "bias".
     """
-    names = _qkv_names(kind)
-    if all(name in state_dict for name in names):
-        parts = [state_dict.pop(name) for name in names]
-        state_dict[f"self_attn.qkv_proj.{kind}"] = torch.cat(parts)
+    for joined_name, names in QKV_NAMES.items():
+        if all(name in state_dict for name in names):
+            parts = [state_dict.pop(name) for name in names]
+            state_dict[joined_name] = torch.cat(parts)

@@ -264,8 +264,8 @@ def scales_from(amaxes: Tensor, specs: Sequence[QuantSpec]) -> Tensor:
     """Return the scales (n,) of amaxes (n,). Consecutive weights with one spec share a launch."""
     scales = []
     start = 0
-    for spec, weights in groupby(specs):
-        end = start + len(list(weights))
+    for spec, equal_specs in groupby(specs):
+        end = start + len(list(equal_specs))
         scales.append(spec.scale_from_amax(amaxes[start:end]))
         start = end
     return scales[0] if len(scales) == 1 else torch.cat(scales)

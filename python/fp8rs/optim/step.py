@@ -409,11 +409,12 @@ class Step:
 
         The first run computed only amaxes.
         """
-        calls = []
+        calls: list[AdamWCall] = []
         for update, scale in zip(updates, scales.unbind(), strict=True):
             call = self._call(UpdateKind.CURRENT_SCALE, update, None)
             call.lists["new_scales"].append(scale)
-            calls.append(call)
-        for call in dict.fromkeys(calls):
+            if call not in calls:
+                calls.append(call)
+        for call in calls:
             call.lists["amaxes"] = []
             call.run()
