@@ -360,8 +360,8 @@ pub struct Combine<'a> {
     /// The rows; fp32, bf16 or fp16.
     pub rows: View<'a>,
     /// The rows of each token; int64, (tokens, k), contiguous.
-    pub places: View<'a>,
-    /// The factor of each of these rows; fp32 or the dtype of `rows`, in the shape of `places`, contiguous. If
+    pub token_rows: View<'a>,
+    /// The factor of each of these rows; fp32 or the dtype of `rows`, in the shape of `token_rows`, contiguous. If
     /// absent, 1.
     pub weights: Option<View<'a>>,
 }
@@ -374,12 +374,12 @@ pub struct CombineBackward<'a> {
     /// The rows (tokens * k, cols), with the dtype of `grad`. Required for `d_weights`.
     pub rows: Option<View<'a>>,
     /// The rows of each token, a permutation of all rows; int64, (tokens, k), contiguous.
-    pub places: View<'a>,
-    /// The factor of each of these rows; fp32 or the dtype of `grad`, in the shape of `places`, contiguous.
+    pub token_rows: View<'a>,
+    /// The factor of each of these rows; fp32 or the dtype of `grad`, in the shape of `token_rows`, contiguous.
     pub weights: View<'a>,
     /// Output for the gradient of the rows, with the dtype of `grad`. Contiguous.
     pub d_rows: Option<ViewMut<'a>>,
-    /// Output for the gradient of the weights; fp32, in the shape of `places`. Contiguous.
+    /// Output for the gradient of the weights; fp32, in the shape of `token_rows`. Contiguous.
     pub d_weights: Option<ViewMut<'a>>,
 }
 

@@ -14,7 +14,7 @@ use crate::spec::{Combine, CombineBackward, Stream};
 struct CombineArgs {
     rows: *const u8,
     grad: *const u8,
-    places: *const u8,
+    token_rows: *const u8,
     weights: *const u8,
     out: *mut u8,
     d_weights: *mut u8,
@@ -63,7 +63,12 @@ fn kernel(kernels: &'static [ByInput; 2], k: usize, dtype: DType) -> &'static Ke
 }
 
 /// Returns the arguments that do not depend on the direction. Kernels count rows in 31 bits.
-fn shared(places: Matrix, weights: Option<Matrix>, count: usize, cols: usize) -> Result<CombineArgs, Error> {
+fn shared(
+    token_rows: Matrix,
+    weights: Option<Matrix>,
+    count: usize,
+    cols: usize,
+) -> Result<CombineArgs, Error> {
     if i32::try_from(count).is_err() {
         return Err(Error::Value {
             arg: "rows".into(),
@@ -75,7 +80,7 @@ fn shared(places: Matrix, weights: Option<Matrix>, count: usize, cols: usize) ->
     Ok(CombineArgs {
         rows: ptr::null(),
         grad: ptr::null(),
-        places: places.ptr,
+        token_rows: token_rows.ptr,
         weights: weights.map_or(ptr::null(), |weights| weights.ptr),
         out: ptr::null_mut(),
         d_weights: ptr::null_mut(),
@@ -84,8 +89,8 @@ fn shared(places: Matrix, weights: Option<Matrix>, count: usize, cols: usize) ->
         grad_rs: 0,
         grad_cs: 0,
         count: count as i64,
-        tokens: places.rows as i64,
-        k: places.cols as i64,
+        tokens: token_rows.rows as i64,
+        k: token_rows.cols as i64,
         cols: cols as i64,
         flags: if is_f32 { F32_WEIGHTS } else { 0 },
         lanes: THREADS,
@@ -117,22 +122,22 @@ fn vectors(cols: usize, dtype: DType) -> usize {
 }
 
 pub(crate) fn combine_rows(combine: Combine, out: ViewMut, stream: Stream) -> Result<(), Error> {
-    let (rows, places, out) = (combine.rows.matrix(), combine.places.matrix(), out.matrix());
-    let mut args = shared(places, combine.weights.map(|w| w.matrix()), rows.rows, rows.cols)?;
+    let (rows, token_rows, out) = (combine.rows.matrix(), combine.token_rows.matrix(), out.matrix());
+    let mut args = shared(token_rows, combine.weights.map(|w| w.matrix()), rows.rows, rows.cols)?;
     args.set_rows(&rows);
     args.set_out(&out);
-    let threads = places.rows as u64 * vectors(rows.cols, rows.dtype) as u64;
+    let threads = token_rows.rows as u64 * vectors(rows.cols, rows.dtype) as u64;
     let grid = Grid { blocks: threads.div_ceil(THREADS.into()), threads: THREADS };
-    launch(ordinal(rows.device), stream, kernel(&COMBINE, places.cols, rows.dtype), grid, &args)
+    launch(ordinal(rows.device), stream, kernel(&COMBINE, token_rows.cols, rows.dtype), grid, &args)
 }
 
 pub(crate) fn combine_rows_backward(backward: CombineBackward, stream: Stream) -> Result<(), Error> {
-    let (grad, places) = (backward.grad.matrix(), backward.places.matrix());
-    if places.cols == 0 {
+    let (grad, token_rows) = (backward.grad.matrix(), backward.token_rows.matrix());
+    if token_rows.cols == 0 {
         return Ok(());
     }
-    let count = places.rows * places.cols;
-    let mut args = shared(places, Some(backward.weights.matrix()), count, grad.cols)?;
+    let count = token_rows.rows * token_rows.cols;
+    let mut args = shared(token_rows, Some(backward.weights.matrix()), count, grad.cols)?;
     args.grad = grad.ptr;
     (args.grad_rs, args.grad_cs) = (grad.row_stride as i64, grad.col_stride as i64);
     if rows_aligned(&grad, 16) {
@@ -150,6 +155,6 @@ pub(crate) fn combine_rows_backward(backward: CombineBackward, stream: Stream) -
     let wanted = vectors(grad.cols, grad.dtype).clamp(1, THREADS as usize) as u32;
     args.lanes = wanted.next_power_of_two().max(WARP);
     let tokens = u64::from(THREADS / args.lanes);
-    let grid = Grid { blocks: (places.rows as u64).div_ceil(tokens), threads: THREADS };
-    launch(ordinal(grad.device), stream, kernel(&BACKWARD, places.cols, grad.dtype), grid, &args)
+    let grid = Grid { blocks: (token_rows.rows as u64).div_ceil(tokens), threads: THREADS };
+    launch(ordinal(grad.device), stream, kernel(&BACKWARD, token_rows.cols, grad.dtype), grid, &args)
 }

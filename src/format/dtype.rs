@@ -23,7 +23,7 @@ pub enum DType {
     U8,
     /// 32-bit integers: offsets of groups and indices of rows.
     I32,
-    /// 64-bit integers: the places of a token's rows.
+    /// 64-bit integers: the indices of a token's rows.
     I64,
 }
 

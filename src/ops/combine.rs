@@ -9,22 +9,22 @@ use crate::{cpu, cuda};
 /// Sums the rows of each token (`format::sum::weighted_sum`), and rounds the sums to the dtype of
 /// the rows.
 ///
-/// If a place is not a row, nothing is written on the CPU, and the call returns an error. On CUDA, which does
-/// not wait for the device, the row counts as zeros.
+/// If an index in `token_rows` is not a row, nothing is written on the CPU, and the call returns an error. On
+/// CUDA, which does not wait for the device, it counts as a row of zeros.
 pub fn combine_rows(combine: Combine, out: ViewMut, stream: Stream) -> Result<(), Error> {
-    let Combine { rows, places, weights } = &combine;
+    let Combine { rows, token_rows, weights } = &combine;
     let mut call = Call::default();
     call.input("rows", rows, Kind::Wide)?;
     one_matrix("rows", rows.batch())?;
-    call.input("places", places, Kind::Is(DType::I64))?;
-    contiguous("places", places.is_contiguous())?;
+    call.input("token_rows", token_rows, Kind::Is(DType::I64))?;
+    contiguous("token_rows", token_rows.is_contiguous())?;
     if let Some(weights) = weights {
         call.input("weights", weights, Kind::F32Or(rows.dtype()))?;
-        shape("weights", weights.shape(), places.shape(), "the shape of places")?;
+        shape("weights", weights.shape(), token_rows.shape(), "the shape of token_rows")?;
         contiguous("weights", weights.is_contiguous())?;
     }
     call.output("out", &out, Kind::Is(rows.dtype()))?;
-    shape("out", out.shape(), (places.rows(), rows.cols()), "a row for each token")?;
+    shape("out", out.shape(), (token_rows.rows(), rows.cols()), "a row for each token")?;
     contiguous("out", out.is_contiguous())?;
     match call.finish()? {
         Device::Cpu => cpu::combine_rows(combine, out),
@@ -34,38 +34,43 @@ pub fn combine_rows(combine: Combine, out: ViewMut, stream: Stream) -> Result<()
 
 /// Computes the gradients of the rows and of the weights of [`combine_rows`], or one of them.
 ///
-/// The places must be a permutation of the rows. The gradient of a row is weight * grad, rounded to the dtype
+/// `token_rows` must be a permutation of the rows. The gradient of a row is weight * grad, rounded to the dtype
 /// of `grad`. The gradient of a weight is the sum of the products of the gradient's and the row's elements.
 /// The products and the sum are fp32. The order of the sum depends on the device.
 ///
-/// If the places are not a permutation, the call returns an error on the CPU, and nothing is written. On
-/// CUDA, a place that is not a row counts as a row of zeros and has no gradient. For rows that are not among
-/// the places, `d_rows` is not written.
+/// If it is not a permutation, the call returns an error on the CPU, and nothing is written. On CUDA, an index
+/// that is not a row counts as a row of zeros and has no gradient. For rows that are not in `token_rows`,
+/// `d_rows` is not written.
 pub fn combine_rows_backward(backward: CombineBackward, stream: Stream) -> Result<(), Error> {
-    let CombineBackward { grad, rows, places, weights, d_rows, d_weights } = &backward;
+    let CombineBackward { grad, rows, token_rows, weights, d_rows, d_weights } = &backward;
     let (tokens, cols) = grad.shape();
-    let count = places.rows() * places.cols();
+    let count = token_rows.rows() * token_rows.cols();
     let mut call = Call::default();
     call.input("grad", grad, Kind::Wide)?;
     one_matrix("grad", grad.batch())?;
-    call.input("places", places, Kind::Is(DType::I64))?;
-    shape("places", places.shape(), (tokens, places.cols()), "a row for each row of grad")?;
-    contiguous("places", places.is_contiguous())?;
+    call.input("token_rows", token_rows, Kind::Is(DType::I64))?;
+    shape("token_rows", token_rows.shape(), (tokens, token_rows.cols()), "a row for each row of grad")?;
+    contiguous("token_rows", token_rows.is_contiguous())?;
     call.input("weights", weights, Kind::F32Or(grad.dtype()))?;
-    shape("weights", weights.shape(), places.shape(), "the shape of places")?;
+    shape("weights", weights.shape(), token_rows.shape(), "the shape of token_rows")?;
     contiguous("weights", weights.is_contiguous())?;
     if let Some(rows) = rows {
         call.input("rows", rows, Kind::Is(grad.dtype()))?;
-        shape("rows", rows.shape(), (count, cols), "a row of grad's length for each place")?;
+        shape("rows", rows.shape(), (count, cols), "a row of grad's length for each index in token_rows")?;
     }
     if let Some(d_rows) = d_rows {
         call.output("d_rows", d_rows, Kind::Is(grad.dtype()))?;
-        shape("d_rows", d_rows.shape(), (count, cols), "a row of grad's length for each place")?;
+        shape(
+            "d_rows",
+            d_rows.shape(),
+            (count, cols),
+            "a row of grad's length for each index in token_rows",
+        )?;
         contiguous("d_rows", d_rows.is_contiguous())?;
     }
     if let Some(d_weights) = d_weights {
         call.output("d_weights", d_weights, Kind::F32)?;
-        shape("d_weights", d_weights.shape(), places.shape(), "the shape of places")?;
+        shape("d_weights", d_weights.shape(), token_rows.shape(), "the shape of token_rows")?;
         contiguous("d_weights", d_weights.is_contiguous())?;
         if rows.is_none() {
             return Err(Error::Value {

@@ -162,17 +162,18 @@ fn groups() {
 #[test]
 fn combine() {
     for (tokens, k, cols) in [(0, 2, 8), (3, 0, 8), (3, 2, 0), (0, 0, 0)] {
-        let mut places = Owned::new(DType::I64, tokens, k);
-        (0..).zip(&mut places.bytes).for_each(|(i, place)| *place = i);
+        let mut token_rows = Owned::new(DType::I64, tokens, k);
+        (0..).zip(&mut token_rows.bytes).for_each(|(i, index)| *index = i);
         let (rows, weights) = (wide(tokens * k, cols), f32s(tokens, k));
-        let combine = Combine { rows: rows.view(), places: places.view(), weights: Some(weights.view()) };
+        let combine =
+            Combine { rows: rows.view(), token_rows: token_rows.view(), weights: Some(weights.view()) };
         ops::combine_rows(combine, wide(tokens, cols).view_mut(), Stream::default()).unwrap();
         let grad = wide(tokens, cols);
         let (mut d_rows, mut d_weights) = (wide(tokens * k, cols), f32s(tokens, k));
         let backward = CombineBackward {
             grad: grad.view(),
             rows: Some(rows.view()),
-            places: places.view(),
+            token_rows: token_rows.view(),
             weights: weights.view(),
             d_rows: Some(d_rows.view_mut()),
             d_weights: Some(d_weights.view_mut()),

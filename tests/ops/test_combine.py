@@ -42,7 +42,7 @@ def permutation(tokens, k, seed=0):
 
 
 def make(tokens, k, cols, dtype=F32, weight_dtype=F32, seed=0):
-    """Return a gradient, rows, places and weights on the CPU."""
+    """Return a gradient, rows, the rows of each token, and weights on the CPU."""
     grad = data("cpu", tokens, cols, dtype=dtype, seed=seed)
     rows = data("cpu", tokens * k, cols, dtype=dtype, seed=seed + 1)
     weights = torch.rand(tokens, k, generator=torch.Generator().manual_seed(seed)) - 0.3
@@ -57,29 +57,29 @@ def rounded(x, dtype):
     return result
 
 
-def combined(rows, places, weights=None):
+def combined(rows, token_rows, weights=None):
     """Compute the definition in float32, one rounding after each operation."""
-    total = torch.zeros(len(places), rows.shape[1])
-    for j in range(places.shape[1]):
-        values = rows[places[:, j]].float()
+    total = torch.zeros(len(token_rows), rows.shape[1])
+    for j in range(token_rows.shape[1]):
+        values = rows[token_rows[:, j]].float()
         if weights is not None:
             values = weights[:, j : j + 1].float() * values
         total = total + values
     return rounded(total, rows.dtype)
 
 
-def row_gradients(grad, places, weights):
+def row_gradients(grad, token_rows, weights):
     """Compute the definition of the gradient of the rows."""
-    d_rows = torch.empty(places.numel(), grad.shape[1], dtype=grad.dtype)
-    for j in range(places.shape[1]):
+    d_rows = torch.empty(token_rows.numel(), grad.shape[1], dtype=grad.dtype)
+    for j in range(token_rows.shape[1]):
         products = weights[:, j : j + 1].float() * grad.float()
-        d_rows[places[:, j]] = rounded(products, grad.dtype)
+        d_rows[token_rows[:, j]] = rounded(products, grad.dtype)
     return d_rows
 
 
-def weight_gradients(grad, rows, places):
+def weight_gradients(grad, rows, token_rows):
     """Return the gradient of the weights in float64, and the largest error of a float32 sum."""
-    products = grad.double().unsqueeze(1) * rows[places].double()
+    products = grad.double().unsqueeze(1) * rows[token_rows].double()
     ulps = max(products.shape[-1], 1) * 2.0**-24
     return products.sum(-1), products.abs().sum(-1) * ulps + 1e-30
 
@@ -96,17 +96,17 @@ def on(device, *tensors):
 @each_size
 def test_bytes_equal_the_definition(device, tokens, k, cols, dtype, weighted):
     weight_dtype = dtype if weighted == "of the rows" else F32
-    _, rows, places, weights = make(tokens, k, cols, dtype, weight_dtype)
+    _, rows, token_rows, weights = make(tokens, k, cols, dtype, weight_dtype)
     weights = None if weighted == "none" else weights
-    found = ops.combine_rows(*on(device, rows, places, weights))
-    assert same(found, combined(rows, places, weights))
+    found = ops.combine_rows(*on(device, rows, token_rows, weights))
+    assert same(found, combined(rows, token_rows, weights))
 
 
 @each_dtype
 def test_sums_are_close_to_exact_ones(device, dtype):
-    _, rows, places, weights = make(24, 8, 96, dtype)
-    found = ops.combine_rows(*on(device, rows, places, weights)).cpu().double()
-    terms = weights.double().unsqueeze(-1) * rows[places].double()
+    _, rows, token_rows, weights = make(24, 8, 96, dtype)
+    found = ops.combine_rows(*on(device, rows, token_rows, weights)).cpu().double()
+    terms = weights.double().unsqueeze(-1) * rows[token_rows].double()
     error = (found - terms.sum(1)).abs()
     largest = terms.abs().sum(1)
     assert (error <= largest * (8 * 2.0**-24 + torch.finfo(dtype).eps)).all()
@@ -114,56 +114,56 @@ def test_sums_are_close_to_exact_ones(device, dtype):
 
 def test_rows_are_added_in_order(device):
     rows = torch.tensor([[1.0], [1.0], [2.0**24]], device=device)
-    places = torch.tensor([[0, 1, 2], [2, 1, 0]], device=device)
-    assert ops.combine_rows(rows, places).tolist() == [[2.0**24 + 2], [2.0**24]]
+    token_rows = torch.tensor([[0, 1, 2], [2, 1, 0]], device=device)
+    assert ops.combine_rows(rows, token_rows).tolist() == [[2.0**24 + 2], [2.0**24]]
 
 
 def test_products_are_rounded(device):
     """A fused multiply-add would find the error of the rounded product."""
     rows = torch.tensor([[-1.0], [3.0]], device=device)
-    places = torch.tensor([[0, 1]], device=device)
+    token_rows = torch.tensor([[0, 1]], device=device)
     weights = torch.tensor([[1.0, 1 / 3]], device=device)
-    assert ops.combine_rows(rows, places, weights).tolist() == [[0.0]]
+    assert ops.combine_rows(rows, token_rows, weights).tolist() == [[0.0]]
 
 
 @each_dtype
 def test_infinities_and_nans_are_kept(device, dtype):
     inf, nan = float("inf"), float("nan")
     rows = torch.tensor([[inf, inf, nan, 1.0], [1.0, -inf, 1.0, -0.0]], dtype=dtype)
-    places, weights = torch.tensor([[0, 1]]), torch.tensor([[1.0, 1.0]])
+    token_rows, weights = torch.tensor([[0, 1]]), torch.tensor([[1.0, 1.0]])
     for given in (weights, None):
-        found = ops.combine_rows(*on(device, rows, places, given))
-        assert same(found, combined(rows, places, given))
+        found = ops.combine_rows(*on(device, rows, token_rows, given))
+        assert same(found, combined(rows, token_rows, given))
     zeros = torch.full((1, 2), -0.0)
-    assert not ops.combine_rows(*on(device, torch.ones(2, 4), places, zeros)).signbit().any()
+    assert not ops.combine_rows(*on(device, torch.ones(2, 4), token_rows, zeros)).signbit().any()
 
 
 def test_a_row_may_be_used_several_times(device):
     _, rows, _, _ = make(6, 2, 40, BF16)
-    places = torch.randint(12, (9, 3), generator=torch.Generator().manual_seed(2))
-    assert same(ops.combine_rows(*on(device, rows, places)), combined(rows, places))
+    token_rows = torch.randint(12, (9, 3), generator=torch.Generator().manual_seed(2))
+    assert same(ops.combine_rows(*on(device, rows, token_rows)), combined(rows, token_rows))
 
 
 def layouts(tokens, k, cols):
-    """Yield rows, gradients, places and weights with other strides and alignments."""
-    grad, rows, places, weights = make(tokens, k, cols, BF16)
+    """Yield gradients, rows, the rows of each token, and weights, in other layouts."""
+    grad, rows, token_rows, weights = make(tokens, k, cols, BF16)
     wide = torch.zeros(tokens * k, 2 * cols + 3, dtype=BF16)
     wide_grad = torch.zeros(tokens, 2 * cols + 3, dtype=BF16)
     for start, step in ((0, 1), (1, 1), (3, 2)):
         columns = slice(start, start + step * cols, step)
         wide[:, columns], wide_grad[:, columns] = rows, grad
-        yield wide_grad[:, columns], wide[:, columns], places, weights
-    yield *(t.t().contiguous().t() for t in (grad, rows)), places, weights
-    yield grad[:1].expand(tokens, -1), rows[:1].expand(tokens * k, -1), places, weights
+        yield wide_grad[:, columns], wide[:, columns], token_rows, weights
+    yield *(t.t().contiguous().t() for t in (grad, rows)), token_rows, weights
+    yield grad[:1].expand(tokens, -1), rows[:1].expand(tokens * k, -1), token_rows, weights
 
 
 def test_strides_and_alignments_do_not_change_the_bytes(device):
-    for grad, rows, places, weights in layouts(7, 3, 64):
-        given = [_moved(t, device) for t in (grad, rows, places, weights)]
-        assert same(ops.combine_rows(*given[1:]), combined(rows, places, weights))
+    for grad, rows, token_rows, weights in layouts(7, 3, 64):
+        given = [_moved(t, device) for t in (grad, rows, token_rows, weights)]
+        assert same(ops.combine_rows(*given[1:]), combined(rows, token_rows, weights))
         d_rows, d_weights = ops.combine_rows_backward(*given)
-        assert same(d_rows, row_gradients(grad, places, weights))
-        exact, error = weight_gradients(grad, rows, places)
+        assert same(d_rows, row_gradients(grad, token_rows, weights))
+        exact, error = weight_gradients(grad, rows, token_rows)
         assert ((d_weights.cpu().double() - exact).abs() <= error).all()
 
 
@@ -180,43 +180,45 @@ def _moved(t, device):
 @each_dtype
 @each_size
 def test_gradients_equal_the_definition(device, tokens, k, cols, dtype, weight_dtype):
-    grad, rows, places, weights = make(
+    grad, rows, token_rows, weights = make(
         tokens, k, cols, dtype, dtype if weight_dtype == "of the rows" else F32
     )
-    d_rows, d_weights = ops.combine_rows_backward(*on(device, grad, rows, places, weights))
-    assert same(d_rows, row_gradients(grad, places, weights))
+    d_rows, d_weights = ops.combine_rows_backward(*on(device, grad, rows, token_rows, weights))
+    assert same(d_rows, row_gradients(grad, token_rows, weights))
     assert (d_weights.shape, d_weights.dtype) == ((tokens, k), F32)
-    exact, error = weight_gradients(grad, rows, places)
+    exact, error = weight_gradients(grad, rows, token_rows)
     assert ((d_weights.cpu().double() - exact).abs() <= error).all()
 
 
 @each_size
 def test_one_gradient_is_what_it_is_with_both(device, tokens, k, cols):
-    grad, rows, places, weights = on(device, *make(tokens, k, cols, BF16))
-    both = ops.combine_rows_backward(grad, rows, places, weights)
+    grad, rows, token_rows, weights = on(device, *make(tokens, k, cols, BF16))
+    both = ops.combine_rows_backward(grad, rows, token_rows, weights)
     for wanted in ((True, False), (False, True)):
         for given in (rows, None) if wanted == (True, False) else (rows,):
-            found = ops.combine_rows_backward(grad, given, places, weights, *wanted)
+            found = ops.combine_rows_backward(grad, given, token_rows, weights, *wanted)
             for a, b, want in zip(found, both, wanted, strict=True):
                 assert a.dtype == b.dtype
                 assert same(a, b) if want else a.shape == (0,)
 
 
 def test_gradients_are_those_of_autograd(device):
-    grad, rows, places, weights = on(device, *make(12, 4, 80, F32))
+    grad, rows, token_rows, weights = on(device, *make(12, 4, 80, F32))
     rows, weights = rows.double().requires_grad_(), weights.double().requires_grad_()
-    (rows[places] * weights.unsqueeze(-1)).sum(1).backward(grad.double())
-    found = ops.combine_rows_backward(grad, rows.detach().float(), places, weights.detach().float())
+    (rows[token_rows] * weights.unsqueeze(-1)).sum(1).backward(grad.double())
+    found = ops.combine_rows_backward(
+        grad, rows.detach().float(), token_rows, weights.detach().float()
+    )
     torch.testing.assert_close(found[0].double(), rows.grad, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found[1].double(), weights.grad, rtol=1e-5, atol=1e-2)
 
 
 def test_infinities_and_nans_of_gradients_are_kept(device):
     grad = torch.tensor([[float("inf"), 1.0, float("nan")], [2.0, -0.0, 3.0]])
-    rows, places = torch.ones(4, 3), torch.tensor([[2, 0], [1, 3]])
+    rows, token_rows = torch.ones(4, 3), torch.tensor([[2, 0], [1, 3]])
     weights = torch.tensor([[1.0, 0.0], [-1.0, 0.5]])
-    d_rows, d_weights = ops.combine_rows_backward(*on(device, grad, rows, places, weights))
-    assert same(d_rows, row_gradients(grad, places, weights))
+    d_rows, d_weights = ops.combine_rows_backward(*on(device, grad, rows, token_rows, weights))
+    assert same(d_rows, row_gradients(grad, token_rows, weights))
     assert same(d_weights, torch.tensor([[torch.nan, torch.nan], [5.0, 5.0]]))
 
 
@@ -225,28 +227,28 @@ def test_infinities_and_nans_of_gradients_are_kept(device):
 
 @pytest.mark.parametrize("tokens, k, cols", [(0, 2, 8), (3, 0, 8), (3, 2, 0), (0, 0, 0)])
 def test_empty_shapes(device, tokens, k, cols):
-    grad, rows, places, weights = on(device, *make(tokens, k, cols, BF16))
+    grad, rows, token_rows, weights = on(device, *make(tokens, k, cols, BF16))
     for given in (weights, None):
-        found = ops.combine_rows(rows, places, given)
+        found = ops.combine_rows(rows, token_rows, given)
         assert same(found, torch.zeros(tokens, cols, dtype=BF16))
-    d_rows, d_weights = ops.combine_rows_backward(grad, rows, places, weights)
+    d_rows, d_weights = ops.combine_rows_backward(grad, rows, token_rows, weights)
     assert same(d_rows, torch.zeros(tokens * k, cols, dtype=BF16))
     assert same(d_weights, torch.zeros(tokens, k))
 
 
 def arguments():
     """Valid arguments of the backward. Those of the sum are among them."""
-    grad, rows, places, weights = make(4, 2, 8, BF16)
-    return {"grad": grad, "rows": rows, "places": places, "weights": weights}
+    grad, rows, token_rows, weights = make(4, 2, 8, BF16)
+    return {"grad": grad, "rows": rows, "token_rows": token_rows, "weights": weights}
 
 
-def _changed(places, at, value):
-    places = places.clone()
-    places.view(-1)[at] = value
-    return places
+def _changed(token_rows, at, value):
+    token_rows = token_rows.clone()
+    token_rows.view(-1)[at] = value
+    return token_rows
 
 
-PLACES = arguments()["places"]
+TOKEN_ROWS = arguments()["token_rows"]
 BAD = [
     ({"rows": torch.zeros(8, 8, dtype=torch.float64)}, TypeError, "rows has dtype float64"),
     (
@@ -254,16 +256,20 @@ BAD = [
         ValueError,
         "rows has 3 dimensions; it must have 2",
     ),
-    ({"places": PLACES.int()}, TypeError, "places has dtype int32; it must be int64"),
-    ({"places": PLACES.view(-1)}, ValueError, "places has 1 dimensions; it must have 2"),
+    ({"token_rows": TOKEN_ROWS.int()}, TypeError, "token_rows has dtype int32; it must be int64"),
+    (
+        {"token_rows": TOKEN_ROWS.view(-1)},
+        ValueError,
+        "token_rows has 1 dimensions; it must have 2",
+    ),
     ({"weights": torch.zeros(4, 2, dtype=F16)}, TypeError, "weights.*float32 or bfloat16"),
-    ({"places": PLACES.t().contiguous().t()}, ValueError, "places is strided"),
+    ({"token_rows": TOKEN_ROWS.t().contiguous().t()}, ValueError, "token_rows is strided"),
     ({"weights": torch.zeros(2, 4).t()}, ValueError, "weights is strided"),
     ({"weights": torch.zeros(4, 3)}, ValueError, r"weights has shape \(4, 3\).*\(4, 2\)"),
 ]
 BAD_BACKWARD = [
     ({"grad": torch.zeros(4, 8)}, TypeError, "weights|rows has dtype bfloat16"),
-    ({"grad": torch.zeros(3, 8, dtype=BF16)}, ValueError, r"places has shape \(4, 2\).*grad"),
+    ({"grad": torch.zeros(3, 8, dtype=BF16)}, ValueError, r"token_rows has shape \(4, 2\).*grad"),
     ({"rows": torch.zeros(8, 9, dtype=BF16)}, ValueError, r"rows has shape \(8, 9\).*\(8, 8\)"),
     ({"rows": torch.zeros(9, 8, dtype=BF16)}, ValueError, r"rows has shape \(9, 8\).*\(8, 8\)"),
     ({"rows": None}, ValueError, "rows is absent; it must be given"),
@@ -286,36 +292,38 @@ def test_bad_arguments_of_gradients_are_named(device, change, error, message):
         ops.combine_rows_backward(**given)
 
 
-@pytest.mark.parametrize("place", [-1, 8, 1 << 40, -(1 << 62)])
-def test_places_that_are_not_rows_are_errors_on_the_cpu(place):
-    given = arguments() | {"places": _changed(PLACES, 5, place)}
+@pytest.mark.parametrize("index", [-1, 8, 1 << 40, -(1 << 62)])
+def test_indices_that_are_not_rows_are_errors_on_the_cpu(index):
+    given = arguments() | {"token_rows": _changed(TOKEN_ROWS, 5, index)}
     grad = given.pop("grad")
-    message = rf"places\[5\] is {place}; it must be at least 0 and below 8"
+    message = rf"token_rows\[5\] is {index}; it must be at least 0 and below 8"
     with pytest.raises(ValueError, match=message):
         ops.combine_rows(**given)
     with pytest.raises(ValueError, match=message):
         ops.combine_rows_backward(grad, **given)
 
 
-def test_places_that_repeat_a_row_have_no_gradients_on_the_cpu():
-    places = _changed(PLACES, 5, PLACES[0, 0])
-    with pytest.raises(ValueError, match=rf"places\[5\] is {PLACES[0, 0]}, as an earlier one is"):
-        ops.combine_rows_backward(**arguments() | {"places": places})
+def test_indices_that_repeat_a_row_have_no_gradients_on_the_cpu():
+    token_rows = _changed(TOKEN_ROWS, 5, TOKEN_ROWS[0, 0])
+    with pytest.raises(
+        ValueError, match=rf"token_rows\[5\] is {TOKEN_ROWS[0, 0]}, as an earlier one is"
+    ):
+        ops.combine_rows_backward(**arguments() | {"token_rows": token_rows})
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", [-1, 8, 1 << 40, -(1 << 62)])
+@pytest.mark.parametrize("index", [-1, 8, 1 << 40, -(1 << 62)])
 @pytest.mark.parametrize("k", [2, 4])
-def test_a_gpu_neither_reads_nor_writes_rows_that_do_not_exist(place, k):
-    grad, rows, places, weights = make(8 // k, k, 32, BF16)
-    places = _changed(places, 5, place)
+def test_a_gpu_neither_reads_nor_writes_rows_that_do_not_exist(index, k):
+    grad, rows, token_rows, weights = make(8 // k, k, 32, BF16)
+    token_rows = _changed(token_rows, 5, index)
     padded = torch.cat((rows, torch.zeros(1, 32, dtype=BF16)))
-    existing = torch.where(places == place, 8, places)
-    given = [t.cuda() for t in (grad, rows, places, weights)]
+    existing = torch.where(token_rows == index, 8, token_rows)
+    given = [t.cuda() for t in (grad, rows, token_rows, weights)]
     assert same(ops.combine_rows(*given[1:]), combined(padded, existing, weights))
     d_rows, d_weights = ops.combine_rows_backward(*given)
     torch.cuda.synchronize()
-    for at, row in enumerate(places.view(-1).tolist()):
+    for at, row in enumerate(token_rows.view(-1).tolist()):
         token, j = divmod(at, k)
         if at == 5:
             assert d_weights[token, j] == 0
@@ -333,15 +341,15 @@ def test_a_gpu_neither_reads_nor_writes_rows_that_do_not_exist(place, k):
     "tokens, k, cols", [(2048, 8, 2048), (1024, 2, 4096), (256, 8, 7168), (300, 6, 1111)]
 )
 def test_cuda_gives_the_bytes_of_the_cpu(tokens, k, cols, dtype):
-    grad, rows, places, weights = make(tokens, k, cols, dtype)
-    given = [t.cuda() for t in (grad, rows, places, weights)]
+    grad, rows, token_rows, weights = make(tokens, k, cols, dtype)
+    given = [t.cuda() for t in (grad, rows, token_rows, weights)]
     for w, w_cuda in ((weights, given[3]), (None, None)):
         found = ops.combine_rows(given[1], given[2], w_cuda)
-        assert same(found, ops.combine_rows(rows, places, w))
+        assert same(found, ops.combine_rows(rows, token_rows, w))
     d_rows, d_weights = ops.combine_rows_backward(*given)
-    cpu_rows, cpu_weights = ops.combine_rows_backward(grad, rows, places, weights)
+    cpu_rows, cpu_weights = ops.combine_rows_backward(grad, rows, token_rows, weights)
     assert same(d_rows, cpu_rows)
-    _, error = weight_gradients(grad, rows, places)
+    _, error = weight_gradients(grad, rows, token_rows)
     assert ((d_weights.cpu() - cpu_weights).abs() <= 2 * error).all()
     assert same(d_weights, ops.combine_rows_backward(*given)[1])
 
@@ -353,24 +361,24 @@ def test_rows_of_more_than_2_to_31_elements():
         pytest.skip("needs 16 GB of GPU memory")
     rows = torch.zeros(tokens * k, cols, dtype=BF16, device="cuda")
     rows[:, 0] = torch.arange(tokens * k, device="cuda") % 251
-    places = torch.arange(tokens * k, device="cuda").flip(0).view(tokens, k)
+    token_rows = torch.arange(tokens * k, device="cuda").flip(0).view(tokens, k)
     weights = torch.ones(tokens, k, device="cuda")
-    grad = ops.combine_rows(rows, places, weights)
-    assert torch.equal(grad[:, 0], rows[:, 0][places].float().sum(1).to(BF16))
+    grad = ops.combine_rows(rows, token_rows, weights)
+    assert torch.equal(grad[:, 0], rows[:, 0][token_rows].float().sum(1).to(BF16))
     assert not grad[:, 1:].any()
-    d_rows, _ = ops.combine_rows_backward(grad, None, places, weights, True, False)
-    assert torch.equal(d_rows[places.view(-1), 0], grad[:, 0].repeat_interleave(k))
+    d_rows, _ = ops.combine_rows_backward(grad, None, token_rows, weights, True, False)
+    assert torch.equal(d_rows[token_rows.view(-1), 0], grad[:, 0].repeat_interleave(k))
     assert not d_rows[:, 1:].any()
 
 
 @pytest.mark.gpu
 def test_captured_graphs_replay_the_sum_and_its_gradients():
-    grad, rows, places, weights = (t.cuda() for t in make(33, 8, 264, BF16))
+    grad, rows, token_rows, weights = (t.cuda() for t in make(33, 8, 264, BF16))
 
     def run():
         return (
-            ops.combine_rows(rows, places, weights),
-            *ops.combine_rows_backward(grad, rows, places, weights),
+            ops.combine_rows(rows, token_rows, weights),
+            *ops.combine_rows_backward(grad, rows, token_rows, weights),
         )
 
     run()
@@ -378,7 +386,7 @@ def test_captured_graphs_replay_the_sum_and_its_gradients():
     with torch.cuda.graph(graph):
         captured = run()
     _, *others = make(33, 8, 264, BF16, seed=5)
-    for into, new in zip((rows, places, weights), others, strict=True):
+    for into, new in zip((rows, token_rows, weights), others, strict=True):
         into.copy_(new)
     graph.replay()
     assert all(same(a, b) for a, b in zip(captured, run(), strict=True))
@@ -412,11 +420,11 @@ def test_instruction_sets_give_equal_bytes(level):
 
 
 def test_denormals_are_kept_if_the_caller_flushes_them():
-    rows, places = torch.full((2, 40), 2.0**-130), torch.tensor([[0, 1]])
+    rows, token_rows = torch.full((2, 40), 2.0**-130), torch.tensor([[0, 1]])
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush")
     try:
-        found = ops.combine_rows(rows, places)
+        found = ops.combine_rows(rows, token_rows)
     finally:
         torch.set_flush_denormal(False)
     assert same(found, torch.full((1, 40), 2.0**-129))
@@ -426,9 +434,9 @@ def test_denormals_are_kept_if_the_caller_flushes_them():
 def test_opcheck(device, tokens, k, cols):
     for dtype, weight_dtype in ((BF16, F32), (F32, F32), (BF16, BF16)):
         given = make(tokens, k, cols, dtype, weight_dtype)
-        grad, rows, places, weights = on(device, *given)
+        grad, rows, token_rows, weights = on(device, *given)
         for w in (weights, None):
-            opcheck(ops.combine_rows.default, (rows, places, w))
+            opcheck(ops.combine_rows.default, (rows, token_rows, w))
         for wanted in ((True, True), (True, False), (False, True)):
-            opcheck(ops.combine_rows_backward.default, (grad, rows, places, weights, *wanted))
-        opcheck(ops.combine_rows_backward.default, (grad, None, places, weights, True, False))
+            opcheck(ops.combine_rows_backward.default, (grad, rows, token_rows, weights, *wanted))
+        opcheck(ops.combine_rows_backward.default, (grad, None, token_rows, weights, True, False))

@@ -1,12 +1,12 @@
 // The weighted sum of the rows of each token, and its gradients (format/sum.rs). A token has `k`
-// rows, at its places.
+// rows, whose indices are in `token_rows`.
 #include "vectors.cuh"
 
 /// The arguments of all kernels, mirrored by `CombineArgs` in the launch code.
 struct CombineArgs {
   const void *rows;         // (count, cols), or null in a backward without `d_weights`
   const void *grad;         // (tokens, cols), in the backward
-  const i64 *places;        // (tokens, k), contiguous
+  const i64 *token_rows;    // (tokens, k), contiguous
   const void *weights;      // (tokens, k), contiguous, or null
   void *out;                // the sums (tokens, cols), or the gradient of rows (count, cols) or null;
                             // contiguous
@@ -28,19 +28,19 @@ enum : u32 {
 
 /// N rows of a token.
 template <int N> struct Terms {
-  int places[N];  // -1 for places that are not rows
+  int rows[N];  // -1 for indices that are not rows
   float weights[N];
 };
 
-/// Reads the places and weights of a token's rows, from the `first`-th on, which exists. After the
+/// Reads the indices and weights of a token's rows, from the `first`-th on, which exists. After the
 /// last one, the last one is read again, because a branch between the loads would make each wait.
 template <class T, int N> DEVICE void read_terms(const CombineArgs &a, i64 token, i64 first,
                                                  Terms<N> &terms) {
   i64 start = token * a.k + first;
   u32 count = a.k - first < N ? (u32)(a.k - first) : N;
-  i64 place[N];
+  i64 row[N];
 #pragma unroll
-  for (u32 i = 0; i < N; i++) place[i] = a.places[start + (i < count ? i : count - 1)];
+  for (u32 i = 0; i < N; i++) row[i] = a.token_rows[start + (i < count ? i : count - 1)];
 #pragma unroll
   for (int i = 0; i < N; i++) terms.weights[i] = 1.0f;
   if (a.flags & F32_WEIGHTS) {
@@ -55,8 +55,8 @@ template <class T, int N> DEVICE void read_terms(const CombineArgs &a, i64 token
   }
 #pragma unroll
   for (u32 i = 0; i < N; i++) {
-    bool exists = i < count && (u64)place[i] < (u64)a.count;
-    terms.places[i] = exists ? (int)place[i] : -1;
+    bool exists = i < count && (u64)row[i] < (u64)a.count;
+    terms.rows[i] = exists ? (int)row[i] : -1;
   }
 }
 
@@ -84,16 +84,16 @@ DEVICE void load_rows(const CombineArgs &a, const Terms<N> &terms, i64 col, u32 
     int pitch = (int)a.rows_rs * T::BYTES;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      int place = terms.places[i];
-      load_once(rows + (i64)place * pitch, place >= 0, d[i]);
+      int row = terms.rows[i];
+      load_once(rows + (i64)row * pitch, row >= 0, d[i]);
     }
     return;
   }
 #pragma unroll
   for (int i = 0; i < N; i++) {
-    int place = terms.places[i];
+    int row = terms.rows[i];
     d[i][0] = d[i][1] = d[i][2] = d[i][3] = 0;
-    if (place >= 0) load_vector<T>(a.rows, a.rows_rs, a.rows_cs, false, place, col, a.cols, d[i]);
+    if (row >= 0) load_vector<T>(a.rows, a.rows_rs, a.rows_cs, false, row, col, a.cols, d[i]);
   }
 }
 
@@ -164,13 +164,13 @@ template <class T, int N> DEVICE void combine_backward(const CombineArgs &a) {
       if (!a.out) continue;
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        if (terms.places[i] < 0) continue;
+        if (terms.rows[i] < 0) continue;
         float product[COLS];
         u32 packed[4];
 #pragma unroll
         for (int c = 0; c < COLS; c++) product[c] = __fmul_rn(terms.weights[i], grad[c]);
         pack<T>(product, packed);
-        char *to = (char *)a.out + (terms.places[i] * a.cols + col) * T::BYTES;
+        char *to = (char *)a.out + (terms.rows[i] * a.cols + col) * T::BYTES;
         store_vector<T>(to, a.flags & OUT_VECTORS, col, a.cols, packed);
       }
     }

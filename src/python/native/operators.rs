@@ -560,21 +560,21 @@ fn two_dimensional<'a>(tensor: &'a Tensor, name: &'static str) -> Result<View<'a
 }
 
 fn combine_rows(mut values: Values) -> Results {
-    let (rows, places, weights) = (values.tensor(), values.tensor(), values.optional_tensor());
+    let (rows, token_rows, weights) = (values.tensor(), values.tensor(), values.optional_tensor());
     let combine = Combine {
         rows: two_dimensional(&rows, "rows")?,
-        places: two_dimensional(&places, "places")?,
+        token_rows: two_dimensional(&token_rows, "token_rows")?,
         weights: weights.as_ref().map(|weights| two_dimensional(weights, "weights")).transpose()?,
     };
-    let sizes = [combine.places.rows() as i64, combine.rows.cols() as i64];
+    let sizes = [combine.token_rows.rows() as i64, combine.rows.cols() as i64];
     let out = rows.allocate(combine.rows.dtype(), &sizes)?;
-    ops::combine_rows(combine, out.view_mut("out")?, stream(weights.iter().chain([&rows, &places]))?)?;
+    ops::combine_rows(combine, out.view_mut("out")?, stream(weights.iter().chain([&rows, &token_rows]))?)?;
     Ok(vec![out])
 }
 
 fn combine_rows_backward(mut values: Values) -> Results {
     let (grad, rows) = (values.tensor(), values.optional_tensor());
-    let (places, weights) = (values.tensor(), values.tensor());
+    let (token_rows, weights) = (values.tensor(), values.tensor());
     let wanted = [values.flag(), values.flag()];
     if wanted == [false, false] {
         let message = "needs_rows is False, and so is needs_weights; at least one must be True";
@@ -582,9 +582,9 @@ fn combine_rows_backward(mut values: Values) -> Results {
     }
     let grad_view = two_dimensional(&grad, "grad")?;
     let rows_view = rows.as_ref().map(|rows| two_dimensional(rows, "rows")).transpose()?;
-    let places_view = two_dimensional(&places, "places")?;
+    let token_rows_view = two_dimensional(&token_rows, "token_rows")?;
     let dtype = grad_view.dtype();
-    let (tokens, k) = (places_view.rows() as i64, places_view.cols() as i64);
+    let (tokens, k) = (token_rows_view.rows() as i64, token_rows_view.cols() as i64);
     let allocate = |wanted, dtype, sizes: [i64; 2]| {
         if wanted { grad.allocate(dtype, &sizes) } else { grad.empty(dtype) }
     };
@@ -596,12 +596,12 @@ fn combine_rows_backward(mut values: Values) -> Results {
     let backward = CombineBackward {
         grad: grad_view,
         rows: rows_view,
-        places: places_view,
+        token_rows: token_rows_view,
         weights: two_dimensional(&weights, "weights")?,
         d_rows: output(wanted[0], &d_rows, "d_rows")?,
         d_weights: output(wanted[1], &d_weights, "d_weights")?,
     };
-    ops::combine_rows_backward(backward, stream(rows.iter().chain([&grad, &places, &weights]))?)?;
+    ops::combine_rows_backward(backward, stream(rows.iter().chain([&grad, &token_rows, &weights]))?)?;
     Ok(vec![d_rows, d_weights])
 }
 
