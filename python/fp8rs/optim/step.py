@@ -341,23 +341,29 @@ class Step:
         """
         if not self._current_scale:
             return None
-        # Put weights with masters first, and weights with one spec next to each other, so that one
-        # launch computes their scales. The order is the same on all ranks.
-        spec_order: dict[QuantSpec, int] = {}
+        # Number the specs in the order of the parameters, which is the same on all ranks.
+        spec_numbers: dict[QuantSpec, int] = {}
         for update in self._current_scale:
-            spec_order.setdefault(update.param.fp8_weight.spec, len(spec_order))
-        self._current_scale.sort(
-            key=lambda update: (update.master is None, spec_order[update.param.fp8_weight.spec])
-        )
+            spec_numbers.setdefault(update.param.fp8_weight.spec, len(spec_numbers))
+
+        def position(update: ParamUpdate) -> tuple[bool, int]:
+            return update.master is None, spec_numbers[update.param.fp8_weight.spec]
+
+        # `_write_current_scale` writes weights with masters first, in one launch, and computes the
+        # scales of consecutive weights with equal specs in one launch.
+        self._current_scale.sort(key=position)
 
         device = self._current_scale[0].param.local.device
         amaxes = torch.zeros(len(self._current_scale), dtype=torch.float32, device=device)
         for update, amax in zip(self._current_scale, amaxes.unbind(), strict=True):
-            call = self._call(UpdateKind.CURRENT_SCALE, update, update.master)
-            if update.master is not None:
-                call.add(update, update.master, amaxes=amax)
-            else:
+            master = update.master
+            call = self._call(UpdateKind.CURRENT_SCALE, update, master)
+            if master is None:
+                # The operator does not write codes yet, because their scale depends on the amax.
                 call.add_codes(update, None, amaxes=amax)
+            else:
+                # The operator steps the master like a plain parameter. Its codes are cast later.
+                call.add(update, master, amaxes=amax)
         return amaxes
 
     def _write_separate(self) -> None:
