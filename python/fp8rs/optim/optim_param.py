@@ -87,14 +87,21 @@ class OptimParam:
     def __init__(self, param: Tensor) -> None:
         self.param = param
         self.local: Tensor = own_part(param)
-        self.weight = self.local if isinstance(self.local, QuantizedTensor) else None
+        self.weight: QuantizedTensor | None = None
         self.handle: Float8ParamHandle | None = None
-        if self.weight is not None:
-            storage = self.weight._storage
-            observer: Any = storage.observer  # only parameters of modules are observed
-            # A copy of the weight shares the observer, but has other planes.
-            if observer is not None and (not observer.has_parameter or observer.observes(storage)):
-                self.handle = observer
+        if not isinstance(self.local, QuantizedTensor):
+            return
+
+        self.weight = self.local
+        storage = self.local._storage
+        handle: Any = storage.observer
+        if handle is None:
+            return  # no module has this weight
+
+        # A copy of a module's weight refers to the same handle, which observes the weight alone. If
+        # a parametrization has moved the weight to another name, the handle observes nothing.
+        if not handle.has_parameter or handle.observes(storage):
+            self.handle = handle
 
     # --- layout ----------------------------------------------------------------------------------
 
