@@ -142,15 +142,19 @@ class AdamW(MasterWeightOptimizer):
         super().add_param_group({**param_group, "state_dtype": name_of(group["state_dtype"])})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # load_state_dict calls this with the loaded groups. A copy or a pickle has no groups yet.
-        groups_before = getattr(self, "param_groups", [])
+        # torch's `load_state_dict` calls this with the loaded groups.
+        current_groups = self.__dict__.get("param_groups")
         super().__setstate__(state)
-        for group, group_before in zip(self.param_groups, groups_before, strict=False):
+        if current_groups is None:
+            return  # a copied or unpickled optimizer, whose groups have all options
+
+        for loaded_group, current_group in zip(self.param_groups, current_groups, strict=True):
             for name in OPTIONS:
-                group.setdefault(name, group_before[name])
-            # The loaded moments are converted.
-            if FP8 in (group["state_dtype"], group_before["state_dtype"]):
-                group["state_dtype"] = group_before["state_dtype"]
+                loaded_group.setdefault(name, current_group[name])
+            # The current group decides about 8-bit moments. `_finish_load` converts loaded ones.
+            current_dtype = current_group["state_dtype"]
+            if current_dtype == FP8 or loaded_group["state_dtype"] == FP8:
+                loaded_group["state_dtype"] = current_dtype
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_state_filter": self._state_filter}
@@ -158,46 +162,51 @@ class AdamW(MasterWeightOptimizer):
     # When it was traced, a parameter's state was assigned to another parameter.
     @not_traced
     def _update(self) -> None:
-        groups = []
-        params = []
+        # All parameters, and the group of each. A parameter's index selects its random numbers, so
+        # parameters without a gradient count too.
+        params: list[OptimParam] = []
+        groups: list[dict[str, Any]] = []
         for group in self.param_groups:
             for param in group["params"]:
-                groups.append(group)
                 params.append(OptimParam(param))
+                groups.append(group)
         fp8_weights.reshard(params)
+
+        # Check all options and gradients before any state is created.
         for group in self.param_groups:
             check_options(group)
-
-        # Check all gradients before any state is created.
-        grads: dict[int, Tensor] = {}  # by the parameter's index in the optimizer
+        grads: dict[int, Tensor] = {}  # by the parameter's index
         for index, optim_param in enumerate(params):
             if optim_param.param.grad is not None:
                 grads[index] = local_grad(optim_param)
-
         self._create_moments(groups, params, grads)
-        updates: dict[torch.device, list[ParamUpdate]] = {}
-        options: dict[tuple[int, torch.device], Options] = {}
+
+        # A device steps all its parameters at once. Those of one group share its options.
+        updates_by_device: dict[torch.device, list[ParamUpdate]] = {}
+        options_by_group: dict[tuple[int, torch.device], Options] = {}
         for index, grad in grads.items():
-            group = groups[index]
             optim_param = params[index]
+            group = groups[index]
             device = optim_param.local.device
             key = (id(group), device)
-            if key not in options:
-                options[key] = self._options(group, device)
-            update = self._param_update(group, optim_param, grad, index, options[key])
-            updates.setdefault(device, []).append(update)
+            if key not in options_by_group:
+                options_by_group[key] = self._options(group, device)
+            update = self._param_update(group, optim_param, grad, index, options_by_group[key])
+            updates_by_device.setdefault(device, []).append(update)
 
-        for device_updates in updates.values():
-            step_counters = [update.step for update in device_updates]
+        written: list[OptimParam] = []
+        for updates in updates_by_device.values():
+            step_counters = [update.step for update in updates]
             torch._foreach_add_(step_counters, 1)
-            Step(device_updates).run()
-            found_inf = device_updates[0].options["found_inf"]
-            if found_inf is not None:  # a skipped step is not counted
+            Step(updates).run()
+
+            # If a gradient scaler has found infinite gradients, `found_inf` is 1. The operator has
+            # then skipped the step, which does not count.
+            found_inf = updates[0].options["found_inf"]
+            if found_inf is not None:
                 torch._foreach_sub_(step_counters, [found_inf.view(())] * len(step_counters))
 
-        written = []
-        for device_updates in updates.values():
-            for update in device_updates:
+            for update in updates:
                 if not update.keeps_codes:
                     written.append(update.param)
         self._mark_written(written)
