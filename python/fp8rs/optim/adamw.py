@@ -352,29 +352,33 @@ class AdamW(MasterWeightOptimizer):
             hook.remove()
 
     @override
-    def _take_state(
+    def _finish_load(
         self,
         state_dict: dict[str, Any],
         state_before: dict[Tensor, Any],
         last_writes_before: dict[Tensor, LastWrite],
     ) -> None:
-        super()._take_state(state_dict, state_before, last_writes_before)
+        super()._finish_load(state_dict, state_before, last_writes_before)
+
+        # Convert the moments to the form that each group stores.
         state_filter = self._filter()
         for group in self.param_groups:
+            dtype = high_precision_dtype(group)
             for param in group["params"]:
                 state = self.state.get(param, {})
                 if "step" not in state:  # masters alone, or no state
                     continue
+
                 optim_param = OptimParam(param)
-                dtype = high_precision_dtype(group)
                 if stores_codes(group, optim_param, state_filter):
                     if not has_codes(state):
                         moments.to_codes(optim_param, state)
-                elif has_codes(state):
-                    moments.to_high_precision(optim_param, state, dtype)
-                else:
-                    for name in moments.MOMENT_KEYS:
-                        state[name] = state[name].to(dtype)
+                    continue
+
+                if has_codes(state):
+                    moments.to_high_precision(optim_param, state)
+                for name in moments.MOMENT_KEYS:
+                    state[name] = state[name].to(dtype)
 
     # --- checks ----------------------------------------------------------------------------------
 

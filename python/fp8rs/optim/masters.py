@@ -210,16 +210,16 @@ class MasterWeightOptimizer(Optimizer):
                     check_sizes(param, state)
             loaded.append(state_dict)  # after all other hooks
 
-        def take_state(_: Optimizer) -> None:
-            self._take_state(loaded[-1], state_before, last_writes_before)
+        def finish_load(_: Optimizer) -> None:
+            self._finish_load(loaded[-1], state_before, last_writes_before)
 
-        check_hook = self.register_load_state_dict_pre_hook(check)
-        take_hook = self.register_load_state_dict_post_hook(take_state, prepend=True)
+        pre_hook = self.register_load_state_dict_pre_hook(check)
+        post_hook = self.register_load_state_dict_post_hook(finish_load, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            check_hook.remove()
-            take_hook.remove()
+            pre_hook.remove()
+            post_hook.remove()
 
     def check_group(self, saved: dict[str, Any]) -> None:
         """Raise ValueError if this optimizer cannot continue with a saved group's options."""
@@ -228,7 +228,7 @@ class MasterWeightOptimizer(Optimizer):
         """Raise ValueError if this optimizer cannot continue with a parameter's saved state."""
 
     @torch.no_grad()
-    def _take_state(
+    def _finish_load(
         self,
         state_dict: dict[str, Any],
         state_before: dict[Tensor, Any],
@@ -244,24 +244,33 @@ class MasterWeightOptimizer(Optimizer):
         for key, param in parameters_by_key(self, state_dict):
             optim_param = OptimParam(param)
             saved = state_dict["state"].get(key, {})
+            before = state_before.get(param, {})
             if saved:
-                self._take_param_state(optim_param, saved)
+                self._copy_saved(optim_param, saved)
 
             if "master" in saved:
-                if optim_param.weight is not None or not optim_param.is_rounded(
-                    own_part(self.state[param]["master"])
-                ):
-                    self._last_writes[param] = optim_param.last_write
-                if optim_param.handle is not None:
-                    optim_param.handle.use_master(self, param)
-            elif "master" in state_before.get(param, {}):
+                self._master_was_loaded(optim_param)
+            elif "master" in before:
+                # The state has no master for this parameter, so the current one stays valid.
                 for name in MASTER_STATE_KEYS:
-                    if name in state_before[param]:
-                        self.state[param][name] = state_before[param][name]
+                    if name in before:
+                        self.state[param][name] = before[name]
                 if param in last_writes_before:
                     self._last_writes[param] = last_writes_before[param]
 
-    def _take_param_state(self, optim_param: OptimParam, saved: dict[str, Any]) -> None:
+    def _master_was_loaded(self, optim_param: OptimParam) -> None:
+        """Let a loaded master override all earlier writes to its parameter."""
+        param = optim_param.param
+        if optim_param.handle is not None:
+            optim_param.handle.use_master(self, param)
+
+        master = own_part(self.state[param]["master"])
+        is_plain = optim_param.weight is None
+        if is_plain and optim_param.is_rounded(master):
+            return  # the parameter has no values to override
+        self._last_writes[param] = optim_param.last_write
+
+    def _copy_saved(self, optim_param: OptimParam, saved: dict[str, Any]) -> None:
         """Copy the saved state of one parameter, in the dtypes that it was saved in."""
         device = optim_param.local.device
         copy = partial(Tensor.to, device=device, copy=True)

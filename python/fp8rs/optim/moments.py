@@ -125,15 +125,12 @@ def to_codes(optim_param: OptimParam, state: dict[str, Any]) -> None:
         state.update(_distributed(optim_param, name, codes, ranges))
 
 
-def to_high_precision(
-    optim_param: OptimParam, state: dict[str, Any], dtype: torch.dtype = torch.float32
-) -> None:
-    """Replace the codes in a parameter's state by high-precision moments."""
+def to_high_precision(optim_param: OptimParam, state: dict[str, Any]) -> None:
+    """Replace the codes in a parameter's state by float32 moments."""
     for name in MOMENT_KEYS:
         codes = own_part(state.pop(name + CODES))
         ranges = own_part(state.pop(name + RANGE))
-        values = decode(codes, ranges, FORMATS[name])
-        state[name] = optim_param.like(values.to(dtype))
+        state[name] = optim_param.like(decode(codes, ranges, FORMATS[name]))
 
 
 def range_shape(shape: torch.Size) -> tuple[int, ...]:
