@@ -45,7 +45,7 @@ class ShardSpec:
     unsharded_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
 
-    # Cached, because all-gathers read these.
+    # Cached, because all-gathers and optimizer steps read these.
 
     @cached_property
     def batched(self) -> bool:
@@ -96,7 +96,7 @@ class ShardSpec:
         accelerator = torch.get_device_module(self.device_type)
         return torch.device(self.device_type, accelerator.current_device())
 
-    @property
+    @cached_property
     def element_offsets(self) -> tuple[int, ...]:
         """The number of the shard's first element. Its other elements have the next numbers.
 
@@ -110,24 +110,34 @@ class ShardSpec:
         if self._has_rows_of_each_matrix:
             return self._first_elements_of_matrices()
 
-        # Where the shard begins in the parameter, and how long it is, for each dimension.
-        shard_dim = self.shard_dim
-        shard_start = list(self.global_offset)
-        shard_start[shard_dim] += self.shard_offset
-        length_after_start = self.unsharded_shape[shard_dim] - self.shard_offset
-        shard_shape = list(self.unsharded_shape)
-        shard_shape[shard_dim] = min(self.padded_length, length_after_start)
-
-        # Count the elements with smaller numbers. Of a matrix, these are all columns on the left of
-        # the shard, and in the shard's own columns the rows above it:
-        #     first_column * rows of the parameter + first_row * columns of the shard
-        # With more dimensions, each one adds such a product.
+        # Count the elements with smaller numbers. Those of a matrix are:
+        #
+        #     left left above above .     left: all columns before the shard's
+        #     left left shard shard .     above: the rows before the shard's, in its own columns
+        #     left left shard shard .
+        #
+        # Each dimension of the parameter adds such a region.
         first_element = 0
-        for dim, start in enumerate(shard_start):
-            numel_in_front = prod(self.global_shape[:dim])
-            numel_behind = prod(shard_shape[dim + 1 :])
-            first_element += numel_in_front * start * numel_behind
+        for dim, start in enumerate(self._shard_start):
+            earlier_dims = prod(self.global_shape[:dim])
+            later_dims = prod(self._shard_shape[dim + 1 :])
+            first_element += earlier_dims * start * later_dims
         return (first_element,)
+
+    @property
+    def _shard_start(self) -> tuple[int, ...]:
+        """Where the shard begins in the parameter, for each dimension."""
+        start = list(self.global_offset)
+        start[self.shard_dim] += self.shard_offset
+        return tuple(start)
+
+    @property
+    def _shard_shape(self) -> tuple[int, ...]:
+        """The shape of the shard, without padding."""
+        shape = list(self.unsharded_shape)
+        remaining_length = shape[self.shard_dim] - self.shard_offset
+        shape[self.shard_dim] = min(self.padded_length, remaining_length)
+        return tuple(shape)
 
     @property
     def _has_rows_of_each_matrix(self) -> bool:
