@@ -210,8 +210,9 @@ class Float8ParamHandle(ParamHandle):
             pending.record_stream(torch.cuda.current_stream(pending.device))
         self.unsynced = False
         self.pending = None
-        if self.unit is not None:
-            self.unit.note_stream()
+        unit = self.unit_if_any
+        if unit is not None:
+            unit.note_stream()
 
     # --- values from before rounding -------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class PreAllGather:
     @outside_selective_checkpoints
     def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], AllGatherInputs]:
         """Return the shard as flat uint8 tensors, equally long on all ranks, and metadata."""
-        unit = self._local._handle.gather_unit
+        unit = self._local._handle.unit
         metadata = unit.all_gather_inputs(self._local)
         return metadata.inputs, metadata
 

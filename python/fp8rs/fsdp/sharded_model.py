@@ -284,17 +284,19 @@ class ShardedModel:
 
     def unit_of(self, handle: ParamHandle) -> GatherUnit:
         """Return the unit that a sharded parameter belongs to."""
-        units = self.units
-        if handle.unit is None:
+        units = self.units  # which sets the units of their handles
+        unit = cast("GatherUnit | None", handle.unit_if_any)
+        if unit is None:
             # The handle is new, or its parameter is not in a group of FSDP2 below the root.
-            units.append(self._unit([handle], [], None))
-        return cast(GatherUnit, handle.unit)
+            unit = self._unit([handle], [], None)
+            units.append(unit)
+        return unit
 
     def _forget_units(self) -> None:
         """Build the units again at the next all-gather."""
         for unit in self._gather_units or ():
             for handle in unit.handles:
-                handle.unit = None
+                handle.set_unit(None)
         self._gather_units = None
 
     def _build_units(self) -> Iterator[GatherUnit]:
@@ -330,7 +332,7 @@ class ShardedModel:
             fsdp_group,
         )
         for handle in handles:
-            handle.unit = unit
+            handle.set_unit(unit)
         return unit
 
     def _refresh_scales(self, unit: GatherUnit) -> None:

@@ -197,25 +197,25 @@ class ParamHandle:
         return self._shard_spec is not None
 
     @property
-    def unit(self) -> AllGatherUnit | None:
-        """The parameters that FSDP2 gathers together with this one.
-
-        None before the first all-gather. The sharded model owns the unit, because copies of a
-        weight refer to the handle and must not keep the model alive.
-        """
-        return None if self._unit is None else self._unit()
-
-    @unit.setter
-    def unit(self, unit: AllGatherUnit | None) -> None:
-        self._unit = None if unit is None else weakref.ref(unit)
-
-    @property
-    def gather_unit(self) -> AllGatherUnit:
-        """The unit of a sharded parameter, built on first use."""
-        unit = self.unit
+    def unit(self) -> AllGatherUnit:
+        """The sharded parameters that FSDP2 gathers together with this one, built on first use."""
+        unit = self.unit_if_any
         if unit is None:
             unit = cast(AllGatherUnits, self.state.sharded_model).unit_of(self)
         return unit
+
+    @property
+    def unit_if_any(self) -> AllGatherUnit | None:
+        """The parameter's unit. None before the first all-gather, and after the model changed."""
+        return None if self._unit is None else self._unit()
+
+    def set_unit(self, unit: AllGatherUnit | None) -> None:
+        """Set the parameter's unit. None to build it again at the next all-gather.
+
+        The sharded model owns the unit. Copies of a weight refer to the handle, and must not keep
+        the model alive.
+        """
+        self._unit = None if unit is None else weakref.ref(unit)
 
     def reshard(self) -> None:
         """Make modules hold their shards again if FSDP2 has this weight gathered."""
@@ -238,15 +238,17 @@ class ParamHandle:
     def invalidate_scale(self, *, keep_codes: bool = False) -> None:
         """Mark the scale as stale: the values may have changed without an operator."""
         self.scale_forward_id = -1
-        if self.unit is not None:
-            self.unit.scale_invalidated(self, keep_codes=keep_codes)
+        unit = self.unit_if_any
+        if unit is not None:
+            unit.scale_invalidated(self, keep_codes=keep_codes)
 
     def mark_written(self) -> None:
         """Count a write to the shard by an operator."""
         self.writes += 1
         self.scale_forward_id = -1
-        if self.unit is not None:
-            self.unit.shard_written(self)
+        unit = self.unit_if_any
+        if unit is not None:
+            unit.shard_written(self)
 
     # --- delayed scaling -------------------------------------------------------------------------
 
