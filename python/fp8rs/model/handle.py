@@ -307,26 +307,26 @@ class ParamHandle:
         return ParamHandle, (self.module, self.name)
 
 
-def fp8_parameters() -> set[int]:
-    """Return the ids of all parameters of FP8 layers of this process.
+def fp8_parameter_ids() -> set[int]:
+    """Return the ids of the parameters that FP8 layers of this process or optimizers hold.
 
-    They include shards, also while modules hold the parameters that FSDP2 has gathered from them.
+    While FSDP2 has a parameter gathered, its module holds the gathered one and an optimizer the
+    shard. The ids of both are returned.
     """
-    parameters = set()
-    sharded_roots = set()
+    ids: set[int] = set()
+    sharded_roots: set[nn.Module | None] = set()
     for handle in list(_handles):
-        if not handle.has_parameter:
-            continue
-        parameters.add(id(handle.parameter))
-        state = handle.state_if_any
-        if state is not None and state.sharded_model is not None:
-            sharded_roots.add(state.root)
+        if handle.has_parameter:
+            ids.add(id(handle.parameter))
+            state = handle.state_if_any
+            if state is not None and state.sharded_model is not None:
+                sharded_roots.add(state.root)
 
     for root in sharded_roots:
         for gathered, shard in gathered_parameters(root):
-            if id(gathered) in parameters:
-                parameters.add(id(shard))
-    return parameters
+            if id(gathered) in ids:
+                ids.add(id(shard))
+    return ids
 
 
 def local_of(parameter: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import is_distributed, own_part
-from fp8rs.model.handle import fp8_parameters, local_of
+from fp8rs.model.handle import fp8_parameter_ids, local_of
 from fp8rs.optim.optim_param import OptimParam
 
 #: The number of elements of a block.
@@ -76,13 +76,13 @@ def stores_codes_by_default(weight: Tensor) -> bool:
 
 def default_filter() -> StateFilter:
     """Return a filter for the parameters of FP8 layers with at least 4096 elements."""
-    in_layers = fp8_parameters()
+    ids_in_layers = fp8_parameter_ids()
 
     def state_filter(param: Tensor) -> bool:
         if not stores_codes_by_default(param):
             return False
         is_fp8_weight = OptimParam(param).weight is not None
-        return is_fp8_weight or local_of(param) is not None or id(param) in in_layers
+        return is_fp8_weight or local_of(param) is not None or id(param) in ids_in_layers
 
     return state_filter
 
