@@ -17,8 +17,9 @@ not quantize their input with one scale per tensor (`_input_quantization`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -34,7 +35,7 @@ from fp8rs.tensor.plane_storage import Delayed, PlaneStorage
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
 
 from .backward import refuse_double_backward
-from .function import DelayedSlots, prefers_high_precision
+from .function import prefers_high_precision
 from .linear import Float8Linear
 
 _quantize_norm = torch.ops.fp8rs._quantize_norm.default
@@ -133,10 +134,17 @@ def _fp8_spec(layer: nn.Module, x: Tensor) -> LinearSpec | None:
     return spec
 
 
-def _delayed_slots(layer: Float8Linear) -> DelayedSlots | None:
-    """Return a layer's slots of delayed scaling, or None with another recipe."""
-    delayed = layer._fp8_state.delayed
-    return None if delayed is None else layer._begin_delayed(delayed)
+def _quantization(
+    layer: Float8Linear, role: int, spec: QuantSpec, columnwise: bool
+) -> _Quantization | None:
+    """Return how a layer quantizes an operand. None if delayed scaling has no scale for it yet."""
+    state = layer._fp8_state.delayed
+    if state is None:
+        return _Quantization(spec, None, columnwise)
+    slots = layer._begin_delayed(state)
+    if not slots.ready[role]:
+        return None
+    return _Quantization(spec, (slots.scales[role], slots.amax_of(role)), columnwise)
 
 
 def _input_quantization(x: Any, layers: Sequence[nn.Module]) -> _Quantization | None:
@@ -159,16 +167,11 @@ def _input_quantization(x: Any, layers: Sequence[nn.Module]) -> _Quantization | 
         spec = layer_spec
     assert spec is not None
 
+    needs_wgrad = any(cast(Float8Linear, layer).weight.requires_grad for layer in layers)
+    columnwise = needs_wgrad and torch.is_grad_enabled()
     # The first layer's scale is used, as if it had quantized the input for the others.
     first = cast(Float8Linear, layers[0])
-    slots = _delayed_slots(first)
-    delayed = None
-    if slots is not None:
-        if not slots.ready[INPUT]:
-            return None
-        delayed = slots.scales[INPUT], slots.amax_of(INPUT)
-    needs_wgrad = any(cast(Float8Linear, layer).weight.requires_grad for layer in layers)
-    return _Quantization(spec.input, delayed, needs_wgrad and torch.is_grad_enabled())
+    return _quantization(first, INPUT, spec.input, columnwise)
 
 
 # --- norms ----------------------------------------------------------------------------------------
@@ -262,7 +265,10 @@ class _Norm(torch.autograd.Function):
         needs = gradients_needed(ctx)[:3]
         shape = x.shape[-1:]
         if not x.is_cuda:
-            return *_recomputed_norm_backward(ctx.call, dy, (x, weight, bias), needs), None
+            # torch has no backward of RMSNorm by itself on the CPU, and that of LayerNorm needs
+            # statistics in the dtype of the input.
+            norm = partial(_high_precision_norm, ctx.call)
+            return *_recomputed_gradients(norm, (x, weight, bias), needs, dy), None
         if ctx.call.centered:
             gradients = _layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, needs)
         else:
@@ -273,35 +279,13 @@ class _Norm(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def _recomputed_norm_backward(
-    call: _NormCall,
-    dy: Tensor,
-    tensors: tuple[Tensor, Tensor | None, Tensor | None],
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of input, weight and bias by autograd, through the norm computed again.
-
-    Torch has no backward of RMSNorm by itself on the CPU, and that of LayerNorm needs statistics in
-    the dtype of the input.
-    """
-    inputs = []
-    for tensor, needed in zip(tensors, needs, strict=True):
-        inputs.append(None if tensor is None else tensor.detach().requires_grad_(needed))
-    x, weight, bias = inputs
-    assert x is not None
-    with torch.enable_grad():
-        if call.centered:
-            y = F.layer_norm(x, x.shape[-1:], weight, bias, call.eps)
-        else:
-            y = F.rms_norm(x, x.shape[-1:], weight, call.eps)
-
-    differentiated = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-    gradients = iter(torch.autograd.grad(y, differentiated, dy))
-    results = []
-    for tensor in inputs:
-        has_gradient = tensor is not None and tensor.requires_grad
-        results.append(next(gradients) if has_gradient else None)
-    return tuple(results)
+def _high_precision_norm(
+    call: _NormCall, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Compute a norm that is not quantized."""
+    if call.centered:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, call.eps)
+    return F.rms_norm(x, x.shape[-1:], weight, call.eps)
 
 
 # --- gated activations ----------------------------------------------------------------------------
@@ -356,10 +340,10 @@ def glu_for(
 def _gradient_quantizations(
     dy: Tensor, layers: tuple[nn.Module, nn.Module]
 ) -> tuple[_Quantization, _Quantization] | None:
-    """Return how layers quantize the gradients of their outputs, or None.
+    """Return how gate and up quantize the gradients of their outputs, or None.
 
-    None if a layer does not take a quantized gradient: it has a bias, whose gradient is a sum of
-    the values, or would not quantize the gradient with one scale.
+    None if a layer does not read a quantized gradient: it has a bias, whose gradient is a sum of
+    the values, or would not quantize the gradient with one scale. Also None if the layers differ.
     """
     quantizations: list[_Quantization] = []
     for layer in layers:
@@ -367,13 +351,12 @@ def _gradient_quantizations(
         if spec is None or getattr(layer, "bias", None) is not None:
             return None
         assert isinstance(layer, Float8Linear)
-        slots = _delayed_slots(layer)
-        delayed = None
-        if slots is not None:
-            if not slots.ready[GRAD]:
-                return None
-            delayed = slots.scales[GRAD], slots.amax_of(GRAD)
-        quantizations.append(_Quantization(spec.grad, delayed, layer.weight.requires_grad))
+        quantization = _quantization(layer, GRAD, spec.grad, layer.weight.requires_grad)
+        if quantization is None:
+            return None
+        quantizations.append(quantization)
+
+    # One operator quantizes both gradients, with the same options.
     gate, up = quantizations
     if gate.spec is not up.spec or gate.columnwise != up.columnwise:
         return None
@@ -407,7 +390,9 @@ class _Glu(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         call: _GluCall = ctx.call
         if call.gradients is None or not all(gradients_needed(ctx)[:2]):
-            return *_glu_gradients(call.activation, gate, up, dy, ctx.needs_input_grad), None
+            glu = partial(_high_precision_glu, call.activation)
+            needs = ctx.needs_input_grad[:2]
+            return *_recomputed_gradients(glu, (gate, up), needs, dy), None
 
         to_gate, to_up = call.gradients
         spec = to_gate.spec
@@ -431,17 +416,41 @@ class _Glu(torch.autograd.Function):
         return d_gate, d_up, None
 
 
-def _glu_gradients(
-    activation: str, gate: Tensor, up: Tensor, dy: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of gate and up in high precision, by autograd."""
-    gate = gate.detach().requires_grad_(needs[0])
-    up = up.detach().requires_grad_(needs[1])
+def _high_precision_glu(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """Compute a gated activation that is not quantized."""
+    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return activated * up
+
+
+# --- backwards in high precision ------------------------------------------------------------------
+
+
+def _recomputed_gradients(
+    compute: Callable[..., Tensor],
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    dy: Tensor,
+) -> list[Tensor | None]:
+    """Return the gradients of a function's inputs by autograd, which computes its output again.
+
+    Args:
+        compute: the function, in high precision.
+        inputs: its arguments. An argument without a value needs no gradient.
+        needs: whether each input needs a gradient. The result is None for those that do not.
+        dy: the gradient of the output.
+    """
+    leaves: list[Tensor | None] = []
+    differentiated: dict[int, Tensor] = {}  # by index
+    for index, tensor in enumerate(inputs):
+        leaf = None if tensor is None else tensor.detach()
+        if leaf is not None and needs[index]:
+            differentiated[index] = leaf.requires_grad_()
+        leaves.append(leaf)
     with torch.enable_grad():
-        activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-        y = activated * up
-    differentiated = [tensor for tensor in (gate, up) if tensor.requires_grad]
-    gradients = iter(torch.autograd.grad(y, differentiated, dy))
-    d_gate = next(gradients) if needs[0] else None
-    d_up = next(gradients) if needs[1] else None
-    return d_gate, d_up
+        y = compute(*leaves)
+
+    gradients: list[Tensor | None] = [None] * len(leaves)
+    computed = torch.autograd.grad(y, list(differentiated.values()), dy)
+    for index, gradient in zip(differentiated, computed, strict=True):
+        gradients[index] = gradient
+    return gradients
