@@ -44,6 +44,7 @@ from fp8rs.model.linear_spec import (
 )
 from fp8rs.ops.inductor import fuse_maxima
 from fp8rs.quantize.cast import quantize_planes
+from fp8rs.quantize.formats import BlockFormat
 from fp8rs.quantize.planes import Plane, Planes
 from fp8rs.quantize.spec import QuantSpec
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -478,32 +479,39 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        high_precision = call.spec.high_precision
-        fp8_wgrad = needs_w and not high_precision[WGRAD]
-        save_input = call.spec.save_input
+        spec = call.spec
+        fp8_wgrad = needs_w and not spec.high_precision[WGRAD]
+        save_input = spec.save_input
         if save_input is None:
+            # A compiler may recompute the input in the backward, and then saves nothing.
             save_input = is_traced(x)
         save_codes = fp8_wgrad and (not save_input or isinstance(x, QuantizedTensor))
         y, input, w_row = _forward(call, x, weight, bias, save_codes)
 
-        # Save plain tensors, which checkpointing and offloading hooks support.
-        saved_x = x_scale = x_format = None
-        if needs_w and not fp8_wgrad:
-            saved_x = values_of(x, call.out_dtype)
-        elif save_codes:
+        # The input for wgrad, as a plain tensor, which checkpointing and offloading hooks support.
+        saved_x: Tensor | None = None
+        x_scale: Tensor | None = None
+        x_format: BlockFormat | None = None
+        if save_codes:
             assert input.col is not None
             saved_x = input.col.data
             x_scale = input.col.scale
             x_format = input.col.format
-        elif needs_w:
+        elif fp8_wgrad:
+            # The backward quantizes the input again, with the scale of the forward.
             saved_x = x
             if input.row.format.per_tensor:
                 x_scale = input.scale
+        elif needs_w:
+            saved_x = values_of(x, call.out_dtype)
+
+        # The weight for dgrad. Autograd saves a plain weight only (`fp8rs.nn.backward`).
+        saved_weight: Tensor | None = None
+        w_scale: Tensor | None = None
         gathered = gathered_weight(weight)
-        saved_weight = w_scale = None
         if needs_x and gathered is None:
             saved_weight = weight
-            if not high_precision[DGRAD]:
+            if not spec.high_precision[DGRAD]:
                 w_scale = w_row.scale
         ctx.save_for_backward(saved_x, x_scale, saved_weight, w_scale)
 
@@ -514,7 +522,7 @@ class _Linear(torch.autograd.Function):
         ctx.x_dtype = x.dtype
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # They identify the layer and its forward in the cache of quantized inputs.
+        # The layer and its forward, for the cache of quantized inputs.
         ctx.weight_id = id(weight)
         ctx.cache_generation = this_thread.input_cache.generation
         return y
