@@ -222,10 +222,14 @@ def check_arguments(
         ValueError: a shape or device does not fit.
         TypeError: an argument is not a tensor, or a dtype is not supported.
     """
-    for name, value in (("x", x), ("offs", offs), ("bias", bias)):
-        if not isinstance(value, Tensor) and (name != "bias" or value is not None):
+    arguments: dict[str, Any] = {"x": x, "weight": weight, "offs": offs}
+    if bias is not None:
+        arguments["bias"] = bias
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
 
+    # Shapes and dtypes of each argument.
     if weight.dim() < 3:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be (experts, out, in)")
     experts = weight.shape[0]
@@ -239,20 +243,24 @@ def check_arguments(
         raise ValueError(f"offs has shape {tuple(offs.shape)}; it must be ({experts},)")
     if offs.dtype != torch.int32:
         raise TypeError(f"offs is {offs.dtype}; it must be torch.int32")
-    for name, value in (("x", x), ("weight", weight)):
-        if value.dtype not in INPUT_DTYPES:
-            raise TypeError(f"{name} is {value.dtype}; it must be float32, bfloat16 or float16")
+    for name in ("x", "weight"):
+        dtype = arguments[name].dtype
+        if dtype not in INPUT_DTYPES:
+            raise TypeError(f"{name} is {dtype}; it must be float32, bfloat16 or float16")
     if bias is not None and bias.shape != (experts, n):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({experts}, {n})")
 
-    for name, other in (("weight", weight), ("offs", offs), ("bias", bias)):
-        if other is not None and other.device != x.device:
-            raise ValueError(f"{name} is on {other.device} and x is on {x.device}")
-    if autocast_dtype(x.device.type) is not None:
+    # All arguments have one device, and operands one dtype unless autocast casts them.
+    device = x.device
+    for name, value in arguments.items():
+        if value.device != device:
+            raise ValueError(f"{name} is on {value.device} and x is on {device}")
+    if autocast_dtype(device.type) is not None:
         return
-    for name, other in (("weight", weight), ("bias", bias)):
-        if other is not None and other.dtype != x.dtype:
-            raise TypeError(f"{name} is {other.dtype} and x is {x.dtype}: both must have one dtype")
+    dtype = x.dtype
+    for name, value in arguments.items():
+        if name != "offs" and value.dtype != dtype:
+            raise TypeError(f"{name} is {value.dtype} and x is {dtype}: both must have one dtype")
 
 
 @dataclass(eq=False, slots=True)
@@ -344,36 +352,29 @@ def _weight_operand(
         if after is None:  # in a backward, `read_weight` has checked it
             check_has_memory(weight, "experts")
     else:
-        values_EnK = weight if weight.dim() == 3 else weight.flatten(1, -2)
+        values = weight if weight.dim() == 3 else weight.flatten(1, -2)
         per_tensor = spec.format.per_tensor
+        if not per_tensor:
+            quantized_scale = None  # scales of rows are computed again
         if transposed and per_tensor:
-            # The columnwise codes are the transpose.
-            _, col = quantize_planes(
-                spec, values_EnK, False, True, scale=quantized_scale, after=after
-            )
+            # One pass quantizes and transposes.
+            _, col = quantize_planes(spec, values, False, True, scale=quantized_scale, after=after)
             assert col is not None
             return _WeightOperand(col.data, col.scale.view(-1, 1), None, col.scale)
-        row, _ = quantize_planes(
-            spec,
-            values_EnK,
-            True,
-            False,
-            scale=quantized_scale if per_tensor else None,
-            after=after,
-        )
+        row, _ = quantize_planes(spec, values, True, False, scale=quantized_scale, after=after)
         assert row is not None
         plane = row
 
     codes = plane.data.flatten(1, -2).contiguous()
     per_tensor = plane.format.per_tensor
     scale = plane.scale.view(codes.shape[0], 1 if per_tensor else codes.shape[1])
-    if not transposed:
-        return _WeightOperand(codes, scale, None, plane.scale)
-    codes = _transpose(codes, after, True)
-    if per_tensor:
-        return _WeightOperand(codes, scale, None, plane.scale)
-    ones = scale.new_ones(scale.shape[0], 1)
-    return _WeightOperand(codes, ones, scale, plane.scale)
+    factors: Tensor | None = None
+    if transposed:
+        codes = _transpose(codes, after, True)
+        if not per_tensor:
+            factors = scale
+            scale = scale.new_ones(scale.shape[0], 1)
+    return _WeightOperand(codes, scale, factors, plane.scale)
 
 
 def _weight_values(weight: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
