@@ -156,7 +156,7 @@ class GroupedGemms(TorchFunctionMode):
             return out
         weight, transposed = as_stored(mat_b.transpose(-2, -1))
         check_arguments(mat_a, weight, offs, None, transposed)
-        return grouped(mat_a, weight, offs, None, self.key, transposed, self.gemms, False)
+        return grouped(mat_a, weight, offs, None, self.key, transposed, self.gemms, zero_tail=False)
 
 
 def experts_forward(
@@ -230,21 +230,22 @@ def uses_registry(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a module's batched weights are (E, in_features, out_features).
+    """Return whether a module's batched weights are (E, in_features, out_features)."""
+    # Experts in the registry of transformers have an attribute for it.
+    declared = getattr(module, "is_transposed", None)
+    if declared is not None:
+        return bool(declared)
 
-    Experts in the registry of transformers have an attribute for it. Llama 4 is not in the
-    registry, so compare the shapes of gate, up and down: only the down projection of transposed
-    experts has as many columns as the other weight has rows.
-    """
-    attribute = getattr(module, "is_transposed", None)
-    if attribute is not None:
-        return bool(attribute)
+    # Llama 4 is not in the registry. Its experts are transposed, so compare the shapes:
+    #                     gate_up_proj           down_proj
+    #     transposed      (E, hidden, 2 * width) (E, width, hidden)
+    #     not transposed  (E, 2 * width, hidden) (E, hidden, width)
     weights = batched_parameters(module)
-    if not {"gate_up_proj", "down_proj"} <= weights.keys():
+    if "gate_up_proj" not in weights or "down_proj" not in weights:
         return False
-    gate_up_shape = weights["gate_up_proj"].shape
-    down_shape = weights["down_proj"].shape
-    return gate_up_shape[-2] == down_shape[-1] and gate_up_shape[-1] == 2 * down_shape[-2]
+    gate_up_rows, gate_up_cols = weights["gate_up_proj"].shape[-2:]
+    width, hidden = weights["down_proj"].shape[-2:]
+    return gate_up_rows == hidden and gate_up_cols == 2 * width
 
 
 def other_implementation(module: Any) -> str | None:
