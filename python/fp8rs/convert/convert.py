@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8rs.convert.expert_selection import convert_experts
 from fp8rs.convert.fp8_weights import check_weight, quantize_weight
-from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
+from fp8rs.convert.options import Arguments, ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.select import FILTERED, SHARDED, Selection, converted, listed, record, select
 from fp8rs.model.notice import notice
 from fp8rs.model.state import Gemms, ModelState, state_of
@@ -108,7 +108,7 @@ def convert_to_float8_training(
             no kernel quantizes a weight on its device or of its type.
     """
     check_module("module", module)
-    options = Options(
+    arguments = Arguments(
         recipe=recipe,
         config=config,
         module_filter_fn=module_filter_fn,
@@ -118,7 +118,8 @@ def convert_to_float8_training(
         fp8_weights=fp8_weights,
         experts=experts,
         gemms=gemms,
-    ).resolved()
+    )
+    options = arguments.options()
     check_bool("preserve_high_precision_init_val", preserve_high_precision_init_val)
     if preserve_high_precision_init_val and not fp8_weights:
         raise ValueError(
@@ -138,7 +139,7 @@ def check_conversion(root: nn.Module, options: Options, selected: Selection) -> 
 
     Args:
         root: the model.
-        options: the arguments of the conversion, resolved.
+        options: the options of the conversion.
         selected: the layers and experts to convert.
 
     Raises:
@@ -184,7 +185,7 @@ def convert_model(root: nn.Module, options: Options, selected: Selection, keep_i
 
     Args:
         root: the model.
-        options: the arguments of the conversion, resolved.
+        options: the options of the conversion.
         selected: the layers and experts to convert.
         keep_init: whether to keep the weights' values before quantization on the CPU.
     """
@@ -195,8 +196,7 @@ def convert_model(root: nn.Module, options: Options, selected: Selection, keep_i
         amax_reduction_group=options.amax_reduction_group,
         gemms=options.gemms,
     )
-    assert options.enable_fsdp_float8_all_gather is not None
-    state.fp8_gather = options.enable_fsdp_float8_all_gather
+    state.fp8_gather = options.fp8_gather
     state.experts = options.experts
     _convert(state, selected, options.fp8_weights, keep_init)
     state.attach(root)

@@ -1,9 +1,9 @@
-"""The arguments of a conversion."""
+"""The arguments of a conversion: as a user passes them, and as they are checked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
@@ -23,21 +23,21 @@ ExpertsMode = Literal["auto", "fp8", "gather", "off"]
 
 
 @dataclass(frozen=True)
-class Options:
-    """The arguments of a conversion: see ``convert_to_float8_training``."""
+class Arguments:
+    """The arguments of a conversion that a user has passed: see ``convert_to_float8_training``."""
 
     recipe: Any = None
     config: Any = None
     module_filter_fn: ModuleFilter | None = None
     filter_fqns: Iterable[str] = ()
-    enable_fsdp_float8_all_gather: bool | Literal["auto"] | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
     amax_reduction_group: Any = None
     fp8_weights: bool = False
     experts: ExpertsMode = "auto"
     gemms: Gemms = "auto"
 
-    def resolved(self) -> Options:
-        """Return checked options, with a Recipe and, if no gather was given, "auto" for it.
+    def options(self) -> Options:
+        """Check the arguments, and return the options of the conversion.
 
         Raises:
             TypeError, ValueError: an argument is wrong, or two arguments contradict each other.
@@ -63,21 +63,20 @@ class Options:
             )
 
         gather = self.enable_fsdp_float8_all_gather
+        fp8_gather: bool | Literal["auto"]
         if self.config is None:
             recipe = resolve_recipe("current" if self.recipe is None else self.recipe)
-            if gather is None:
-                gather = "auto"
+            fp8_gather = "auto" if gather is None else gather
         else:
             if self.recipe is not None:
                 raise ValueError("recipe and config are both given: give one")
-            recipe, config_gather = from_float8_linear_config(self.config)
-            if gather not in (None, config_gather):
+            recipe, fp8_gather = from_float8_linear_config(self.config)
+            if gather not in (None, fp8_gather):
                 raise ValueError(
                     f"enable_fsdp_float8_all_gather={gather} contradicts "
-                    f"config.enable_fsdp_float8_all_gather={config_gather}: give one of them"
+                    f"config.enable_fsdp_float8_all_gather={fp8_gather}: give one of them"
                 )
-            gather = config_gather
-        if self.fp8_weights and not gather:
+        if self.fp8_weights and not fp8_gather:
             raise ValueError(
                 "enable_fsdp_float8_all_gather=False cannot be combined with fp8_weights=True: FP8 "
                 "weights have no high-precision values to gather"
@@ -90,12 +89,34 @@ class Options:
             raise ValueError(f"experts must be one of {modes}, not {self.experts!r}")
         if self.experts == "fp8":
             _check_fp8_experts(recipe)
-        return replace(
-            self,
+        return Options(
             recipe=recipe,
+            module_filter_fn=self.module_filter_fn,
             filter_fqns=filters,
-            enable_fsdp_float8_all_gather=gather,
+            fp8_gather=fp8_gather,
+            amax_reduction_group=group,
+            fp8_weights=self.fp8_weights,
+            experts=self.experts,
+            gemms=self.gemms,
         )
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a conversion, which were checked: see ``convert_to_float8_training``.
+
+    Attributes:
+        fp8_gather: ``enable_fsdp_float8_all_gather``, or "auto" if it was not given.
+    """
+
+    recipe: Recipe
+    module_filter_fn: ModuleFilter | None = None
+    filter_fqns: tuple[str, ...] = ()
+    fp8_gather: bool | Literal["auto"] = "auto"
+    amax_reduction_group: Any = None  # torch's ProcessGroup
+    fp8_weights: bool = False
+    experts: ExpertsMode = "auto"
+    gemms: Gemms = "auto"
 
     def excludes(self, fqn: str) -> bool:
         """Return whether ``filter_fqns`` excludes a layer or parameter of this name."""
@@ -114,7 +135,7 @@ class Options:
         if not state.standalone:
             values["enable_fsdp_float8_all_gather"] = (
                 bool(state.fp8_gather),
-                bool(self.enable_fsdp_float8_all_gather),
+                bool(self.fp8_gather),
             )
             values["amax_reduction_group"] = (state.group, self.amax_reduction_group)
             values["gemms"] = (state.gemms, self.gemms)

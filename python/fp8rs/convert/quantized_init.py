@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
 
 from fp8rs.convert.convert import check_conversion, convert_model
 from fp8rs.convert.fp8_weights import dequantize_weight, quantize_weight
-from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options
+from fp8rs.convert.options import Arguments, ExpertsMode, ModuleFilter, Options
 from fp8rs.convert.select import Selection, select, why_not
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName
@@ -54,14 +54,15 @@ def quantized_init(
         TypeError, ValueError, RuntimeError: as in ``convert_to_float8_training``. If this happens
             at exit, no module is converted, and weights that were quantized early are dequantized.
     """
-    options = Options(
+    arguments = Arguments(
         recipe,
         module_filter_fn=module_filter_fn,
         filter_fqns=filter_fqns,
         amax_reduction_group=amax_reduction_group,
         fp8_weights=True,
         experts=experts,
-    ).resolved()
+    )
+    options = arguments.options()
     quantizes_early = module_filter_fn is None and not options.filter_fqns
     # Modules that registered a parameter, which only modules that are built here do, modules that
     # registered a child, and the children, by id. The references keep ids unique.
@@ -111,7 +112,7 @@ def _select_all(
 
     Args:
         roots: the outermost modules.
-        options: the arguments of the conversions.
+        options: the options of the conversions.
         built: the modules that were built in the context, by id.
 
     Raises:

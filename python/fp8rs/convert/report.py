@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8rs.convert.expert_selection import Experts
 from fp8rs.convert.memory import STATES, States, memory_of
-from fp8rs.convert.options import ExpertsMode, ModuleFilter, Options, fqn_of
+from fp8rs.convert.options import Arguments, ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import Selection, converted, select
 from fp8rs.convert.sizes import Group, Layouts, groups_of, is_sharded_by_fsdp, layouts_of
@@ -100,7 +100,7 @@ def report(
             conversion is given, or its modules have different recipes.
     """
     check_module("model", model)
-    options = Options(
+    arguments = Arguments(
         recipe=recipe,
         config=config,
         module_filter_fn=module_filter_fn,
@@ -112,7 +112,7 @@ def report(
     )
     if tokens is not None:
         check_int("tokens", tokens, 1)
-    selection, options, layouts = _modules(model, options)
+    selection, options, layouts = _modules(model, arguments)
     world_size = _ranks(world_size, model)
     groups_with_layouts = partial(
         groups_of,
@@ -186,7 +186,7 @@ def _gemms(experts: Experts, recipe: Recipe) -> dict[str, dict[int, str]]:
     return gemms
 
 
-def _modules(model: nn.Module, options: Options) -> tuple[Selection, Options, Layouts]:
+def _modules(model: nn.Module, arguments: Arguments) -> tuple[Selection, Options, Layouts]:
     """Return what is converted or will be, with which options, and the layouts of FP8 gathers."""
     selection = converted(model)
     states = []
@@ -197,9 +197,9 @@ def _modules(model: nn.Module, options: Options) -> tuple[Selection, Options, La
 
     if states:
         names = []
-        for option in fields(Options):
-            if getattr(options, option.name) not in (option.default, []):
-                names.append(option.name)
+        for argument in fields(Arguments):
+            if getattr(arguments, argument.name) not in (argument.default, []):
+                names.append(argument.name)
         if names:
             raise ValueError(
                 f"the model is converted and is reported as it is: omit {', '.join(names)}"
@@ -213,7 +213,7 @@ def _modules(model: nn.Module, options: Options) -> tuple[Selection, Options, La
         state = states[0]  # of experts, if any
         options = Options(state.recipe, experts=state.experts, gemms=state.gemms)
     else:
-        options = options.resolved()
+        options = arguments.options()
         selection = select(model, options)
         for message in selection.unused:  # the table shows the other reasons
             warnings.warn(message, stacklevel=3)
@@ -223,7 +223,7 @@ def _modules(model: nn.Module, options: Options) -> tuple[Selection, Options, La
         if states:
             fp8_gather = weight.module._fp8_state.fp8_gather
         else:
-            fp8_gather = options.enable_fsdp_float8_all_gather
+            fp8_gather = options.fp8_gather
         if fp8_gather:
             gathered_in_fp8.append((weight.module, weight.name))
     return selection, options, layouts_of(options.recipe, gathered_in_fp8)
