@@ -85,32 +85,35 @@ class DelayedScale:
 
 
 def delayed_scales(params: Sequence[OptimParam]) -> list[DelayedScale]:
-    """Return the scale to quantize each weight of delayed scaling with."""
+    """Return the scale to quantize each weight of delayed scaling with.
+
+    Args:
+        params: weights on one device. Their histories are all on this device, or all on another one
+            if the weights are offloaded.
+    """
     if not params:
         return []
-    next_scales = []
-    amaxes = []
+    next_scales: list[Tensor] = []
+    amaxes: list[Tensor] = []
     for param in params:
         assert param.delayed is not None
         scale, amax = param.delayed
         next_scales.append(scale)
         amaxes.append(amax)
 
-    is_local = amaxes[0].device == params[0].plane.scale.device
-    if is_local and all(param.has_next_scale for param in params):
-        scales: Sequence[Tensor] = next_scales
-    else:
+    is_offloaded = amaxes[0].device != params[0].plane.scale.device
+    scales: Sequence[Tensor] = next_scales
+    if is_offloaded or not all(param.has_next_scale for param in params):
         # A next scale of 0 means that none was computed yet. Keep the scale of the codes.
         codes_scales = torch.stack([param.plane.scale for param in params])
         stacked = torch.stack([scale.view(()) for scale in next_scales]).to(codes_scales.device)
         scales = torch.where(stacked > 0, stacked, codes_scales).unbind()
 
+    if not is_offloaded:
+        return [DelayedScale(scale, amax) for scale, amax in zip(scales, amaxes, strict=True)]
     results = []
-    for scale, amax in zip(scales, amaxes, strict=True):
-        if is_local:
-            results.append(DelayedScale(scale, amax))
-        else:
-            results.append(DelayedScale(scale, torch.zeros_like(scale), remote_amax=amax))
+    for scale, remote_amax in zip(scales, amaxes, strict=True):
+        results.append(DelayedScale(scale, torch.zeros_like(scale), remote_amax))
     return results
 
 
