@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from itertools import count, islice
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -123,6 +123,19 @@ class Model:
                 load_histories(layer, histories[prefix])
 
 
+@dataclass(frozen=True)
+class GroupToLoad:
+    """A param group of an optimizer, with names in place of parameters.
+
+    Attributes:
+        current: the group before the load.
+        saved: the saved group that it is loaded from. Empty if there is none.
+    """
+
+    current: dict[str, Any]
+    saved: dict[str, Any]
+
+
 class Optimizer:
     """The optimizers' part of a checkpoint: a ``Stateful`` object for DCP.
 
@@ -213,29 +226,33 @@ class Optimizer:
         A group without a match therefore gets the options of the saved group at its position.
         """
         current = self._by_name()
+        current_states = current["state"]
         saved_states = state_dict.get("state", {})
-        groups = self._groups(current, state_dict)
-        for optimizer in self.optimizers:
-            # Optimizers number their parameters.
-            numbered: dict[str, Any] = {"state": {}, "param_groups": []}
-            numbers = count()
+        groups_per_optimizer = self._groups(current, state_dict)
+        for optimizer, groups in zip(self.optimizers, groups_per_optimizer, strict=True):
+            # Optimizers number their parameters, in the order of the groups.
+            numbered_groups: list[dict[str, Any]] = []
+            numbered_states: dict[int, dict[str, Any]] = {}
+            first_number = 0
+            for group in groups:
+                names = group.current["params"]
+                numbers = list(range(first_number, first_number + len(names)))
+                first_number += len(names)
+                numbered_groups.append({**group.current, **group.saved, "params": numbers})
 
-            for group, saved_group in islice(groups, len(optimizer.param_groups)):
-                names = group["params"]
-                keys = [next(numbers) for _ in names]
-                numbered["param_groups"].append({**group, **saved_group, "params": keys})
-                for key, name in zip(keys, names, strict=True):
+                for number, name in zip(numbers, names, strict=True):
                     state = saved_states.get(name) or {}
                     if state or self._had_state:
-                        current_state = dict(current["state"].get(name, {}))
+                        # Entries that were not saved stay. Optimizers keep masters themselves.
+                        current_state = dict(current_states.get(name, {}))
                         current_state.pop(MASTER, None)
                         state = current_state | state
                     if state:
-                        numbered["state"][key] = state
+                        numbered_states[number] = state
 
             if not self._had_state:
                 optimizer.state.clear()  # parameters without a saved state have none
-            optimizer.load_state_dict(numbered)
+            optimizer.load_state_dict({"state": numbered_states, "param_groups": numbered_groups})
 
     def check(self, current: dict[str, Any], saved: dict[str, Any]) -> None:
         """Raise ValueError if an optimizer cannot continue with the options of a saved group.
@@ -244,30 +261,42 @@ class Optimizer:
             current: the state dict before the load.
             saved: the state dict to load, with all options that its groups were saved with.
         """
-        groups = self._groups(current, saved)
-        for optimizer in self.optimizers:
-            for _, saved_group in islice(groups, len(optimizer.param_groups)):
-                if hasattr(optimizer, "check_group"):  # of `fp8rs.optim`
-                    optimizer.check_group(saved_group)
+        groups_per_optimizer = self._groups(current, saved)
+        for optimizer, groups in zip(self.optimizers, groups_per_optimizer, strict=True):
+            if hasattr(optimizer, "check_group"):  # of `fp8rs.optim`
+                for group in groups:
+                    optimizer.check_group(group.saved)
 
-    @staticmethod
-    def _groups(
-        current: dict[str, Any], saved: dict[str, Any]
-    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield each param group of a state dict with the saved group that it is loaded from."""
+    def _groups(self, current: dict[str, Any], saved: dict[str, Any]) -> list[list[GroupToLoad]]:
+        """Return the param groups of each optimizer.
+
+        Args:
+            current: the state dict before the load.
+            saved: the state dict to load.
+        """
         saved_groups = saved.get("param_groups", [])
         group_by_name: dict[str, dict[str, Any]] = {}
         for saved_group in saved_groups:
             for name in saved_group.get("params", ()):
                 group_by_name[name] = saved_group
 
+        groups: list[GroupToLoad] = []
         for position, group in enumerate(current["param_groups"]):
             saved_group = saved_groups[position] if position < len(saved_groups) else {}
             for name in group["params"]:
                 if name in group_by_name:
                     saved_group = group_by_name[name]
                     break
-            yield group, saved_group
+            groups.append(GroupToLoad(group, saved_group))
+
+        # torch lists the groups of one optimizer after those of the other.
+        groups_per_optimizer = []
+        start = 0
+        for optimizer in self.optimizers:
+            end = start + len(optimizer.param_groups)
+            groups_per_optimizer.append(groups[start:end])
+            start = end
+        return groups_per_optimizer
 
 
 def _describe(group: dict[str, Any], index: int, position: int) -> str:
