@@ -142,33 +142,34 @@ def _wait(store: Any, keys: list[str], key_of_rank: Mapping[int, str]) -> None:
         TimeoutError: the time-out passed.
     """
     limit = store.timeout
-    timeouts = [WARN_AFTER, limit - WARN_AFTER] if limit > WARN_AFTER else [limit]
-    for timeout in timeouts:
+    remaining = limit
+    if limit > WARN_AFTER:
         try:
-            store.wait(keys, timeout)
+            store.wait(keys, WARN_AFTER)
             return
-        except dist.DistStoreError as error:
-            joined = []
-            missing = []
-            for rank, key in key_of_rank.items():
-                if store.check([key]):
-                    joined.append(rank)
-                else:
-                    missing.append(rank)
-            if not missing:
-                missing = list(key_of_rank)[:1]  # the first rank has not set the result
-
-            is_last = timeout is timeouts[-1]
-            waited = limit if is_last else timeout
-            problem = (
-                f"fp8rs has waited {waited} to compare conversions before the "
-                f"first all-gather: ranks {missing[:8]} have not joined. Check that every rank "
-                "converts the same layers and runs the model's forward"
-            )
-            if is_last:
-                raise TimeoutError(problem) from error
-            if joined[0] == dist.get_rank():
+        except dist.DistStoreError:
+            first_waiting = next(rank for rank, key in key_of_rank.items() if store.check([key]))
+            if first_waiting == dist.get_rank():
+                problem = _describe_missing(store, key_of_rank, WARN_AFTER)
                 warnings.warn(f"{problem}. An error is raised after {limit}", stacklevel=2)
+            remaining = limit - WARN_AFTER
+
+    try:
+        store.wait(keys, remaining)
+    except dist.DistStoreError as error:
+        raise TimeoutError(_describe_missing(store, key_of_rank, limit)) from error
+
+
+def _describe_missing(store: Any, key_of_rank: Mapping[int, str], waited: timedelta) -> str:
+    """Return a sentence that names the ranks that have not joined a comparison."""
+    missing = [rank for rank, key in key_of_rank.items() if not store.check([key])]
+    if not missing:
+        missing = list(key_of_rank)[:1]  # the first rank has not set the result
+    return (
+        f"fp8rs has waited {waited} to compare conversions before the first all-gather: ranks "
+        f"{missing[:8]} have not joined. Check that every rank converts the same layers and runs "
+        "the model's forward"
+    )
 
 
 def most_tokens(tokens: int | None, mesh: DeviceMesh) -> float:
