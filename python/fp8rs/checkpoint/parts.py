@@ -156,9 +156,11 @@ class Part(PlainPart):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         shard = self.as_subclass(Tensor)
-        if index.offset is not None:
-            for dim, (offset, begin) in enumerate(zip(index.offset, self.begin, strict=True)):
-                shard = shard[(slice(None),) * dim + (slice(offset - begin, None),)]
+        if index.offset is None:
+            return shard
+        for dim, offset in enumerate(index.offset):
+            start = offset - self.begin[dim]
+            shard = shard.narrow(dim, start, shard.shape[dim] - start)
         return shard
 
 
@@ -210,7 +212,9 @@ def parts_of(value: Tensor) -> dict[str, Tensor] | None:
         assert row is not None
         codes = codes_of(local.__get_tensor_shard__(), row.data)
         row = Plane(codes, row.scale, row.format, row.block_offset)
-        parts[""], parts[SCALE] = _tensors_of(value, row, False)
+        whole_codes, scales = _tensors_of(value, row, False)
+        parts[""] = whole_codes
+        parts[SCALE] = scales
 
     # With square blocks, the columnwise plane has the same codes, transposed.
     is_derived = storage.rowwise is not None and storage.format.square
@@ -218,49 +222,61 @@ def parts_of(value: Tensor) -> dict[str, Tensor] | None:
         if splits_blocks(value, storage.columnwise, True):
             return None
         assert col is not None
-        parts[COLUMNWISE], parts[COLUMNWISE + SCALE] = _tensors_of(value, col, True)
+        whole_codes, scales = _tensors_of(value, col, True)
+        parts[COLUMNWISE] = whole_codes
+        parts[COLUMNWISE + SCALE] = scales
     return parts
 
 
 def _tensors_of(value: Tensor, plane: Plane, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales of a plane as tensors of the whole weight."""
+    """Return the codes and scales of a plane as tensors of the whole weight.
+
+    Args:
+        value: the weight.
+        plane: a plane of this rank's part of the weight.
+        transposed: whether it is the columnwise plane.
+    """
     if not is_distributed(value):
         return plane.data, plane.scale
     format = plane.format
     dtensor: Any = value
     _, start = local_shape_and_offset(tuple(value.shape), dtensor.device_mesh, dtensor.placements)
     batch, (rows, cols) = split_batch(value.shape, plane.batched)
+    begin_batch = start[: len(batch)]
 
     # Dimensions between the batch and the columns are rows, in order.
     begin_row = 0
-    for size, begin in zip(value.shape[len(batch) : -1], start[len(batch) : -1], strict=True):
-        begin_row = begin_row * size + begin
+    for dim in range(len(batch), value.dim() - 1):
+        begin_row = begin_row * value.shape[dim] + start[dim]
     begin_col = start[-1]
-
-    codes: Tensor = plane.data
     if transposed:
         rows, cols = cols, rows
         begin_row, begin_col = begin_col, begin_row
-        part = as_part(codes, (*start[: len(batch)], begin_row, begin_col), (0,) * codes.dim())
+
+    codes: Tensor = plane.data
+    if transposed:
+        # The placements of the weight do not describe its transpose.
+        part = as_part(codes, (*begin_batch, begin_row, begin_col), (0,) * codes.dim())
         whole_codes = dtensor_like(value, part, (*batch, rows, cols))
     else:
         whole_codes = dtensor_like(value, codes)
 
-    if format.per_tensor and not (batch and _is_sharded_along(dtensor, 0)):
-        # All ranks have all scales.
-        return whole_codes, plane.scale.view(batch)
-    begin_scale = start[: len(batch)]
+    if format.per_tensor:
+        if not batch or not _is_sharded_along(dtensor, 0):
+            return whole_codes, plane.scale.view(batch)  # all ranks have all scales
+        scales = as_part(plane.scale, begin_batch, (0,))
+        return whole_codes, dtensor_like(value, scales, batch)
+
+    block_rows, block_cols = format.block  # -1 for all rows or columns
+    begin_block_row = begin_row // block_rows if block_rows > 0 else 0
+    begin_block_col = begin_col // block_cols if block_cols > 0 else 0
+    # Another rank writes the scale of a block that begins on it.
     shared = [0] * len(batch)
-    if not format.per_tensor:
-        block_rows, block_cols = format.block
-        begin_scale += (
-            begin_row // block_rows if block_rows > 0 else 0,
-            begin_col // block_cols if block_cols > 0 else 0,
-        )
-        # Another rank writes the scale of a block that begins on it.
-        shared += [int(offset > 0) for offset in plane.block_offset]
-    scale = as_part(plane.scale, begin_scale, tuple(shared))
-    return whole_codes, dtensor_like(value, scale, format.scale_shape(rows, cols, batch))
+    for offset in plane.block_offset:
+        shared.append(int(offset > 0))
+    begin_scale = (*begin_batch, begin_block_row, begin_block_col)
+    scales = as_part(plane.scale, begin_scale, tuple(shared))
+    return whole_codes, dtensor_like(value, scales, format.scale_shape(rows, cols, batch))
 
 
 def _is_sharded_along(dtensor: Any, dim: int) -> bool:
