@@ -89,6 +89,19 @@ class Differences:
 
 
 @dataclass(frozen=True)
+class SavedOptions:
+    """What one rank sends to the coordinator of a save, besides its plan.
+
+    Attributes:
+        dcp_data: the ``planner_data`` of DCP's planner.
+        options: the options of its param groups, as text, by name.
+    """
+
+    dcp_data: Any
+    options: dict[str, str]
+
+
+@dataclass(frozen=True)
 class LocalState:
     """What one rank sends to the coordinator of a load.
 
@@ -121,7 +134,7 @@ class SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Plan this rank's writes, with the options of its param groups for the comparison."""
         plan = super().create_local_plan()
-        options = {}
+        options: dict[str, str] = {}
         for name, value in self.state_dict.items():
             if GROUP_OPTION.search(name) is None:
                 continue
@@ -129,7 +142,7 @@ class SavePlanner(DefaultSavePlanner):
                 # The text of a tensor has its device, which differs between ranks, and few digits.
                 value = value.tolist()
             options[name] = repr(value)
-        return replace(plan, planner_data=(plan.planner_data, options))
+        return replace(plan, planner_data=SavedOptions(plan.planner_data, options))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Compare the ranks' plans.
@@ -137,20 +150,23 @@ class SavePlanner(DefaultSavePlanner):
         Raises:
             MismatchError: a shape, a dtype or an option of a param group differs between ranks.
         """
-        #: The text and the rank of the first entry under a name.
-        first_entries: dict[str, tuple[str, int]] = {}
+        # What the first rank that saves a name saves under it, and that rank.
+        first_texts: dict[str, str] = {}
+        first_ranks: dict[str, int] = {}
         differences = Differences()
         for rank, plan in enumerate(all_plans):
-            _, options = plan.planner_data
+            options = plan.planner_data.options
             for item in plan.items:
                 name = item.index.fqn
                 text = options.get(name)
                 if text is None:
                     data = item.tensor_data
                     text = NO_TENSOR if data is None else _text(data.properties.dtype, data.size)
-                first_text, first_rank = first_entries.setdefault(name, (text, rank))
-                if text != first_text:
-                    line = f"{name}: {first_text} on rank {first_rank}, {text}"
+                if name not in first_texts:
+                    first_texts[name] = text
+                    first_ranks[name] = rank
+                if text != first_texts[name]:
+                    line = f"{name}: {first_texts[name]} on rank {first_ranks[name]}, {text}"
                     differences.add(DIFFER, line, rank)
         if differences.by_kind:
             raise differences.error(
@@ -159,7 +175,9 @@ class SavePlanner(DefaultSavePlanner):
                 ["Save equal shapes, dtypes and options on all ranks."],
             )
 
-        dcp_plans = [replace(plan, planner_data=plan.planner_data[0]) for plan in all_plans]
+        dcp_plans = []
+        for plan in all_plans:
+            dcp_plans.append(replace(plan, planner_data=plan.planner_data.dcp_data))
         return super().create_global_plan(dcp_plans)
 
 
@@ -189,8 +207,8 @@ class LoadPlanner(DefaultLoadPlanner):
         assert metadata is not None
         saved = metadata.state_dict_metadata
         _check_memory(state_dict)
-        for entry in list(_entries(state_dict)):
-            _adapt(*entry, saved)
+        for owner, path, key in list(_entries(state_dict)):  # which `_adapt` changes
+            _adapt(owner, path, key, saved)
         self._prefixes = tuple(f"{key}." for key in state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         refuse_quantized(self.state_dict)
@@ -205,14 +223,17 @@ class LoadPlanner(DefaultLoadPlanner):
             if name in saved or _is_part(name, saved):
                 continue
             path = self.mappings[name]
-            if len(path) > 1 and path[0] in absent_keys:
+            is_top_level = len(path) == 1
+            if not is_top_level and path[0] in absent_keys:
                 continue  # probably a misspelt key: create_global_plan raises
+
+            del self.state_dict[name]
+            # Lists keep the positions of their other members, and the top level its keys.
             owner = _member(state_dict, path[:-1])
-            if isinstance(owner, list) or len(path) == 1:
+            if is_top_level or isinstance(owner, list):
                 owner[path[-1]] = ABSENT
             else:
                 del owner[path[-1]]
-            del self.state_dict[name]
 
     def _read_other_options(self, state_dict: dict[str, Any], saved: dict[str, Any]) -> None:
         """Add the saved options of param groups that an optimizer does not have.
