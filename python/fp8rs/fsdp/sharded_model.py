@@ -101,35 +101,38 @@ class ShardedModel:
             parameter: the DTensor, which is an ``nn.Parameter`` too.
         """
         handles: dict[str, ParamHandle] = module._fp8_params  # type: ignore[assignment]
-        if name not in handles:
+        handle = handles.get(name)
+        if handle is None:
             return
         replaced = module._parameters.get(name)
         if replaced is parameter:
-            self._module_moved(handles[name])
+            self._module_moved(handle)  # which put the parameter on the module again
         if not self._is_new_shard(module, parameter):
             return
-
-        self._join_model(module, handles[name], parameter)
-        if handles[name] in self._high_precision:
+        self._join_model(module, handle, parameter)
+        if handle in self._high_precision:
             return
+
         if replaced is not None and replaced is not parameter:
             # An optimizer from before holds the parameter that the first shard replaces.
-            mark_replaced(replaced, handles[name].fqn)
+            mark_replaced(replaced, handle.fqn)
         is_fp8_weight = isinstance(local_tensor(parameter), QuantizedTensor)
         if not is_fp8_weight and not self._can_gather_in_fp8(module, name, parameter):
-            self._high_precision.add(handles[name])
+            self._high_precision.add(handle)
             return
 
         handles[name] = self._replace_local_tensor(module, name, parameter)
-        # The DTensor gets the attributes that users have set on the parameter before.
         if replaced is not None:
+            # Users may have set attributes on the parameter that the DTensor replaces.
             copy_attributes(replaced.__dict__, parameter)
         if make_plain not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(make_plain)
-        other_names = [other for other in handles if other != name]
-        if all(local_of(module._parameters.get(other)) is not None for other in other_names):
-            set_plainly(module)  # FSDP2 has put all shards on the module
         self._forget_units()
+
+        # Once FSDP2 has put all shards on the module, it need not call this method any more.
+        others = [module._parameters.get(other) for other in handles if other != name]
+        if all(local_of(other) is not None for other in others):
+            set_plainly(module)
 
     def _module_moved(self, handle: ParamHandle) -> None:
         """Notify that the module of a handle was moved or cast."""
@@ -262,7 +265,7 @@ class ShardedModel:
         """Return the handle of every parameter whose module holds the shard now, once.
 
         Args:
-            candidates: handles of modules, by default of all layers. Tied modules share a handle.
+            candidates: handles of modules, by default of all layers.
         """
         if candidates is None:
             candidates = self._all_handles()
@@ -270,6 +273,7 @@ class ShardedModel:
         for candidate in candidates:
             local = candidate.local
             if local is not None:
+                # A tied parameter has the handle of one of its modules.
                 handles[local._handle] = None
         return list(handles)
 
