@@ -260,8 +260,10 @@ class Float8ParamHandle(ParamHandle):
         if value is None or not self.has_parameter:
             return value
         # Tensor parallelism replaces the parameter by a DTensor without a notification.
-        if value.shape == self.parameter.shape != self.parameter_part.shape:
-            self.init_value = local_part(value, self.parameter)
+        parameter = self.parameter
+        is_sharded = parameter.shape != self.parameter_part.shape
+        if is_sharded and value.shape == parameter.shape:
+            self.init_value = local_part(value, parameter)
         return self._init_value
 
     @init_value.setter

@@ -74,13 +74,15 @@ class ShardQuantizer:
         """
         shard_spec = handle.shard_spec
         format = self.layout.format
-        # A batch may also be sharded along the rows of its matrices, if only one plane is gathered.
-        last_dim = 1 if shard_spec.batched and not self.layout.columnwise else 0
-        if not format.per_tensor and shard_spec.shard_dim > last_dim:
-            raise ValueError(
-                f"shard_placement_fn puts {handle.fqn} on Shard({shard_spec.shard_dim}), but "
-                f"weights in format {format.name!r} are gathered by rows: use Shard(0)"
-            )
+        if not format.per_tensor:
+            largest_dim = 0
+            if shard_spec.batched and not self.layout.columnwise:
+                largest_dim = 1  # the rows of each matrix, if only one plane is gathered
+            if shard_spec.shard_dim > largest_dim:
+                raise ValueError(
+                    f"shard_placement_fn puts {handle.fqn} on Shard({shard_spec.shard_dim}), but "
+                    f"weights in format {format.name!r} are gathered by rows: use Shard(0)"
+                )
         local = handle.local if data is None else data
         device = shard_spec.mesh_device(local.device)
         return LocalShard(handle, values_of(local), shard_spec, device)
@@ -139,16 +141,18 @@ class ShardQuantizer:
             shards: shards whose ``data`` is on the mesh's device.
         """
         masters = [shard for shard in shards if not shard.is_fp8]
+        inputs_of_masters = self.cast(masters) if masters else []
         if len(masters) == len(shards):
-            return self.cast(shards)
+            return inputs_of_masters
 
-        inputs_of_masters = iter(self.cast(masters) if masters else [])
         inputs = []
+        next_master = 0
         for shard in shards:
             if shard.is_fp8:
                 inputs.append(self.layout.pack(shard.data.planes, shard.shard_spec))
             else:
-                inputs.append(next(inputs_of_masters))
+                inputs.append(inputs_of_masters[next_master])
+                next_master += 1
         return inputs
 
     def cast(self, shards: Sequence[LocalShard]) -> list[tuple[Tensor, ...]]:
@@ -436,9 +440,9 @@ class BlockwiseShardQuantizer(ShardQuantizer):
     def __init__(self, quant_spec: QuantSpec) -> None:
         super().__init__(quant_spec)
         #: The shape of blocks whose amaxes are reduced, in the plane whose blocks are split.
-        self.split_block = (
-            [self.layout.height, 1] if self.layout.columnwise else list(quant_spec.format.block)
-        )
+        self.split_block = list(quant_spec.format.block)
+        if self.layout.columnwise:
+            self.split_block = [self.layout.height, 1]
 
     @override
     def update_scales(self, shards: Sequence[LocalShard]) -> None:
