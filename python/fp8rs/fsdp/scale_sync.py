@@ -161,9 +161,10 @@ def _rescale(parts: Sequence[CodesToRescale], width: int | None) -> None:
 
 def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
     """Synchronize the scales of formats with one scale per tensor."""
-    planes = []
-    stored_scales = []  # (matrices,) views of the scales of each shard
-    scales_on_mesh = []
+    handles = [fp8_handle(shard) for shard in shards]
+    planes: list[Plane] = []
+    stored_scales: list[Tensor] = []  # (matrices,) views of the scales of each shard
+    scales_on_mesh: list[Tensor] = []
     for shard in shards:
         plane = shard.data.planes[0]
         scale = plane.scale.view(-1)
@@ -172,6 +173,7 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
         scales_on_mesh.append(scale.to(shard.device))
     before = torch.cat(scales_on_mesh)
 
+    # Find the common scales.
     contributions = _tensor_contributions(quantizer.quant_spec, shards, before)
     values_per_scale = contributions.shape[1]
     counts = [shard.matrices for shard in shards]
@@ -181,34 +183,36 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     after = _common_scales(needed, stored, reversed_bits)
     if is_traced(after):
         return
-
     before_per_shard = before.split(counts)
     after_per_shard = after.split(counts)
     amaxes_per_shard = amaxes.split(counts)
-    changes = []
-    for index, shard in enumerate(shards):
-        slots = shard.handle.slots
+
+    # With delayed scaling, raise next scales to changed ones, and fit the histories of weights that
+    # this rank wrote.
+    changes: list[ScaleChange] = []
+    for index, handle in enumerate(handles):
+        slots = handle.slots
         if slots is not None:
             change = ScaleChange(
                 slots, before_per_shard[index], after_per_shard[index], amaxes_per_shard[index]
             )
             changes.append(change)
     raise_next_scales(changes)
-
-    codes_to_rescale = []
-    for index, shard in enumerate(shards):
-        handle = fp8_handle(shard)
-        plane = planes[index]
-        scale = after_per_shard[index]
+    for index, handle in enumerate(handles):
         if handle.unsynced:
             # A write to an empty shard has no values to keep. The other shards may have new ones.
-            exact = handle.pending is not None or not shard.data.numel()
-            handle.fit_history(scale, amaxes_per_shard[index], exact=exact)
-        if handle.pending is None:
-            codes = CodesToRescale(plane.matrix, before_per_shard[index], scale)
-            codes_to_rescale.append(codes)
-        else:
+            exact = handle.pending is not None or not shards[index].data.numel()
+            handle.fit_history(after_per_shard[index], amaxes_per_shard[index], exact=exact)
+
+    # Round the pending values, or else the codes, to the common scales.
+    codes_to_rescale: list[CodesToRescale] = []
+    for index, handle in enumerate(handles):
+        plane = planes[index]
+        scale = after_per_shard[index]
+        if handle.pending is not None:
             _round_again(handle.pending, plane, scale)
+        else:
+            codes_to_rescale.append(CodesToRescale(plane.matrix, before_per_shard[index], scale))
     _rescale(codes_to_rescale, None)
     torch._foreach_copy_(stored_scales, list(after_per_shard))
 
@@ -238,18 +242,18 @@ def _tensor_contributions(
     amax_of_scale_1 = FP8_MAX[quant_spec.fp8_dtype] / 2**quant_spec.margin
     amaxes = stored * amax_of_scale_1
     empty_matrices: list[int] = []
-    start = 0
+    end = 0
     for shard in shards:
-        end = start + shard.matrices
-        matrices = slice(start, end)
         start = end
+        end += shard.matrices
         handle = fp8_handle(shard)
         if not shard.data.numel():
-            empty_matrices += range(matrices.start, matrices.stop)
+            empty_matrices += range(start, end)
             continue
         if not handle.unsynced:
             continue
 
+        matrices = slice(start, end)
         scale = stored[matrices]
         if handle.pending is not None:
             amax = _multi_amax([handle.pending], shard.shard_spec.batched).to(scale.device)
