@@ -280,14 +280,16 @@ class Step:
             self._call(kind, update, master).add(update, update.param.local, master)
         elif kind is UpdateKind.SEPARATE or update.keeps_codes:
             # Step the values like those of a plain parameter.
-            values = update.param.fp8_weight.dequantize(torch.float32) if master is None else master
+            values = master
+            if values is None:
+                values = update.param.fp8_weight.dequantize(torch.float32)
             self._call(UpdateKind.PLAIN, update, None).add(update, values)
             if not update.keeps_codes:
                 self._separate.append(SeparateWrite(update, values))
         elif kind is UpdateKind.CURRENT_SCALE:
-            self._current_scale.append(update)
+            self._current_scale.append(update)  # `_add_current_scale` adds all at once
         elif kind is UpdateKind.DELAYED_SCALE:
-            self._delayed_scale.append(update)
+            self._delayed_scale.append(update)  # `run` adds all at once
         else:
             spec = update.param.fp8_weight.spec
             self._call(kind, update, master, spec).add_codes(update, master)
