@@ -104,30 +104,34 @@ class MasterWeightOptimizer(Optimizer):
             create: create a missing master, if the parameter needs one.
             stochastic: whether the optimizer rounds codes stochastically.
         """
-        state = self.state[optim_param.param]
+        param = optim_param.param
+        state = self.state[param]
         if create and "master" not in state and optim_param.needs_master:
             state["master"] = optim_param.new_master()
             if optim_param.weight is not None:
-                self._last_writes[optim_param.param] = optim_param.last_write
+                self._last_writes[param] = optim_param.last_write
             if optim_param.delayed is not None:
                 state["scale"] = optim_param.plane.scale.clone()
 
+        # From now on, exact values of the weight are those of its master, if it has one.
         master: Tensor | None = state.get("master")
-        if optim_param.handle is not None:  # also if masters were loaded
+        if optim_param.handle is not None:
             if master is None:
                 optim_param.handle.forget_init()
             else:
-                optim_param.handle.use_master(self, optim_param.param)
+                optim_param.handle.use_master(self, param)
         if master is None:
             return None
 
-        # A loaded master may have no scale. Then none is saturated, because no scale is near 0.
+        # A loaded master may have no scale. Then no value is saturated, because no scale is near 0.
         if "scale" not in state and optim_param.delayed is not None:
             state["scale"] = torch.zeros((), dtype=torch.float32, device=optim_param.local.device)
         self._read_writes(optim_param, own_part(master), stochastic)
-        if optim_param.weight is None and optim_param.param in self._last_writes:
-            del self._last_writes[optim_param.param]
-            # The update may be skipped. The parameter must then not look written since.
+
+        if optim_param.weight is None and param in self._last_writes:
+            # The parameter differs from a loaded master, which wins. Write it now, because the
+            # update may be skipped, and the parameter would then look written since the load.
+            del self._last_writes[param]
             optim_param.local.copy_(own_part(master))
         return master
 
@@ -196,11 +200,14 @@ class MasterWeightOptimizer(Optimizer):
                 lacks an entry that the optimizer needs, or a tensor in the state does not have the
                 shape of its parameter. Nothing is loaded then.
         """
-        loaded: list[dict[str, Any]] = []
         state_before = dict(self.state)
         last_writes_before = self._last_writes
+        loaded_state_dict = state_dict
 
         def check(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            # Users' hooks run before this one, and may have replaced the state dict.
+            nonlocal loaded_state_dict
+            loaded_state_dict = state_dict
             # torch raises if the numbers of groups or parameters differ.
             for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
                 self.check_group(saved)
@@ -208,10 +215,9 @@ class MasterWeightOptimizer(Optimizer):
                     state = state_dict["state"].get(key, {})
                     self.check_state(state)
                     check_sizes(param, state)
-            loaded.append(state_dict)  # after all other hooks
 
         def finish_load(_: Optimizer) -> None:
-            self._finish_load(loaded[-1], state_before, last_writes_before)
+            self._finish_load(loaded_state_dict, state_before, last_writes_before)
 
         pre_hook = self.register_load_state_dict_pre_hook(check)
         post_hook = self.register_load_state_dict_post_hook(finish_load, prepend=True)
@@ -289,21 +295,23 @@ class MasterWeightOptimizer(Optimizer):
 @torch.no_grad()
 def _make_masters_current(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Replace masters in a state dict that do not include writes of other code."""
-    groups = [group for group in optimizer.param_groups for _ in group["params"]]
-    for group, (key, param) in zip(groups, parameters_by_key(optimizer, state_dict), strict=True):
-        state = state_dict["state"].get(key, {})
-        if "master" not in state:
-            continue
-        optim_param = OptimParam(param)
-        master = own_part(state["master"])
-        if optim_param.weight is None:
-            is_current = optim_param.is_rounded(master)
-        else:
-            is_current = optimizer.is_current(param)
-        if not is_current:
-            master = master.clone()
-            optimizer._read_writes(optim_param, master, optimizer._rounds_stochastically(group))
-            state_dict["state"][key] = {**state, "master": optim_param.like(master)}
+    saved_groups = state_dict["param_groups"]
+    for group, saved_group in zip(optimizer.param_groups, saved_groups, strict=True):
+        stochastic = optimizer._rounds_stochastically(group)
+        for param, key in zip(group["params"], saved_group["params"], strict=True):
+            state = state_dict["state"].get(key, {})
+            if "master" not in state:
+                continue
+            optim_param = OptimParam(param)
+            master = own_part(state["master"])
+            if optim_param.weight is None:
+                is_current = optim_param.is_rounded(master)
+            else:
+                is_current = optimizer.is_current(param)
+            if not is_current:
+                master = master.clone()
+                optimizer._read_writes(optim_param, master, stochastic)
+                state_dict["state"][key] = {**state, "master": optim_param.like(master)}
 
 
 def parameters_by_key(
