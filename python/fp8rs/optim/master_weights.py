@@ -85,9 +85,11 @@ class MasterWeights(MasterWeightOptimizer):
 
     @not_traced
     def _update(self) -> None:
-        params = [OptimParam(param) for group in self.param_groups for param in group["params"]]
+        params: list[OptimParam] = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                params.append(OptimParam(param))
         fp8_weights.reshard(params)
-        params = [p for p in params if p.param.grad is not None]
 
         # torch takes a step with a learning rate of 0 to create the state of a fresh optimizer. It
         # leaves weights without a master as they are.
@@ -95,6 +97,8 @@ class MasterWeights(MasterWeightOptimizer):
         written: list[OptimParam] = []
         tensor_of: dict[Tensor, Tensor] = {}
         for optim_param in params:
+            if optim_param.param.grad is None:
+                continue
             has_master = "master" in self.state[optim_param.param]
             if optim_param.weight is None or has_master or not is_zero_step:
                 written.append(optim_param)
@@ -105,14 +109,25 @@ class MasterWeights(MasterWeightOptimizer):
             tensor_of[optim_param.param] = tensor
         self._step(tensor_of)
 
-        with_master = [p for p in written if "master" in self.state[p.param]]
-        plain = [p for p in with_master if p.weight is None]
-        fp8 = [p for p in with_master if p.weight is not None]
-        if plain:
-            local_masters = [own_part(tensor_of[p.param]) for p in plain]
-            torch._foreach_copy_([p.local for p in plain], local_masters)
-        if fp8:
-            fp8_weights.write_masters(fp8, [own_part(tensor_of[p.param]) for p in fp8])
+        # Write the masters to their parameters. Others were stepped in place.
+        plain_tensors: list[Tensor] = []
+        plain_masters: list[Tensor] = []
+        fp8_params: list[OptimParam] = []
+        fp8_masters: list[Tensor] = []
+        for optim_param in written:
+            if "master" not in self.state[optim_param.param]:
+                continue
+            local_master = own_part(tensor_of[optim_param.param])
+            if optim_param.weight is None:
+                plain_tensors.append(optim_param.local)
+                plain_masters.append(local_master)
+            else:
+                fp8_params.append(optim_param)
+                fp8_masters.append(local_master)
+        if plain_tensors:
+            torch._foreach_copy_(plain_tensors, plain_masters)
+        if fp8_params:
+            fp8_weights.write_masters(fp8_params, fp8_masters)
         self._mark_written(written)
 
     def _step(self, tensor_of: dict[Tensor, Tensor]) -> None:
