@@ -180,9 +180,9 @@ class AllGatherLayout:
             return [codes, scales]
 
         # The columnwise plane is transposed, so that the shard has whole columns of it.
-        scale_cols = block_rows(rows, padded_rows, spec.num_shards, self.height)
+        scales_per_col = block_rows(rows, padded_rows, spec.num_shards, self.height)
         columnwise_codes = Extent(cols, padded_rows, self.fp8_dtype)
-        columnwise_scales = Extent(cols, scale_cols, scale_dtype)
+        columnwise_scales = Extent(cols, scales_per_col, scale_dtype)
         return [codes, scales, columnwise_codes, columnwise_scales]
 
     def _extents_of_batch(self, spec: ShardSpec) -> list[Extent]:

@@ -165,12 +165,14 @@ def encode(values: Tensor, moment: MomentFormat) -> tuple[Tensor, Tensor]:
     smallest = smallest.maximum(largest - moment.binades * _BINADE)
     is_finite = largest < _INF_BITS
 
-    # Codes count down from the largest magnitude.
+    # Codes count down from the largest magnitude. Differences of the bits of float32 numbers are
+    # nearly differences of their logarithms.
     distance = _code_distance(largest, smallest, moment)
     below_largest = (largest - magnitudes).float() * (1.0 / distance.float())
     rounded = (_ROUNDING + moment.top) - below_largest.clamp(max=moment.top - 1)
     codes = (rounded - _ROUNDING).int()
 
+    # Code 0 is the value 0.
     smallest_nonzero = torch.ones_like(smallest)
     if moment.is_signed:
         smallest_nonzero = (smallest - _BINADE).clamp(min=1)

@@ -141,6 +141,7 @@ class AdamWCall:
         }
         if master is not None:
             written["masters"] = master
+
         lists = self.lists
         if update.exp_avg_range is not None and update.exp_avg_sq_range is not None:
             # Blocks of codes are parts of rows, so rows cannot be permuted.
