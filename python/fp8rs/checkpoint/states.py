@@ -107,12 +107,16 @@ class Model:
         # Codes, scales and histories are loaded here, and all other entries by torch.
         parts_by_weight: dict[str, dict[str, Tensor]] = {}
         for name, value in current.items():
-            if is_fp8(value) and name + SCALE in plain:
-                suffixes = parts_of(value) or ()
-                parts_by_weight[name] = {suffix: plain.pop(name + suffix) for suffix in suffixes}
+            if not is_fp8(value) or name + SCALE not in plain:
+                continue
+            parts_by_weight[name] = {}
+            for suffix in parts_of(value) or ():
+                parts_by_weight[name][suffix] = plain.pop(name + suffix)
         histories: dict[str, dict[str, Any]] = {}
         for prefix, _ in _layers_with_histories(self.model):
-            histories[prefix] = {buffer: plain.pop(prefix + buffer, None) for buffer in BUFFERS}
+            histories[prefix] = {}
+            for buffer in BUFFERS:
+                histories[prefix][buffer] = plain.pop(prefix + buffer, None)
 
         set_model_state_dict(self.model, plain, options=StateDictOptions(strict=False))
         for name, parts in parts_by_weight.items():
