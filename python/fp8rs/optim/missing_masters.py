@@ -32,14 +32,14 @@ def warn_without_masters() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _stepped and not has_zero_lr(optimizer):
-        _stepped[optimizer] = _begin(optimizer)
+        _stepped[optimizer] = _warn_at_first_step(optimizer)
     for reference in _stepped.get(optimizer, ()):
         state = reference()
         if state is not None:
             state.lost_writes.in_step = True  # until the hook after the step
 
 
-def _begin(optimizer: Optimizer) -> list[weakref.ref[ModelState]]:
+def _warn_at_first_step(optimizer: Optimizer) -> list[weakref.ref[ModelState]]:
     """Warn if an optimizer keeps no masters of FP8 weights. Return the states of their models."""
     if isinstance(optimizer, MasterWeightOptimizer):
         return []

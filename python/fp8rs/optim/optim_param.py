@@ -242,14 +242,14 @@ class OptimParam:
         """Return whether a plain parameter equals its rounded master. Synchronizes with a GPU."""
         return torch.equal(master.to(self.plain.dtype), self.plain)
 
-    def read_plain(self, master: Tensor, loaded_after: PlainWrite | None) -> None:
+    def read_plain(self, master: Tensor, write_at_load: PlainWrite | None) -> None:
         """Update a master by what other code has written to its plain parameter.
 
         An element that equals its rounded master was not written and keeps its master.
 
         Args:
             master: the master of the local part, fp32.
-            loaded_after: the parameter's last write when a master that differs from it was loaded,
+            write_at_load: the parameter's last write when a master that differs from it was loaded,
                 or None. While the parameter was not written since, the master does not change.
         """
         values = self.plain
@@ -257,24 +257,22 @@ class OptimParam:
         if values.is_cpu and not is_traced(values) and self.is_rounded(master):
             return
         unwritten = master.to(values.dtype) == values
-        if loaded_after is not None:
+        if write_at_load is not None:
             # The version counter misses some writes, and bits miss writes of equal values.
-            same_bits = (bits_of(values) == loaded_after.bits).all()
-            unwritten |= same_bits & (loaded_after.version == self.param._version)
+            same_bits = (bits_of(values) == write_at_load.bits).all()
+            unwritten |= same_bits & (write_at_load.version == self.param._version)
         if values.dtype == torch.float64:  # other dtypes are promoted
             values = values.float()
         torch.where(unwritten, master, values, out=master)
 
-    def read_codes(
-        self, master: Tensor, stochastically: bool, optimizer_scale: Tensor | None
-    ) -> None:
+    def read_codes(self, master: Tensor, stochastic: bool, optimizer_scale: Tensor | None) -> None:
         """Update a master by what other code has written to its FP8 weight.
 
         An element whose master rounds to its code was not written and keeps its master.
 
         Args:
             master: the master of the local part, fp32.
-            stochastically: whether the optimizer rounds codes stochastically.
+            stochastic: whether the optimizer rounds codes stochastically.
             optimizer_scale: with delayed scaling, the scale that the optimizer last wrote codes
                 with. While the weight has this scale, the largest code also stands for all larger
                 values. With another scale, it stands only for values that round to it.
@@ -291,7 +289,7 @@ class OptimParam:
             largest = scale * (1.01 * FP8_MAX[weight.fp8_dtype])  # rounds to the largest code
             saturated = values.clamp(-largest, largest)
             values = torch.where(scale_unchanged, saturated, values)
-        unwritten = rounds_to_codes(weight.planes, values, stochastically)
+        unwritten = rounds_to_codes(weight.planes, values, stochastic)
         unwritten = unwritten.reshape(master.shape)
         torch.where(unwritten, master, weight.dequantize(torch.float32), out=master)
 
