@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -245,7 +245,9 @@ class AdamW(MasterWeightOptimizer):
 
     def _rounds_stochastically(self, group: dict[str, Any]) -> bool:
         stochastic = group["stochastic_rounding"]
-        return bool(not group["master_weights"] if stochastic is None else stochastic)
+        if stochastic is None:
+            return not group["master_weights"]
+        return bool(stochastic)
 
     def _param_update(
         self,
@@ -261,7 +263,8 @@ class AdamW(MasterWeightOptimizer):
         master = self._master(
             optim_param, group["master_weights"], self._rounds_stochastically(group)
         )
-        suffix = moments.CODES if has_codes(state) else ""
+        has_moment_codes = has_codes(state)
+        suffix = moments.CODES if has_moment_codes else ""
         update = ParamUpdate(
             param=optim_param,
             grad=grad,
@@ -273,7 +276,7 @@ class AdamW(MasterWeightOptimizer):
             index=index,
             options=options,
         )
-        if has_codes(state):
+        if has_moment_codes:
             update.exp_avg_range = own_part(state["exp_avg" + moments.RANGE])
             update.exp_avg_sq_range = own_part(state["exp_avg_sq" + moments.RANGE])
         return update
@@ -473,21 +476,35 @@ def is_seed(value: Any) -> bool:
     return isinstance(value, int) and not is_bool(value) and -(2**63) <= value < 2**64
 
 
-#: For each option of a group, whether a value is valid, and what it must be.
-OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": (is_lr, "a finite number of at least 0, or a tensor of one element"),
-    "eps": (is_rate, "a finite number of at least 0"),
-    "weight_decay": (is_rate, "a finite number of at least 0"),
-    "betas": (are_betas, "two numbers of at least 0 and below 1"),
-    "maximize": (is_bool, "a bool"),
-    "capturable": (is_bool, "a bool"),
-    "master_weights": (is_bool, "a bool"),
-    "stochastic_rounding": (lambda value: value is None or is_bool(value), "a bool or None"),
-    "state_dtype": (
+class OptionRule(NamedTuple):
+    """Which values an option of a group may have.
+
+    Attributes:
+        is_valid: returns whether the option may have a value.
+        expected: the valid values, for messages.
+    """
+
+    is_valid: Callable[[Any], bool]
+    expected: str
+
+
+#: The options of a group.
+OPTIONS = {
+    "lr": OptionRule(is_lr, "a finite number of at least 0, or a tensor of one element"),
+    "eps": OptionRule(is_rate, "a finite number of at least 0"),
+    "weight_decay": OptionRule(is_rate, "a finite number of at least 0"),
+    "betas": OptionRule(are_betas, "two numbers of at least 0 and below 1"),
+    "maximize": OptionRule(is_bool, "a bool"),
+    "capturable": OptionRule(is_bool, "a bool"),
+    "master_weights": OptionRule(is_bool, "a bool"),
+    "stochastic_rounding": OptionRule(
+        lambda value: value is None or is_bool(value), "a bool or None"
+    ),
+    "state_dtype": OptionRule(
         lambda value: name_of(value) in ("float32", "bfloat16", FP8),
         'torch.float32, torch.bfloat16 or "fp8"',
     ),
-    "seed": (is_seed, "an int of 64 bits"),
+    "seed": OptionRule(is_seed, "an int of 64 bits"),
 }
 
 
