@@ -70,8 +70,10 @@ class AllGatherLayout:
     def __init__(self, format: BlockFormat, fp8_dtype: torch.dtype) -> None:
         self.format = format
         self.fp8_dtype = fp8_dtype
-        block_rows, block_cols = format.block
-        self.columnwise = not format.square and block_cols != -1
+        block_rows, block_cols = format.block  # -1 for all rows or columns
+        has_whole_rows = block_cols == -1
+        self.columnwise = not format.square and not has_whole_rows
+        # A block of the columnwise plane lies along a column of the weight.
         self.height = block_cols if self.columnwise else max(block_rows, 1)
         #: The results of `extents`, because all-gathers read them.
         self._extents: WeakKeyDictionary[ShardSpec, list[Extent]] = WeakKeyDictionary()

@@ -198,7 +198,7 @@ class OptimParam:
         if self.handle is None or self.fp8_weight._storage.delayed is not None:
             return False
         module = cast("Float8Params", self.handle.module)
-        return module.fp8_ready[0]
+        return module.fp8_ready[0]  # of the weight
 
     def like(self, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
         """Return a tensor with this local part that is distributed like the parameter.

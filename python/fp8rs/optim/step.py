@@ -134,26 +134,27 @@ class AdamWCall:
             offset: the number of the first element (`OptimParam.element_offsets`).
             scales: tensors to append to other lists, by the name of the list.
         """
-        written = {
+        # The tensors that the operator writes, by the name of their list.
+        outputs = {
             "params": values,
             "exp_avgs": update.exp_avg,
             "exp_avg_sqs": update.exp_avg_sq,
         }
         if master is not None:
-            written["masters"] = master
+            outputs["masters"] = master
 
         lists = self.lists
         if update.exp_avg_range is not None and update.exp_avg_sq_range is not None:
             # Blocks of codes are parts of rows, so rows cannot be permuted.
-            contiguous, copies_back = copy_contiguous(list(written.values()))
+            contiguous, copies_back = copy_contiguous(list(outputs.values()))
             grad = update.grad.contiguous()
             lists["exp_avg_ranges"].append(merge_ends(update.exp_avg_range))
             lists["exp_avg_sq_ranges"].append(merge_ends(update.exp_avg_sq_range))
         else:
-            contiguous, grad, copies_back = make_contiguous(list(written.values()), update.grad)
+            contiguous, grad, copies_back = make_contiguous(list(outputs.values()), update.grad)
         self._copies_back += copies_back
 
-        for name, tensor in zip(written, contiguous, strict=True):
+        for name, tensor in zip(outputs, contiguous, strict=True):
             lists[name].append(tensor)
         lists["grads"].append(grad)
         lists["steps"].append(update.step)
@@ -402,6 +403,7 @@ class Step:
     def _write_current_scale(self, amaxes: Tensor) -> None:
         """Write the codes of weights with one current scale, with the scales of these amaxes."""
         masters = [update.master for update in self._current_scale if update.master is not None]
+        # `_add_current_scale` has put the weights with masters first.
         with_master = self._current_scale[: len(masters)]
         without_master = self._current_scale[len(masters) :]
         if with_master:
@@ -418,12 +420,14 @@ class Step:
 
         The first run computed only amaxes.
         """
+        # The parameters were appended to the calls in the order of the updates, and so are scales.
         calls: list[AdamWCall] = []
         for update, scale in zip(updates, scales.unbind(), strict=True):
             call = self._call(UpdateKind.CURRENT_SCALE, update, None)
             call.lists["new_scales"].append(scale)
             if call not in calls:
                 calls.append(call)
+
         for call in calls:
-            call.lists["amaxes"] = []
+            call.lists["amaxes"] = []  # the codes are written this time
             call.run()
