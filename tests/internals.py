@@ -180,13 +180,13 @@ def param_of_unit(handle: ParamHandle) -> UnitParam:
 def keeps_codes(module: nn.Module, name: str = "weight") -> bool:
     """Return whether the codes of a forward are kept for the backward of a sharded parameter."""
     handle = handle_of(module, name)
-    return handle.unit_if_any is not None and param_of_unit(handle).for_backward is not None
+    return handle.unit_if_any is not None and param_of_unit(handle).codes_for_backward is not None
 
 
 def has_prepared_codes(module: nn.Module, name: str = "weight") -> bool:
     """Return whether a cast has prepared codes that no hook of the parameter has returned."""
     handle = handle_of(module, name)
-    return handle.unit_if_any is not None and param_of_unit(handle).for_hook is not None
+    return handle.unit_if_any is not None and param_of_unit(handle).codes_for_hook is not None
 
 
 def gathered_bytes(module: nn.Module, name: str = "weight") -> tuple[Tensor, ...]:

@@ -45,15 +45,15 @@ class UnitParam:
         handle: the parameter's handle.
         fsdp_param: FSDP2's ``FSDPParam``, or None if FSDP2's group is not known.
         shard: the shard when it was last read. None if it may be in other memory now.
-        for_hook: the codes of a cast that the parameter's hook has not returned yet.
-        for_backward: the codes of a forward with gradients, until its backward gathers them.
+        codes_for_hook: the codes of a cast that the parameter's hook has not returned yet.
+        codes_for_backward: the codes of a forward with gradients, until its backward gathers them.
     """
 
     handle: ParamHandle
     fsdp_param: Any  # torch's class is private
     shard: LocalShard | None = None
-    for_hook: AllGatherMetadata | None = None
-    for_backward: AllGatherMetadata | None = None
+    codes_for_hook: AllGatherMetadata | None = None
+    codes_for_backward: AllGatherMetadata | None = None
 
 
 class GatherUnit:
@@ -154,7 +154,7 @@ class GatherUnit:
     def shard_written(self, handle: ParamHandle) -> None:
         """Notify that an operator wrote to the shard of a parameter."""
         self._oldest_forward_id = -1
-        self._params[self._index[handle]].for_backward = None
+        self._params[self._index[handle]].codes_for_backward = None
         self.note_stream()
 
     def scale_invalidated(self, handle: ParamHandle, *, keep_codes: bool) -> None:
@@ -163,7 +163,7 @@ class GatherUnit:
         param = self._params[self._index[handle]]
         param.shard = None
         if not keep_codes:
-            param.for_backward = None
+            param.codes_for_backward = None
 
     def note_stream(self) -> None:
         """Note the current CUDA stream as one that writes to the shards."""
@@ -218,9 +218,9 @@ class GatherUnit:
         """Mark stale scales as computed from the current values of the shards, for a forward."""
         for param in self._params:
             handle = param.handle
-            param.for_hook = None
+            param.codes_for_hook = None
             if handle.is_stale(forward_id):
-                param.for_backward = None
+                param.codes_for_backward = None
             handle.scale_forward_id = forward_id
         self._oldest_forward_id = forward_id
         self._scales_ready = ready
@@ -244,20 +244,20 @@ class GatherUnit:
             self._refresh_scales(self)
 
         index = self._index[local._handle]
-        codes = self._take_codes(self._params[index], in_backward)
+        codes = self._pop_codes(self._params[index], in_backward)
         if codes is None:
             codes = self._prepare_from(index, local)
         codes.ready.wait()
         return codes
 
-    def _take_codes(self, param: UnitParam, in_backward: bool) -> AllGatherMetadata | None:
+    def _pop_codes(self, param: UnitParam, in_backward: bool) -> AllGatherMetadata | None:
         """Return the codes that an earlier cast has prepared for a hook, once."""
-        codes = param.for_hook
-        param.for_hook = None
+        codes = param.codes_for_hook
+        param.codes_for_hook = None
         if in_backward:
             if codes is None:
-                codes = param.for_backward
-            param.for_backward = None
+                codes = param.codes_for_backward
+            param.codes_for_backward = None
         return codes
 
     def _prepare_from(self, index: int, local: LocalTensor) -> AllGatherMetadata:
@@ -266,28 +266,29 @@ class GatherUnit:
             # Only inside a backward, where scales are not computed again.
             self._check_not_written()
 
-        param = self._params[index]
+        # Cast all shards at once. FSDP2 copies one offloaded shard at a time.
+        first_param = self._params[index]
         values = values_of(local)
-        is_copy = values is not self._shard(param).data
+        is_copy = values is not self._shard(first_param).data
         if is_copy:
-            # FSDP2 copies one offloaded shard at a time.
-            shards = [self._quantizer.local_shard(param.handle, values)]
+            shards = [self._quantizer.local_shard(first_param.handle, values)]
         else:
             shards = self.shards(index)
         with profiler_range("fp8rs::cast", self._fsdp_group):
             codes_of_shards = self._codes_of(shards)
 
+        # If FSDP2 frees the weights after this forward, it gathers the same codes in the backward.
         has_backward = self._tracker.in_forward and self._tracker.grad
-        keep = has_backward and not is_copy and reshards_parameters(self._fsdp_group)
+        keeps_codes = has_backward and not is_copy and reshards_parameters(self._fsdp_group)
         params = self._params[index : index + len(shards)]
-        for prepared, shard, codes in zip(params, shards, codes_of_shards, strict=True):
-            prepared.for_hook = codes
-            # An FP8 shard is its codes, so there is nothing to keep.
-            keep_codes = keep and not shard.is_fp8
-            prepared.for_backward = codes if keep_codes else None
+        for param, shard, codes in zip(params, shards, codes_of_shards, strict=True):
+            param.codes_for_hook = codes
+            param.codes_for_backward = None
+            if keeps_codes and not shard.is_fp8:  # an FP8 shard is its codes
+                param.codes_for_backward = codes
 
         # The hook that runs now returns the first ones.
-        param.for_hook = None
+        first_param.codes_for_hook = None
         return codes_of_shards[0]
 
     def _codes_of(self, shards: Sequence[LocalShard]) -> list[AllGatherMetadata]:
