@@ -29,6 +29,10 @@ from .parts import distribute_like
 UNFINISHED = (".distcp", ".metadata.tmp")
 
 
+#: The attribute of an entry of a zip file that marks a directory.
+MSDOS_DIRECTORY = 0x10
+
+
 class DamagedError(ValueError):
     """A file of a checkpoint is missing, truncated or damaged."""
 
@@ -175,6 +179,7 @@ class Writer(FileSystemWriter):
                 rank_by_file[name] = rank
                 size_by_file[name] = max(size_by_file.get(name, 0), info.offset + info.length)
 
+        # Compare the sizes with what this rank, the coordinator, sees.
         if not self.local:
             cast(Any, self.fs).fs.invalidate_cache()
         missing = []
@@ -187,6 +192,7 @@ class Writer(FileSystemWriter):
             if visible_size < size:
                 rank = rank_by_file[name]
                 missing.append(f"{name} (rank {rank}, {visible_size} of {size} bytes)")
+
         if missing:
             names = ", ".join(missing[:3])
             if len(missing) > 3:
@@ -288,12 +294,13 @@ def find_damage(data: bytes, length: int) -> str | None:
     """Return a description of damage to the bytes of one ``torch.save``, or None."""
     if len(data) != length:
         return f"it ends after {len(data)} of a tensor's {length} bytes"
+    directories = []
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             # torch leaves the memory of an entry that is marked as a directory undefined.
-            directories = [
-                info.filename for info in archive.infolist() if info.external_attr & 0x10
-            ]
+            for info in archive.infolist():
+                if info.external_attr & MSDOS_DIRECTORY:
+                    directories.append(info.filename)
             bad_entry = archive.testzip()
     except Exception as error:  # damaged bytes can raise any type
         return _first_line(error)

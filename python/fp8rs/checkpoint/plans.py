@@ -162,6 +162,7 @@ class SavePlanner(DefaultSavePlanner):
                 if text is None:
                     data = item.tensor_data
                     text = NO_TENSOR if data is None else _text(data.properties.dtype, data.size)
+
                 if name not in first_texts:
                     first_texts[name] = text
                     first_ranks[name] = rank
@@ -520,18 +521,21 @@ def _adapt(owner: dict[str, Any], path: str, key: Any, saved: dict[str, Any]) ->
         return
     if key.rpartition(".")[2] in BUFFERS:
         del owner[key]
-    elif key.endswith(SCALE):
-        weight = key.removesuffix(SCALE)
-        metadata = saved.get(path + weight)
-        if not isinstance(metadata, TensorStorageMetadata):
-            return
-        dtype = metadata.properties.dtype
-        codes: Any = owner.get(weight)
-        if getattr(codes, "dtype", None) in FP8_MAX and dtype in INPUT_DTYPES:
-            values = torch.empty_like(own_part(codes), dtype=dtype)
-            owner[weight] = distribute_like(codes, values)
-            for suffix in (SCALE, COLUMNWISE, COLUMNWISE + SCALE):
-                owner.pop(weight + suffix, None)
+        return
+    if not key.endswith(SCALE):
+        return
+
+    weight = key.removesuffix(SCALE)
+    metadata = saved.get(path + weight)
+    if not isinstance(metadata, TensorStorageMetadata):
+        return
+    saved_dtype = metadata.properties.dtype
+    codes: Any = owner.get(weight)
+    if getattr(codes, "dtype", None) in FP8_MAX and saved_dtype in INPUT_DTYPES:
+        values = torch.empty_like(own_part(codes), dtype=saved_dtype)
+        owner[weight] = distribute_like(codes, values)
+        for suffix in (SCALE, COLUMNWISE, COLUMNWISE + SCALE):
+            owner.pop(weight + suffix, None)
 
 
 def _describe(value: Any) -> str:

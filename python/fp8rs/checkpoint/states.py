@@ -70,6 +70,7 @@ class Model:
                 split_weights.append(name)
                 plain[name] = distribute_like(value, own_part(value).dequantize())
                 continue
+
             for suffix, part in parts.items():
                 if suffix and name + suffix in state:
                     raise ValueError(
@@ -85,6 +86,7 @@ class Model:
                 "are multiples of the block's",
                 stacklevel=2,
             )
+
         # A layer with an FP8 weight has copied its histories into the state dict. For other layers,
         # whose state dict is that of the unconverted layer, copy them here.
         for prefix, layer in _layers_with_histories(self.model):
