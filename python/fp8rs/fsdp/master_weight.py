@@ -179,10 +179,13 @@ def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         masters[id(value.high_precision)] = value
         return value.high_precision
 
+    def wrap_again(value: Any) -> Any:
+        return masters.get(id(value), value)
+
     plain_kwargs = {name: mapped(unwrap, value) for name, value in kwargs.items()}
     plain_args = mapped(unwrap, args)
     out = func(*plain_args, **plain_kwargs)
-    return mapped(lambda value: masters.get(id(value), value), out)
+    return mapped(wrap_again, out)
 
 
 def mapped(fn: Callable[[Any], Any], values: Any) -> Any:

@@ -460,7 +460,8 @@ class RootHook:
         self.state = state
         self._method = method
         self._call = getattr(state, method)
-        self._root = state._root = weakref.ref(root)
+        self._root = weakref.ref(root)
+        state._root = self._root
 
     def __call__(self, *args: Any) -> None:
         """Call the method with the arguments of the hook."""

@@ -263,6 +263,7 @@ class AdamW(MasterWeightOptimizer):
         master = self._master(
             optim_param, group["master_weights"], self._rounds_stochastically(group)
         )
+
         has_moment_codes = has_codes(state)
         suffix = moments.CODES if has_moment_codes else ""
         update = ParamUpdate(
@@ -537,9 +538,11 @@ def local_grad(optim_param: OptimParam) -> Tensor:
     grad: Any = optim_param.param.grad  # a tensor or a DTensor
     if grad.layout != torch.strided:
         raise TypeError(f"a gradient is of layout {grad.layout}; it must be strided")
+
     dtype = optim_param.local.dtype
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"a parameter has dtype {dtype}; it must be float32, bfloat16 or float16")
+
     if is_distributed(grad):
         placements = cast(Any, optim_param.param).placements
         if grad.placements != placements:  # the gradient of a row-wise parallel embedding

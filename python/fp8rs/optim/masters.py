@@ -302,6 +302,7 @@ def _make_masters_current(optimizer: Any, state_dict: dict[str, Any]) -> None:
             state = state_dict["state"].get(key, {})
             if "master" not in state:
                 continue
+
             optim_param = OptimParam(param)
             master = own_part(state["master"])
             if optim_param.weight is None:

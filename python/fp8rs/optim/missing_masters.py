@@ -70,7 +70,10 @@ def has_zero_lr(optimizer: Optimizer) -> bool:
     """Return whether all learning rates are 0. torch takes such a step to initialize a state."""
     for group in optimizer.param_groups:
         rate = group.get("lr")
-        # Reading a tensor on the device would synchronize with it.
-        if rate is None or (isinstance(rate, Tensor) and rate.is_cuda) or rate != 0:
+        if rate is None:
+            return False
+        # Comparing a tensor on the device would synchronize with it.
+        is_on_device = isinstance(rate, Tensor) and rate.is_cuda
+        if is_on_device or rate != 0:
             return False
     return True
