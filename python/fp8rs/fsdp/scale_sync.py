@@ -300,16 +300,17 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
             codes = codes.t()
             scales = scales.t()
 
+        # Change the scales of each split row of blocks, and round its pending values or its codes.
         split_rows = quantizer.reduced_rows(shard, grids[index], rows_per_shard[index])
         for grid_row, common_row in zip(split_rows.in_grid, split_rows.in_reduced, strict=True):
             # The first row of blocks may begin on the rank before.
-            first = grid_row * height - quantizer.block_offset(shard)
-            rows = slice(max(first, 0), first + height)
+            first_row = grid_row * height - quantizer.block_offset(shard)
+            rows = slice(max(first_row, 0), first_row + height)
             row_codes = codes[..., rows, :]
+
             row_scales = scales.select(-2, grid_row)
             before = row_scales.to(torch.float32, copy=True)
             after = common.select(-2, common_row).to(codes.device)
-
             if fp8_handle(shard).pending is None:
                 part = CodesToRescale(row_codes, before.view(-1), after.reshape(-1))
                 codes_to_rescale.append(part)
