@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from fp8rs.optim.moments import BYTES_PER_ELEMENT as MOMENTS_BYTES
-from fp8rs.optim.moments import stores_codes_by_default
+from fp8rs.optim.moments import stores_8bit_moments_by_default
 
 from .sizes import Group, ShardedParameter
 
@@ -37,7 +37,8 @@ class States:
         is_plain_fp32 = sharded.parameter.dtype == torch.float32 and not sharded.is_fp8_weight
         element_bytes: float = self.element_bytes
         is_in_fp8_layer = sharded.is_fp8_weight or sharded.layout is not None
-        if self.fp8_moments and is_in_fp8_layer and stores_codes_by_default(sharded.parameter):
+        can_be_8bit = is_in_fp8_layer and stores_8bit_moments_by_default(sharded.parameter)
+        if self.fp8_moments and can_be_8bit:
             element_bytes = MOMENTS_BYTES
         if self.masters and not is_plain_fp32:
             element_bytes += 4

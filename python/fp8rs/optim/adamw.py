@@ -264,8 +264,8 @@ class AdamW(MasterWeightOptimizer):
             optim_param, group["master_weights"], self._rounds_stochastically(group)
         )
 
-        has_moment_codes = has_codes(state)
-        suffix = moments.CODES if has_moment_codes else ""
+        is_8bit = has_8bit_moments(state)
+        suffix = moments.CODES if is_8bit else ""
         update = ParamUpdate(
             param=optim_param,
             grad=grad,
@@ -277,7 +277,7 @@ class AdamW(MasterWeightOptimizer):
             index=index,
             options=options,
         )
-        if has_moment_codes:
+        if is_8bit:
             update.exp_avg_range = own_part(state["exp_avg" + moments.RANGE])
             update.exp_avg_sq_range = own_part(state["exp_avg_sq" + moments.RANGE])
         return update
@@ -306,7 +306,7 @@ class AdamW(MasterWeightOptimizer):
             local = optim_param.local
             state = self.state[optim_param.param]
             state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
-            if stores_codes(groups[index], optim_param, state_filter):
+            if stores_8bit_moments(groups[index], optim_param, state_filter):
                 state.update(moments.new_codes(optim_param))
                 continue
             dtype = high_precision_dtype(groups[index])
@@ -314,7 +314,7 @@ class AdamW(MasterWeightOptimizer):
             state["exp_avg_sq"] = state_like(optim_param, dtype)
 
         fp8_params = [index for index in grads if groups[index]["state_dtype"] == FP8]
-        if fp8_params and not any(has_codes(state) for state in self.state.values()):
+        if fp8_params and not any(has_8bit_moments(state) for state in self.state.values()):
             warnings.warn(
                 f'state_dtype is "fp8", but all {len(fp8_params)} parameters keep float32 moments: '
                 "none is the weight of an FP8 layer with at least 4096 elements and rows of a "
@@ -374,12 +374,12 @@ class AdamW(MasterWeightOptimizer):
                     continue
 
                 optim_param = OptimParam(param)
-                if stores_codes(group, optim_param, state_filter):
-                    if not has_codes(state):
+                if stores_8bit_moments(group, optim_param, state_filter):
+                    if not has_8bit_moments(state):
                         moments.to_codes(optim_param, state)
                     continue
 
-                if has_codes(state):
+                if has_8bit_moments(state):
                     moments.to_high_precision(optim_param, state)
                 for name in moments.MOMENT_KEYS:
                     state[name] = state[name].to(dtype)
@@ -394,7 +394,7 @@ class AdamW(MasterWeightOptimizer):
     @override
     def check_state(self, saved: dict[str, Any]) -> None:
         # A state of masters alone is valid. The moments then start from zeros.
-        names = moments.CODE_KEYS if has_codes(saved) else moments.MOMENT_KEYS
+        names = moments.CODE_KEYS if has_8bit_moments(saved) else moments.MOMENT_KEYS
         adamw_keys = {"step", *names}
         if saved.keys() - MASTER_STATE_KEYS and not saved.keys() >= adamw_keys:
             raise ValueError(
@@ -407,15 +407,15 @@ class AdamW(MasterWeightOptimizer):
         return torch.as_tensor(step, dtype=torch.float32, device=device)
 
 
-def has_codes(state: dict[str, Any]) -> bool:
-    """Return whether the moments in a parameter's state are 8-bit codes."""
+def has_8bit_moments(state: dict[str, Any]) -> bool:
+    """Return whether the moments in a parameter's state are stored in 8 bits."""
     return "exp_avg" + moments.CODES in state
 
 
-def stores_codes(
+def stores_8bit_moments(
     group: dict[str, Any], optim_param: OptimParam, state_filter: moments.StateFilter
 ) -> bool:
-    """Return whether a parameter's moments are stored as 8-bit codes."""
+    """Return whether an optimizer stores a parameter's moments in 8 bits."""
     if group["state_dtype"] != FP8 or not moments.has_whole_blocks(optim_param.param):
         return False
     return state_filter(optim_param.param)
@@ -432,7 +432,7 @@ def decode_moments(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Replace codes in a state dict by float32 moments."""
     for key, param in parameters_by_key(optimizer, state_dict):
         state = state_dict["state"].get(key, {})
-        if has_codes(state):
+        if has_8bit_moments(state):
             state = dict(state)
             moments.to_high_precision(OptimParam(param), state)
             state_dict["state"][key] = state

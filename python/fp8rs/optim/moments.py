@@ -69,8 +69,8 @@ FORMATS = {
 # --- which parameters -----------------------------------------------------------------------------
 
 
-def stores_codes_by_default(weight: Tensor) -> bool:
-    """Return whether the moments of an FP8 layer's weight are stored as codes by default."""
+def stores_8bit_moments_by_default(weight: Tensor) -> bool:
+    """Return whether the moments of an FP8 layer's weight are stored in 8 bits by default."""
     return weight.numel() >= SMALLEST_NUMEL and has_whole_blocks(weight)
 
 
@@ -79,7 +79,7 @@ def default_filter() -> StateFilter:
     ids_in_layers = fp8_parameter_ids()
 
     def state_filter(param: Tensor) -> bool:
-        if not stores_codes_by_default(param):
+        if not stores_8bit_moments_by_default(param):
             return False
         is_fp8_weight = OptimParam(param).weight is not None
         return is_fp8_weight or local_of(param) is not None or id(param) in ids_in_layers

@@ -49,8 +49,8 @@ class ParamUpdate:
     exp_avg_sq_range: Tensor | None = None
 
     @property
-    def has_codes(self) -> bool:
-        """Whether the moments are 8-bit codes."""
+    def has_8bit_moments(self) -> bool:
+        """Whether the moments are stored in 8 bits."""
         return self.exp_avg_range is not None
 
     @property
@@ -307,11 +307,11 @@ class Step:
 
         Args:
             kind: how the operator writes the parameter.
-            update: the options, and whether the moments are 8-bit codes.
+            update: the options, and whether the moments are stored in 8 bits.
             master: the master that is passed to the operator, or None.
             spec: how scales are computed, if the operator computes them.
         """
-        key = (kind, id(update.options), master is None, spec, update.has_codes)
+        key = (kind, id(update.options), master is None, spec, update.has_8bit_moments)
         if key not in self._calls:
             self._calls[key] = AdamWCall(update.options, spec)
         return self._calls[key]
