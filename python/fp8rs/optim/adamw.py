@@ -200,8 +200,8 @@ class AdamW(MasterWeightOptimizer):
             torch._foreach_add_(step_counters, 1)
             Step(updates).run()
 
-            # If a gradient scaler has found infinite gradients, `found_inf` is 1. The operator has
-            # then skipped the step, which does not count.
+            # If a gradient scaler has found a gradient that is not finite, `found_inf` is 1. The
+            # operator has then skipped the step, which does not count.
             found_inf = updates[0].options["found_inf"]
             if found_inf is not None:
                 torch._foreach_sub_(step_counters, [found_inf.view(())] * len(step_counters))
