@@ -249,12 +249,11 @@ def _tensors_of(value: Tensor, plane: Plane, transposed: bool) -> tuple[Tensor, 
     for dim in range(len(batch), value.dim() - 1):
         begin_row = begin_row * value.shape[dim] + start[dim]
     begin_col = start[-1]
-    if transposed:
-        rows, cols = cols, rows
-        begin_row, begin_col = begin_col, begin_row
 
     codes: Tensor = plane.data
     if transposed:
+        rows, cols = cols, rows
+        begin_row, begin_col = begin_col, begin_row
         # The placements of the weight do not describe its transpose.
         part = as_part(codes, (*begin_batch, begin_row, begin_col), (0,) * codes.dim())
         whole_codes = dtensor_like(value, part, (*batch, rows, cols))
