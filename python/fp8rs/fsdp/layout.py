@@ -142,7 +142,8 @@ class AllGatherLayout:
             assert row is not None
             return (flat_bytes(row.data.reshape(1, -1), 1, spec.padded_numel),)
 
-        tensors = tensors_of(planes[: 1 + self.columnwise])
+        gathered_planes = planes if self.columnwise else planes[:1]
+        tensors = tensors_of(gathered_planes)
         packed = []
         for tensor, extent in zip(tensors, self.extents(spec), strict=True):
             if spec.batched:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:  # fsdp imports torch.distributed.tensor, which takes seconds
 
 _random_uniform = torch.ops.fp8rs.random_uniform_.default
 
+#: Integer dtypes by their size in bytes.
+_INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 #: Formats whose scales ``adamw_`` computes in the pass that writes the codes.
 BLOCK_SCALE_FORMATS = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
 
@@ -310,12 +313,13 @@ class OptimParam:
             return
         values = values.view(self.matrix_shape)
 
-        # The numbers that `adamw_` rounds these elements with.
+        # The random numbers that `adamw_` rounds these elements with. All elements are numbered
+        # from one offset on, or those of each matrix from an offset of its own.
         numbers = torch.empty(self.matrix_shape, dtype=torch.float32, device=values.device)
         offsets = self.element_offsets
-        matrices = numbers if len(offsets) > 1 else numbers.unsqueeze(0)
-        for matrix, offset in zip(matrices, offsets, strict=True):
-            _random_uniform(matrix, seed, offset, 0.0, 1.0, stream, step)
+        parts = numbers if len(offsets) > 1 else numbers.unsqueeze(0)
+        for part, offset in zip(parts, offsets, strict=True):
+            _random_uniform(part, seed, offset, 0.0, 1.0, stream, step)
 
         row, col = weight.planes
         if row is not None:
@@ -326,4 +330,4 @@ class OptimParam:
 
 def bits_of(x: Tensor) -> Tensor:
     """View a floating-point tensor as integers, so that NaNs with equal bits are equal."""
-    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return x.view(_INTEGER_DTYPES[x.element_size()])

@@ -175,15 +175,12 @@ class AdamWCall:
         if self._options["seed"] is None or len(offsets) == 1:
             self.add(update, plane.data, master, offsets[0], scales=plane.scale, **scales)
             return
+
         masters = None if master is None else master.view(update.param.matrix_shape)
         for i, matrix_update in enumerate(update.of_matrices()):
-            self.add(
-                matrix_update,
-                plane.matrix[i],
-                None if masters is None else masters[i],
-                offsets[i],
-                scales=plane.scale[i],
-            )
+            codes = plane.matrix[i]
+            matrix_master = None if masters is None else masters[i]
+            self.add(matrix_update, codes, matrix_master, offsets[i], scales=plane.scale[i])
 
     def run(self) -> None:
         """Call the operator."""
