@@ -413,7 +413,7 @@ def select_rows(scales: Tensor, count: int, order: tuple[int, ...] | None) -> Te
     if order is None:
         return scales[:count]
     rows = index_tensor(order, scales.device)
-    return scales.view(torch.uint8).index_select(0, rows).view(scales.dtype)
+    return as_bytes(scales).index_select(0, rows).view(scales.dtype)
 
 
 # --- blocks at shard boundaries -------------------------------------------------------------------
