@@ -307,7 +307,7 @@ def rank(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
         model, variant, arguments, device.type, recipe_options, tensor_mesh=layout.tensor
     )
     shard(model, layout, DTYPES[arguments["reduce_dtype"]])
-    # FSDP2 refuses symmetric memory for all-gathers after set_fsdp_comm has set the reduce-scatters.
+    # FSDP2 refuses symmetric memory if set_fsdp_comm has set the reduce-scatters before.
     if arguments.get("torch_symm_mem"):
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -146,7 +146,7 @@ def _report(options: argparse.Namespace) -> int:
     from fp8rs import doctor, report
 
     try:
-        found = report(
+        model_report = report(
             doctor.load_model(options.model),
             recipe=options.recipe,
             filter_fqns=options.leave_out,
@@ -158,7 +158,10 @@ def _report(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"fp8rs report: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+    if options.json:
+        print(json.dumps(model_report.as_dict(), indent=2))
+    else:
+        print(model_report)
     return 0
 
 
