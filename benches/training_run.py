@@ -19,16 +19,17 @@ Each variant is a process of its own, so several GPUs train side by side:
 
 One call trains several variants, one after another. The sets are names of lists of variants:
 
-    python benches/training_run.py train OUT moments      # FP8 moments, beta2 0.95
-    python benches/training_run.py train OUT moments-999  # beta2 0.999
-    python benches/training_run.py train OUT 8-bit        # 8-bit optimizers on the bf16 model
-    python benches/training_run.py train OUT fine-tune    # rates of 1e-6, after bf16-0
+    python benches/training_run.py train OUT moments        # FP8 moments, beta2 0.95
+    python benches/training_run.py train OUT moments-seeds  # the same with seeds 1 and 2
+    python benches/training_run.py train OUT moments-999    # beta2 0.999
+    python benches/training_run.py train OUT 8-bit          # 8-bit optimizers on the bf16 model
+    python benches/training_run.py train OUT fine-tune      # rates of 1e-6, after bf16-0
 
 The fine-tuning variants start from the weights of bf16-0, which has to be trained first.
 
-The variants have equal settings, and equal initial weights and batches except bf16-1 and bf16-2,
-which show how far results depend on the seed. A variant writes OUT/VARIANT.json and a checkpoint in
-OUT/VARIANT, and resumes from them. With ``--save-every 0`` it writes no checkpoint.
+The variants have equal settings, and equal initial weights and batches except those with another
+seed, such as bf16-1, which show how far results depend on it. A variant writes OUT/VARIANT.json and
+a checkpoint in OUT/VARIANT, and resumes from them. With ``--save-every 0`` it writes no checkpoint.
 """
 
 from __future__ import annotations
@@ -176,6 +177,14 @@ VARIANTS = {
     ),
 }
 
+# Trainings with other seeds show whether a difference to bf16 is more than chance.
+for _name in ("fp8-weights", "fp8-moments", "fp8-moments-no-masters"):
+    for _seed in (1, 2):
+        VARIANTS[f"{_name}-{_seed}"] = dataclasses.replace(
+            VARIANTS[_name], title=f"{VARIANTS[_name].title}, seed {_seed}", seed=_seed
+        )
+
+
 #: Variants that one call trains, by the name of their set.
 SETS = {
     "moments": [
@@ -185,6 +194,14 @@ SETS = {
         "fp8-weights",
         "fp8-moments",
         "fp8-moments-no-masters",
+    ],
+    "moments-seeds": [
+        "fp8-weights-1",
+        "fp8-weights-2",
+        "fp8-moments-1",
+        "fp8-moments-2",
+        "fp8-moments-no-masters-1",
+        "fp8-moments-no-masters-2",
     ],
     "moments-999": [
         "bf16-999",
