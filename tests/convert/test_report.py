@@ -259,12 +259,16 @@ def test_named_optimizers_store_the_planned_bytes(
 
 
 @pytest.mark.parametrize("masters", [True, False])
-@pytest.mark.parametrize("fp8_weights", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fp8_weights": True}, {"enable_fsdp_float8_all_gather": False}],
+    ids=["masters", "FP8 weights", "bf16 gather"],
+)
 @pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
-def test_8_bit_moments_store_the_planned_bytes(fp8_weights: bool, masters: bool) -> None:
+def test_8_bit_moments_store_the_planned_bytes(options: dict, masters: bool) -> None:
     """Layers of less than 4096 elements, or without whole blocks of columns, have fp32 moments."""
     model = Stack((256, 200, 16), width=128).bfloat16()
-    fp8rs.convert_to_float8_training(model, fp8_weights=fp8_weights)
+    fp8rs.convert_to_float8_training(model, **options)
     name = "fp8rs-adamw-fp8" if masters else "fp8rs-adamw-fp8-no-masters"
     planned = fp8rs.report(model, world_size=1, optimizer=name)
     optimizer = fp8rs.optim.AdamW(model.parameters(), state_dtype="fp8", master_weights=masters)

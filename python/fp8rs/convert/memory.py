@@ -36,8 +36,11 @@ class States:
         """Return the bytes of the state for a shard."""
         is_plain_fp32 = sharded.parameter.dtype == torch.float32 and not sharded.is_fp8_weight
         element_bytes: float = self.element_bytes
-        is_in_fp8_layer = sharded.is_fp8_weight or sharded.layout is not None
-        if self.fp8_moments and is_in_fp8_layer and stores_codes_by_default(sharded.parameter):
+        if (
+            self.fp8_moments
+            and sharded.is_in_fp8_layer
+            and stores_codes_by_default(sharded.parameter)
+        ):
             element_bytes = MOMENTS_BYTES
         if self.masters and not is_plain_fp32:
             element_bytes += 4

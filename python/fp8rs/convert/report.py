@@ -218,15 +218,18 @@ def _modules(model: nn.Module, options: Options) -> tuple[Selection, Options, La
         for message in selection.unused:  # the table shows the other reasons
             warnings.warn(message, stacklevel=3)
 
+    layouts: Layouts = {}
     gathered_in_fp8 = []
     for weight in selection.weights():
+        layouts[id(weight.module), weight.name] = None
         if states:
             fp8_gather = weight.module._fp8_state.fp8_gather
         else:
             fp8_gather = options.enable_fsdp_float8_all_gather
         if fp8_gather:
             gathered_in_fp8.append((weight.module, weight.name))
-    return selection, options, layouts_of(options.recipe, gathered_in_fp8)
+    layouts.update(layouts_of(options.recipe, gathered_in_fp8))
+    return selection, options, layouts
 
 
 def _states(optimizer: str | float) -> States:
