@@ -454,6 +454,21 @@ def test_few_tokens_run_in_high_precision_unless_fp8_is_fixed() -> None:
     assert fp8rs.report(wide(), recipe=emulated, tokens=64).speed.run_in_fp8
 
 
+def test_few_tokens_are_gathered_in_high_precision_unless_an_option_fixes_fp8() -> None:
+    few = fp8rs.report(wide(), tokens=64)
+    assert few.gathered == few.gathered_high_precision
+    assert few.memory == few.memory_high_precision
+    assert fp8rs.report(fp8rs.convert_to_float8_training(wide()), tokens=64) == few
+    for options in (
+        {"tokens": 8192},
+        {"tokens": 64, "gemms": "fp8"},
+        {"tokens": 64, "enable_fsdp_float8_all_gather": True},
+        {"tokens": 64, "fp8_weights": True},
+    ):
+        report = fp8rs.report(wide(), **options)
+        assert report.gathered < report.gathered_high_precision
+
+
 def test_layers_that_are_never_faster_in_fp8() -> None:
     with torch.device("meta"):
         layers = nn.Sequential(nn.Linear(256, 256))
