@@ -108,9 +108,11 @@ def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument("--ranks", type=_positive, default=8, help="number of shards; default: 8")
     report.add_argument(
         "--optimizer",
+        type=_optimizer,
         metavar="NAME",
         help="torch's adam, adamw, lion, momentum, muon or sgd; or "
-        "fp8rs-adamw[-bf16|-fp8][-no-masters]; default: adamw, or fp8rs-adamw if FP8 weights are "
+        "fp8rs-adamw[-bf16|-fp8][-no-masters]; or how many tensors of a parameter's size and dtype "
+        "another optimizer keeps, such as 0.5; default: adamw, or fp8rs-adamw if FP8 weights are "
         "trained",
     )
 
@@ -172,6 +174,14 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
+
+
+def _optimizer(text: str) -> str | float:
+    """Return the name of an optimizer, or the number of its states."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _output_file(text: str) -> Path:

@@ -391,6 +391,15 @@ def test_the_command_line_reports_on_fp8_weights(
         assert memory["optimizer"] == size * weight + min(size, 8) * bias
 
 
+def test_the_command_line_accepts_a_number_of_states(
+    script: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["report", f"{script}:huge", "--optimizer", "0.5", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["optimizer"] == memory["parameters"] // 2
+
+
 @pytest.mark.parametrize(
     ("script_name", "text"),
     [
