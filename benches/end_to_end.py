@@ -307,12 +307,13 @@ def rank(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
         model, variant, arguments, device.type, recipe_options, tensor_mesh=layout.tensor
     )
     shard(model, layout, DTYPES[arguments["reduce_dtype"]])
-    if arguments.get("comm"):
-        set_fsdp_comm(model)
+    # FSDP2 refuses symmetric memory if set_fsdp_comm has set the reduce-scatters before.
     if arguments.get("torch_symm_mem"):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_symm_mem_for_comm()
+    if arguments.get("comm"):
+        set_fsdp_comm(model)
     optimizer = _optimizer(model, variant, arguments)
     report({"what": f"{param_count / 1e9:.2f} G parameters"})
 

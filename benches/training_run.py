@@ -19,16 +19,17 @@ Each variant is a process of its own, so several GPUs train side by side:
 
 One call trains several variants, one after another. The sets are names of lists of variants:
 
-    python benches/training_run.py train OUT moments      # FP8 moments, beta2 0.95
-    python benches/training_run.py train OUT moments-999  # beta2 0.999
-    python benches/training_run.py train OUT 8-bit        # 8-bit optimizers on the bf16 model
-    python benches/training_run.py train OUT fine-tune    # rates of 1e-6, after bf16-0
+    python benches/training_run.py train OUT moments        # FP8 moments, beta2 0.95
+    python benches/training_run.py train OUT moments-seeds  # the same with seeds 1 and 2
+    python benches/training_run.py train OUT moments-999    # beta2 0.999
+    python benches/training_run.py train OUT 8-bit          # 8-bit optimizers on the bf16 model
+    python benches/training_run.py train OUT fine-tune      # rates of 1e-6, after bf16-0
 
 The fine-tuning variants start from the weights of bf16-0, which has to be trained first.
 
-The variants have equal settings, and equal initial weights and batches except bf16-1 and bf16-2,
-which show how far results depend on the seed. A variant writes OUT/VARIANT.json and a checkpoint in
-OUT/VARIANT, and resumes from them. With ``--save-every 0`` it writes no checkpoint.
+The variants have equal settings, and equal initial weights and batches except those with another
+seed, such as bf16-1, which show how far results depend on it. A variant writes OUT/VARIANT.json and
+a checkpoint in OUT/VARIANT, and resumes from them. With ``--save-every 0`` it writes no checkpoint.
 """
 
 from __future__ import annotations
@@ -176,6 +177,14 @@ VARIANTS = {
     ),
 }
 
+# Trainings with other seeds show whether a difference to bf16 is more than chance.
+for _name in ("fp8-weights", "fp8-moments", "fp8-moments-no-masters"):
+    for _seed in (1, 2):
+        VARIANTS[f"{_name}-{_seed}"] = dataclasses.replace(
+            VARIANTS[_name], title=f"{VARIANTS[_name].title}, seed {_seed}", seed=_seed
+        )
+
+
 #: Variants that one call trains, by the name of their set.
 SETS = {
     "moments": [
@@ -185,6 +194,14 @@ SETS = {
         "fp8-weights",
         "fp8-moments",
         "fp8-moments-no-masters",
+    ],
+    "moments-seeds": [
+        "fp8-weights-1",
+        "fp8-weights-2",
+        "fp8-moments-1",
+        "fp8-moments-2",
+        "fp8-moments-no-masters-1",
+        "fp8-moments-no-masters-2",
     ],
     "moments-999": [
         "bf16-999",
@@ -232,7 +249,7 @@ def prepare_data(options: argparse.Namespace) -> int:
         return 2
     encode = _tokenizer(parts[0], options.vocabulary)
     train, held_out = map(encode, parts)
-    found = {
+    text_data = {
         "train": train,
         "held_out": held_out,
         "vocabulary": options.vocabulary,
@@ -241,19 +258,20 @@ def prepare_data(options: argparse.Namespace) -> int:
         "sha256": hashlib.sha256(train.numpy().tobytes() + held_out.numpy().tobytes()).hexdigest(),
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    torch.save(found, options.out / "tokens.pt")
+    torch.save(text_data, options.out / "tokens.pt")
     print(
-        f"{found['files']} files, {found['bytes'] / 1e6:.1f} MB, {train.numel():,} tokens to train "
-        f"on, {held_out.numel():,} held out, sha256 {found['sha256'][:16]}"
+        f"{text_data['files']} files, {text_data['bytes'] / 1e6:.1f} MB, "
+        f"{train.numel():,} tokens to train on, {held_out.numel():,} held out, "
+        f"sha256 {text_data['sha256'][:16]}"
     )
     return 0
 
 
 def texts(roots: list[Path]) -> Iterator[tuple[str, str]]:
     """Return names and contents of the text files below some folders, sorted, each content once."""
-    seen = set()
-    found = {str(path.relative_to(root)): path for root in roots for path in root.rglob("*")}
-    for name, path in sorted(found.items()):
+    digests = set()
+    paths = {str(path.relative_to(root)): path for root in roots for path in root.rglob("*")}
+    for name, path in sorted(paths.items()):
         if path.suffix not in SUFFIXES or not path.is_file():
             continue
         if not SHORTEST <= path.stat().st_size <= LONGEST:
@@ -261,9 +279,9 @@ def texts(roots: list[Path]) -> Iterator[tuple[str, str]]:
         content = path.read_bytes()
         digest = hashlib.sha256(content).digest()
         with contextlib.suppress(UnicodeDecodeError):
-            if digest not in seen:
+            if digest not in digests:
                 yield name, content.decode()
-        seen.add(digest)
+        digests.add(digest)
 
 
 def _tokenizer(training: list[str], vocabulary: int) -> Any:
@@ -338,9 +356,12 @@ def train_variant(
             checkpoints (0: none), "compile" whether to compile blocks, "seconds" when to stop.
         report: called with lines of progress.
     """
-    begun, variant, ranks = time.monotonic(), VARIANTS[name], dist.get_world_size()
+    begun = time.monotonic()
+    variant = VARIANTS[name]
+    ranks = dist.get_world_size()
     tokens = torch.load(Path(out, "tokens.pt"), weights_only=True, mmap=True)
     corpus = Corpus(tokens["train"], tokens["held_out"])
+
     model = build_model(settings)
     params = parameter_count(model)
     after_step = _convert(model, variant, settings.device)
@@ -349,7 +370,9 @@ def train_variant(
             block.compile()
     shard(model, settings.device, ranks)
     optimizer = _optimizer(model, settings, variant)
-    file, folder = Path(out, f"{name}.json"), Path(out, name)
+
+    file = Path(out, f"{name}.json")
+    folder = Path(out, name)
     state: dict[str, Any] = {"model": checkpoint.Model(model)}
     if variant.start is not None:
         start = json.loads(Path(out, f"{variant.start}.json").read_text())
@@ -357,6 +380,8 @@ def train_variant(
     resumes = variant.can_resume and options["save_every"] > 0
     if resumes:
         state["optimizer"] = checkpoint.Optimizer(model, optimizer)
+
+    # What two calls of a resumed training must agree about.
     fixed = {
         "variant": name,
         "title": variant.title,
@@ -368,25 +393,27 @@ def train_variant(
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if settings.device == "cuda" else "cpu",
     }
-    found: dict[str, Any] = {"step": 0, "train": [], "held_out": [], "speeds": [], "peak_memory": 0}
+
+    run: dict[str, Any] = {"step": 0, "train": [], "held_out": [], "speeds": [], "peak_memory": 0}
     is_partial = file.exists() and json.loads(file.read_text())["step"] < settings.steps
     if is_partial and not resumes:
         file.unlink()  # its state was not saved, so it begins again
     if file.exists():
-        found = json.loads(file.read_text())
-        differing = [key for key, value in _plain(fixed).items() if found.get(key) != value]
+        run = json.loads(file.read_text())
+        differing = [key for key, value in _plain(fixed).items() if run.get(key) != value]
         if differing:
             raise ValueError(f"{file} is of a run with other {', '.join(differing)}: remove {file}")
         if resumes:
-            checkpoint.load({**state}, folder / f"step-{found['step']}")
-    found |= _plain(fixed)
-    if found["step"] == 0:
-        found["held_out"] = [[0, held_out_loss(model, corpus, settings, HELD_OUT_BATCHES)]]
+            checkpoint.load({**state}, folder / f"step-{run['step']}")
+    run |= _plain(fixed)
+    if run["step"] == 0:
+        run["held_out"] = [[0, held_out_loss(model, corpus, settings, HELD_OUT_BATCHES)]]
 
     kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    stop = found["step"] == settings.steps
+    stop = run["step"] == settings.steps
     while not stop:
-        first, until = found["step"], min(found["step"] + options["every"], settings.steps)
+        first = run["step"]
+        until = min(first + options["every"], settings.steps)
         losses = torch.zeros((), device=settings.device)
         started = _now(settings.device)
         for step in range(first, until):
@@ -395,24 +422,26 @@ def train_variant(
             with sdpa_kernel(kernels, set_priority=True):
                 losses += train_step(model, optimizer, settings, step, rows)
             after_step(model)
+
         seconds = _now(settings.device) - started
         dist.all_reduce(losses)
-        found["step"] = until
-        found["train"].append([until, losses.item() / ranks / (until - first)])
-        found["held_out"].append([until, held_out_loss(model, corpus, settings, HELD_OUT_BATCHES)])
-        found["speeds"].append((until - first) * settings.rows * settings.length / seconds)
-        found["peak_memory"] = max(found["peak_memory"], peak_memory(settings.device))
-        found["state_bytes"] = _state_bytes(optimizer)
+        run["step"] = until
+        run["train"].append([until, losses.item() / ranks / (until - first)])
+        run["held_out"].append([until, held_out_loss(model, corpus, settings, HELD_OUT_BATCHES)])
+        run["speeds"].append((until - first) * settings.rows * settings.length / seconds)
+        run["peak_memory"] = max(run["peak_memory"], peak_memory(settings.device))
+        run["state_bytes"] = _state_bytes(optimizer)
+
         stop = until == settings.steps or _expired(begun, options["seconds"], settings)
         if stop or not resumes or until % options["save_every"] == 0:
-            _save(state, found, folder, file)
+            _save(state, run, folder, file)
         report(
             {
                 "line": f"{name}: step {until}/{settings.steps}, held-out loss "
-                f"{found['held_out'][-1][1]:.4f}, {found['speeds'][-1]:,.0f} tokens/s"
+                f"{run['held_out'][-1][1]:.4f}, {run['speeds'][-1]:,.0f} tokens/s"
             }
         )
-    return found
+    return run
 
 
 def _convert(model: torch.nn.Module, variant: Variant, device: str) -> Any:

@@ -1,5 +1,7 @@
 """Train LoRA adapters on the codes of a published FP8 checkpoint, save them alone, and merge them.
 
+Needs transformers and peft.
+
 torchrun --standalone --nproc-per-node 2 examples/lora_fp8_checkpoint.py, on GPUs or on CPUs with
 gloo. Without --checkpoint, a small model with random weights stands for the published one.
 

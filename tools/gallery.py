@@ -59,13 +59,13 @@ def train_on_rank(settings: Settings, recipe: Any, report: Report) -> Result:
     return train(settings, recipe)
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the losses, their difference to bf16, and the gathered bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # for reproducible bytes
-    runs = found["runs"]
+    runs = results["runs"]
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     losses, apart, traffic = figure.subplots(1, 3, width_ratios=(2, 2, 1.6))
     reference = dict(runs["bf16"]["held_out"])
@@ -77,10 +77,14 @@ def draw(found: dict[str, Any], path: Path) -> None:
     losses.set(xlabel="step", ylabel="nats a byte", title="Held-out loss")
     losses.legend()
     apart.set(xlabel="step", ylabel="percent", title="... above bf16's")
-    weights = [run["weight_bytes"] / 1e6 for run in runs.values()]
-    rest = [run["allgather_bytes"] / 1e6 - w for run, w in zip(runs.values(), weights, strict=True)]
-    traffic.barh(list(runs), weights, label="converted weights")
-    traffic.barh(list(runs), rest, left=weights, label="the rest")
+
+    weights_mb = []
+    others_mb = []
+    for run in runs.values():
+        weights_mb.append(run["weight_bytes"] / 1e6)
+        others_mb.append((run["allgather_bytes"] - run["weight_bytes"]) / 1e6)
+    traffic.barh(list(runs), weights_mb, label="converted weights")
+    traffic.barh(list(runs), others_mb, left=weights_mb, label="the rest")
     traffic.invert_yaxis()
     traffic.set(xlabel="MB a rank", title="All-gathered in a step")
     traffic.legend(loc="lower right", fontsize=8)

@@ -108,9 +108,11 @@ def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument("--ranks", type=_positive, default=8, help="number of shards; default: 8")
     report.add_argument(
         "--optimizer",
+        type=_optimizer,
         metavar="NAME",
         help="torch's adam, adamw, lion, momentum, muon or sgd; or "
-        "fp8rs-adamw[-bf16|-fp8][-no-masters]; default: adamw, or fp8rs-adamw if FP8 weights are "
+        "fp8rs-adamw[-bf16|-fp8][-no-masters]; or how many tensors of a parameter's size and dtype "
+        "another optimizer keeps, such as 0.5; default: adamw, or fp8rs-adamw if FP8 weights are "
         "trained",
     )
 
@@ -146,7 +148,7 @@ def _report(options: argparse.Namespace) -> int:
     from fp8rs import doctor, report
 
     try:
-        found = report(
+        model_report = report(
             doctor.load_model(options.model),
             recipe=options.recipe,
             filter_fqns=options.leave_out,
@@ -158,7 +160,10 @@ def _report(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"fp8rs report: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+    if options.json:
+        print(json.dumps(model_report.as_dict(), indent=2))
+    else:
+        print(model_report)
     return 0
 
 
@@ -169,6 +174,14 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
+
+
+def _optimizer(text: str) -> str | float:
+    """Return the name of an optimizer, or the number of its states."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _output_file(text: str) -> Path:

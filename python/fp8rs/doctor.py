@@ -123,9 +123,9 @@ def _devices() -> list[Device]:
         return []
     devices = []
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        capability = (found.major, found.minor)
-        devices.append(Device(found.name, index, capability, found.total_memory))
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        devices.append(Device(properties.name, index, capability, properties.total_memory))
     return devices
 
 

@@ -339,6 +339,19 @@ def test_one_warning_lists_the_layers_of_a_dtype():
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize("earlier", [None, True, False])
+@pytest.mark.parametrize("requested", [None, True, False])
+def test_a_second_conversion_with_another_gather_is_refused(earlier, requested):
+    model = nn.Sequential(nn.Linear(32, 32))
+    fp8rs.convert_to_float8_training(model, enable_fsdp_float8_all_gather=earlier)
+    if requested == earlier:
+        fp8rs.convert_to_float8_training(model, enable_fsdp_float8_all_gather=requested)
+        return
+    says = f"enable_fsdp_float8_all_gather={earlier}, not {requested}"
+    with pytest.raises(ValueError, match=says):
+        fp8rs.convert_to_float8_training(model, enable_fsdp_float8_all_gather=requested)
+
+
 def test_converting_twice_changes_nothing():
     model = convert(Model(), recipe="current")
     state, hooks = state_of(model.head), len(model._forward_pre_hooks)

@@ -259,12 +259,16 @@ def test_named_optimizers_store_the_planned_bytes(
 
 
 @pytest.mark.parametrize("masters", [True, False])
-@pytest.mark.parametrize("fp8_weights", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fp8_weights": True}, {"enable_fsdp_float8_all_gather": False}],
+    ids=["masters", "FP8 weights", "bf16 gather"],
+)
 @pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
-def test_8_bit_moments_store_the_planned_bytes(fp8_weights: bool, masters: bool) -> None:
+def test_8_bit_moments_store_the_planned_bytes(options: dict, masters: bool) -> None:
     """Layers of less than 4096 elements, or without whole blocks of columns, have fp32 moments."""
     model = Stack((256, 200, 16), width=128).bfloat16()
-    fp8rs.convert_to_float8_training(model, fp8_weights=fp8_weights)
+    fp8rs.convert_to_float8_training(model, **options)
     name = "fp8rs-adamw-fp8" if masters else "fp8rs-adamw-fp8-no-masters"
     planned = fp8rs.report(model, world_size=1, optimizer=name)
     optimizer = fp8rs.optim.AdamW(model.parameters(), state_dtype="fp8", master_weights=masters)
@@ -387,6 +391,15 @@ def test_the_command_line_reports_on_fp8_weights(
         assert memory["optimizer"] == size * weight + min(size, 8) * bias
 
 
+def test_the_command_line_accepts_a_number_of_states(
+    script: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["report", f"{script}:huge", "--optimizer", "0.5", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["optimizer"] == memory["parameters"] // 2
+
+
 @pytest.mark.parametrize(
     ("script_name", "text"),
     [
@@ -448,6 +461,21 @@ def test_few_tokens_run_in_high_precision_unless_fp8_is_fixed() -> None:
     assert fp8rs.report(converted, tokens=64).speed.run_in_fp8
     emulated = fp8rs.Float8CurrentScaling(emulate=True)
     assert fp8rs.report(wide(), recipe=emulated, tokens=64).speed.run_in_fp8
+
+
+def test_few_tokens_are_gathered_in_high_precision_unless_an_option_fixes_fp8() -> None:
+    few = fp8rs.report(wide(), tokens=64)
+    assert few.gathered == few.gathered_high_precision
+    assert few.memory == few.memory_high_precision
+    assert fp8rs.report(fp8rs.convert_to_float8_training(wide()), tokens=64) == few
+    for options in (
+        {"tokens": 8192},
+        {"tokens": 64, "gemms": "fp8"},
+        {"tokens": 64, "enable_fsdp_float8_all_gather": True},
+        {"tokens": 64, "fp8_weights": True},
+    ):
+        report = fp8rs.report(wide(), **options)
+        assert report.gathered < report.gathered_high_precision
 
 
 def test_layers_that_are_never_faster_in_fp8() -> None:

@@ -7,7 +7,7 @@ import io
 import pickle
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -221,7 +221,9 @@ class LoadPlanner(DefaultLoadPlanner):
         """Remove the entries of a state that the checkpoint does not have."""
         absent_keys = {key for key in state_dict if not _begin_with(f"{key}.", saved)}
         for name in list(self.state_dict):
-            if name in saved or _is_part(name, saved):
+            # Moments that start from 0 with the saved number of steps would take steps that are too
+            # long, so moments in another format are an error too.
+            if name in saved or _is_part(name, saved) or _is_other_moment(name, saved):
                 continue
             path = self.mappings[name]
             is_top_level = len(path) == 1
@@ -290,12 +292,13 @@ class LoadPlanner(DefaultLoadPlanner):
             for kind, lines in local_state.differences.items():
                 for line in lines:
                     differences.add(kind, line, rank)
-        if self.strict:
-            for name in sorted(saved.keys() - names):
-                line = f"{name}: {_describe_saved(saved[name])} in the checkpoint, unknown here"
-                for rank, local_state in enumerate(local_states):
-                    if name.startswith(local_state.prefixes):
-                        differences.add(UNKNOWN, line, rank)
+        for name in sorted(saved.keys() - names):
+            if not self.strict and not _is_other_moment(name, names):
+                continue
+            line = f"{name}: {_describe_saved(saved[name])} in the checkpoint, unknown here"
+            for rank, local_state in enumerate(local_states):
+                if name.startswith(local_state.prefixes):
+                    differences.add(UNKNOWN, line, rank)
 
         if differences.by_kind:
             prefixes: dict[str, None] = {}
@@ -329,8 +332,10 @@ class LoadPlanner(DefaultLoadPlanner):
                 f"The checkpoint has no {', '.join(absent_keys)}: its names begin with "
                 f"{', '.join(map(repr, list(saved_keys)[:10]))}."
             )
-        # Entries of other shapes or dtypes are an error in any case.
-        if self.strict and OTHER not in differences.by_kind:
+        # Entries of other shapes or dtypes and moments in another format are an error in any case.
+        is_error = OTHER in differences.by_kind
+        is_error |= any(_is_other_moment(name, saved) for name in missing)
+        if self.strict and not is_error:
             remedies.append(
                 "load(..., strict=False) loads the entries that both have, and does not change "
                 "the others."
@@ -379,8 +384,9 @@ REMEDIES = [
     ),
     (
         re.compile(r"\.exp_avg(_sq)?_codes: not in the checkpoint"),
-        "To load high-precision moments into an optimizer with 8-bit moments, load in the context "
-        "of its float32_state_dict().",
+        "To load float32 moments into an optimizer with 8-bit moments, load in the context of its "
+        "float32_state_dict(). Load bfloat16 moments into an optimizer with "
+        "state_dtype=torch.bfloat16, and pass its state_dict() to load_state_dict().",
     ),
     (
         re.compile(r"\.exp_avg(_sq)?_codes: .* unknown here"),
@@ -399,6 +405,19 @@ def _is_part(name: str, saved: dict[str, Any]) -> bool:
     """Return whether a name is a part of an FP8 weight whose codes are in the checkpoint."""
     weight = name.removesuffix(SCALE).removesuffix(COLUMNWISE)
     return weight != name and _describe_saved(saved.get(weight)).startswith("float8")
+
+
+#: Matches a moment of `fp8rs.optim.AdamW`, or a part of an 8-bit moment.
+MOMENT = re.compile(r"(?P<moment>.*\.exp_avg(_sq)?)(?P<part>_codes|_range)?")
+
+
+def _is_other_moment(name: str, others: Collection[str]) -> bool:
+    """Return whether a name is a moment that ``others`` have in another format."""
+    match = MOMENT.fullmatch(name)
+    if match is None:
+        return False
+    moment = match["moment"]
+    return (moment if match["part"] else f"{moment}_codes") in others
 
 
 def refuse_quantized(flat: dict[str, Any]) -> None:

@@ -36,8 +36,7 @@ class States:
         """Return the bytes of the state for a shard."""
         is_plain_fp32 = sharded.parameter.dtype == torch.float32 and not sharded.is_fp8_weight
         element_bytes: float = self.element_bytes
-        is_in_fp8_layer = sharded.is_fp8_weight or sharded.layout is not None
-        can_be_8bit = is_in_fp8_layer and stores_8bit_moments_by_default(sharded.parameter)
+        can_be_8bit = sharded.is_in_fp8_layer and stores_8bit_moments_by_default(sharded.parameter)
         if self.fp8_moments and can_be_8bit:
             element_bytes = MOMENTS_BYTES
         if self.masters and not is_plain_fp32:

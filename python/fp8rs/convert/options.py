@@ -134,8 +134,8 @@ class Options:
         values["recipe"] = (describe(state.recipe), describe(self.recipe))
         if not state.standalone:
             values["enable_fsdp_float8_all_gather"] = (
-                bool(state.fp8_gather),
-                bool(self.fp8_gather),
+                _argument_of(state.fp8_gather),
+                _argument_of(self.fp8_gather),
             )
             values["amax_reduction_group"] = (state.group, self.amax_reduction_group)
             values["gemms"] = (state.gemms, self.gemms)
@@ -154,6 +154,11 @@ class Options:
                     "the model is sharded, load the state dict into an unconverted model and "
                     "convert that. To keep it, exclude it with filter_fqns"
                 )
+
+
+def _argument_of(gather: bool | Literal["auto"]) -> bool | None:
+    """Return the argument of a conversion that a choice of gathers results from."""
+    return None if gather == "auto" else gather
 
 
 def _check_fp8_experts(recipe: Recipe) -> None:

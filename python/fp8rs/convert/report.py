@@ -6,23 +6,25 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fp8rs._torch import own_part
 from fp8rs.convert.expert_selection import Experts
 from fp8rs.convert.memory import STATES, States, memory_of
 from fp8rs.convert.options import Arguments, ExpertsMode, ModuleFilter, Options, fqn_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import Selection, converted, select
 from fp8rs.convert.sizes import Group, Layouts, groups_of, is_sharded_by_fsdp, layouts_of
-from fp8rs.convert.speed import linear_speed
+from fp8rs.convert.speed import LinearSpeed, linear_speed
 from fp8rs.model.shard_spec import ShardSpec
-from fp8rs.model.state import Gemms
+from fp8rs.model.state import Gemms, ModelState
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_int, check_module, describe
+from fp8rs.tensor.quantized import QuantizedTensor
 
 #: Rows per expert for which a report names GEMMs.
 ROWS_PER_EXPERT = (128, 1024, 8192)
@@ -90,7 +92,8 @@ def report(
         experts: as in ``convert_to_float8_training``.
         gemms: as in ``convert_to_float8_training``.
         tokens: batch size times sequence length on each GPU, for which the report estimates the
-            speed of each linear layer.
+            speed of each linear layer, and how the weights of a model that is not sharded are
+            gathered. Without it, they are gathered in FP8, unless an option says otherwise.
 
     Warns:
         UserWarning: a string in ``filter_fqns`` matches no linear layer and no experts.
@@ -112,7 +115,9 @@ def report(
     )
     if tokens is not None:
         check_int("tokens", tokens, 1)
-    selection, options, layouts = _modules(model, arguments)
+    selection, options = _modules(model, arguments)
+    speed = linear_speed(options.recipe, dict(selection.layers), options.gemms, tokens)
+    layouts = _layouts(model, selection, options, speed)
     world_size = _ranks(world_size, model)
     groups_with_layouts = partial(
         groups_of,
@@ -149,7 +154,7 @@ def report(
         # A parametrized weight is an attribute.
         converted_parameters=sum(getattr(w.module, w.name).numel() for w in weights),
         parameters=sum(p.numel() for p in model.parameters()),
-        speed=linear_speed(options.recipe, dict(selection.layers), options.gemms, tokens),
+        speed=speed,
         gemms=expert_gemms,
         gemm_reasons=gemm_reasons,
         left=_unconverted(model, selection),
@@ -186,15 +191,10 @@ def _gemms(experts: Experts, recipe: Recipe) -> dict[str, dict[int, str]]:
     return gemms
 
 
-def _modules(model: nn.Module, arguments: Arguments) -> tuple[Selection, Options, Layouts]:
-    """Return what is converted or will be, with which options, and the layouts of FP8 gathers."""
+def _modules(model: nn.Module, arguments: Arguments) -> tuple[Selection, Options]:
+    """Return what is converted or will be, and with which options."""
     selection = converted(model)
-    states = []
-    for weight in reversed(selection.weights()):
-        state = weight.module._fp8_state
-        if not state.standalone:
-            states.append(state)
-
+    states = _conversions(selection)
     if states:
         names = []
         for argument in fields(Arguments):
@@ -211,22 +211,55 @@ def _modules(model: nn.Module, arguments: Arguments) -> tuple[Selection, Options
                 "report on them one by one"
             )
         state = states[0]  # of experts, if any
-        options = Options(state.recipe, experts=state.experts, gemms=state.gemms)
+        experts = cast(ExpertsMode, state.experts)
+        options = Options(state.recipe, experts=experts, gemms=state.gemms)
     else:
         options = arguments.options()
         selection = select(model, options)
         for message in selection.unused:  # the table shows the other reasons
             warnings.warn(message, stacklevel=3)
 
+    return selection, options
+
+
+def _conversions(selection: Selection) -> list[ModelState]:
+    """Return the states of converted weights, those of experts first."""
+    states = []
+    for weight in reversed(selection.weights()):
+        state = weight.module._fp8_state
+        if not state.standalone:
+            states.append(state)
+    return states
+
+
+def _layouts(
+    model: nn.Module, selection: Selection, options: Options, speed: LinearSpeed
+) -> Layouts:
+    """Return the layouts of the weights of FP8 layers.
+
+    Args:
+        model: the model.
+        selection: the layers and experts that are converted or will be.
+        options: from `_modules`.
+        speed: the speed of the linear layers, which decides how FSDP2 gathers them by default.
+    """
+    few_tokens = not speed.run_in_fp8 and not is_sharded_by_fsdp(model)
+    is_converted = bool(_conversions(converted(model)))
+    layouts: Layouts = {}
     gathered_in_fp8 = []
     for weight in selection.weights():
-        if states:
+        layouts[id(weight.module), weight.name] = None
+        fp8_gather = options.fp8_gather
+        if is_converted:
             fp8_gather = weight.module._fp8_state.fp8_gather
-        else:
-            fp8_gather = options.fp8_gather
+        parameter = getattr(weight.module, weight.name)
+        is_fp8_weight = options.fp8_weights or isinstance(own_part(parameter), QuantizedTensor)
+        if fp8_gather == "auto" and few_tokens and not is_fp8_weight:
+            fp8_gather = not isinstance(weight.module, nn.Linear)
         if fp8_gather:
             gathered_in_fp8.append((weight.module, weight.name))
-    return selection, options, layouts_of(options.recipe, gathered_in_fp8)
+    layouts.update(layouts_of(options.recipe, gathered_in_fp8))
+    return layouts
 
 
 def _states(optimizer: str | float) -> States:

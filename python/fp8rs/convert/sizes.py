@@ -43,6 +43,7 @@ class ShardedParameter:
         gathered_dtype: dtype of the gathered parameter without FP8, and of its gradient.
         layout: layout of the gathered FP8 weight. None if it is gathered in high precision.
         is_fp8_weight: whether only codes and scales are stored.
+        is_in_fp8_layer: whether it is the weight of an FP8 layer, however it is gathered.
     """
 
     parameter: nn.Parameter
@@ -50,6 +51,7 @@ class ShardedParameter:
     gathered_dtype: torch.dtype
     layout: AllGatherLayout | None
     is_fp8_weight: bool
+    is_in_fp8_layer: bool
 
     @property
     def trained(self) -> bool:
@@ -139,8 +141,9 @@ def is_sharded_by_fsdp(root: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in root.modules())
 
 
-#: The layout of each parameter that is gathered in FP8, by the ``id`` of its module and its name.
-Layouts = dict[tuple[int, str], AllGatherLayout]
+#: The layout of each weight of an FP8 layer, by the ``id`` of its module and its name. None if the
+#: weight is gathered in high precision.
+Layouts = dict[tuple[int, str], AllGatherLayout | None]
 
 
 def layouts_of(recipe: Recipe, parameters: Iterable[tuple[nn.Module, str]]) -> Layouts:
@@ -164,7 +167,7 @@ def groups_of(
 
     Args:
         root: the model.
-        layouts: from `layouts_of`, for the parameters that are gathered in FP8.
+        layouts: the layouts of the weights of FP8 layers.
         world_size: the number of shards of a model that is not sharded yet.
         param_dtype: ``param_dtype`` of the mixed-precision policy. With None, parameters are
             gathered in their stored dtype.
@@ -197,12 +200,18 @@ def groups_of(
         gathered_dtype = parameter.dtype
         if param_dtype and gathered_dtype.is_floating_point:
             gathered_dtype = param_dtype
-        layout = layouts.get((id(member.module), member.name))
+        key = (id(member.module), member.name)
+        layout = layouts.get(key)
         if is_sharded and isinstance(parameter, DTensor) and local_of(parameter) is None:
             layout = None  # a tie or the number of tokens has decided for high precision
         is_fp8 = fp8_weights or isinstance(own_part(parameter), QuantizedTensor)
         return ShardedParameter(
-            parameter, spec, gathered_dtype, layout, layout is not None and is_fp8
+            parameter,
+            spec,
+            gathered_dtype,
+            layout,
+            is_fp8_weight=layout is not None and is_fp8,
+            is_in_fp8_layer=key in layouts,
         )
 
     groups = []

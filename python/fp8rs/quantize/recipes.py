@@ -182,11 +182,11 @@ class Recipe:
         return self.block_format("input")
 
 
-def _check_block(recipe: Recipe, name: str, *known: tuple[int, int]) -> None:
+def _check_block(recipe: Recipe, name: str, *blocks: tuple[int, int]) -> None:
     """Convert a list to a tuple, and raise ValueError if it is not one of these blocks."""
     block = getattr(recipe, name)
     block = tuple(block) if isinstance(block, list) else block
-    check_choice(name, block, known)
+    check_choice(name, block, blocks)
     object.__setattr__(recipe, name, block)
 
 
@@ -381,19 +381,19 @@ def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
-    known = ", ".join(repr(name) for name in RECIPES)
+    names = ", ".join(repr(name) for name in RECIPES)
     if isinstance(recipe, str):
         try:
             return RECIPES[recipe]()
         except KeyError:
-            message = f"recipe {recipe!r} is not known; the names are {known}"
+            message = f"recipe {recipe!r} is not known; the names are {names}"
             raise ValueError(message + _suggestion(recipe)) from None
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"recipe is the class {recipe.__name__}: give {recipe.__name__}()")
     kind = type(recipe)  # named with its module, because other libraries use the same class names
     remedy = ". Pass it as config" if kind.__name__ == "Float8LinearConfig" else ""
     raise TypeError(
-        f"recipe must be a recipe of fp8rs or one of {known}, not "
+        f"recipe must be a recipe of fp8rs or one of {names}, not "
         f"{kind.__module__}.{kind.__qualname__}{remedy}"
     )
 
