@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import runpy
 
 import pytest
-from harness import HERE, assert_gathers_are_fp8, need, reference_run, run_example, run_file
+from harness import HERE, ROOT, assert_gathers_are_fp8, need, reference_run, run_example, run_file
 
 need("peft", "0.21")
 need("accelerate", "1.15")
@@ -80,7 +80,9 @@ def test_adapters_train_on_the_codes_of_an_fp8_checkpoint(tmp_path):
     assert all("lora_" in name for name in adapters)
     layer = "model.layers.1.mlp.up_proj"
     merged_weight = load_file(tmp_path / "fp8" / "merged" / "model.safetensors")[f"{layer}.weight"]
-    stored = load_file(Path(run.returned["checkpoint"]) / "model.safetensors")
+    example = runpy.run_path(str(ROOT / "examples" / "lora_fp8_checkpoint.py"))
+    example["small_checkpoint"](tmp_path / "base", width=128, layers=2)
+    stored = load_file(tmp_path / "base" / "model.safetensors")
     scale = stored[f"{layer}.weight_scale_inv"]
     base_weight = stored[f"{layer}.weight"].float()
     base_weight *= scale.repeat_interleave(128, 0).repeat_interleave(128, 1)

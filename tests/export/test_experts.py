@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import fp8rs
@@ -15,6 +13,7 @@ from cases import TWO_PLANES
 from distributed import ranks
 from distributed.batched import BATCHES, build
 from distributed.batched import shard as shard_batched
+from distributed.folders import shared_folder
 from distributed.models import RECIPES, assert_same_bytes, same_bytes, whole_planes
 from export.own_formats import OWN, with_own_format
 from fp8rs.export import load, save_pretrained, tensors
@@ -65,13 +64,6 @@ def converted(kind, recipe="current", *, width=64, seed=0, fp8_weights=False, **
         experts="gather",
         fp8_weights=fp8_weights,
     )
-
-
-def folder_for(rig):
-    """Return a directory that all ranks use."""
-    folder = [tempfile.mkdtemp(prefix="fp8rs-experts-") if rig.rank == 0 else None]
-    dist.broadcast_object_list(folder)
-    return folder[0]
 
 
 def exported(model, format, **options):
@@ -385,7 +377,7 @@ def test_sharded_stacks_give_and_load_the_bytes_of_unsharded_ones(rig, recipe, f
     model = stacked(batch, recipe, **options)
     shard_batched(model, rig, model.dim)
     assert_same_bytes(exported(model, format), wanted)
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     save_pretrained(model, folder, format)
     other = stacked(batch, recipe, **options, seed=1)
     shard_batched(other, rig, other.dim)
@@ -413,7 +405,7 @@ def test_a_sharded_model_of_transformers_keeps_the_names_of_its_files(
             fully_shard(layer, mesh=rig.mesh())
         fully_shard(model, mesh=rig.mesh())
     assert_same_bytes(exported(models[0], OWN[recipe]), wanted)
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     save_pretrained(models[0], folder, OWN[recipe], dtype=torch.float32)
     load(models[1], folder)
     # With these recipes, the values of the files are quantized to the same codes again.

@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fp8rs
 from distributed import ranks
+from distributed.folders import shared_folder
 from distributed.models import (
     RECIPES,
     Stack,
@@ -50,13 +50,6 @@ SIZES = (320, 160)
 
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
 both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
-
-
-def folder_for(rig):
-    """Return a directory that all ranks use."""
-    folder = [tempfile.mkdtemp(prefix="fp8rs-load-") if rig.rank == 0 else None]
-    dist.broadcast_object_list(folder)
-    return folder[0]
 
 
 def exported(model, format):
@@ -634,7 +627,7 @@ def meta(sizes, recipe, rig, fp8_weights):
 @pytest.mark.parametrize("sizes", list(SHARDED))
 def test_a_sharded_model_loads_the_values_of_an_unsharded_one(rig, recipe, fp8_weights, sizes):
     options = {"recipe": RECIPES[recipe], "fp8_weights": fp8_weights, "device": rig.device}
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     # Blocks of 128 have other scales than blocks of 32, rows and tensors, so weights are quantized.
     for format in {OWN[recipe], "fp8-block"}:
         save_pretrained(make(SHARDED[sizes], **options), folder, format, dtype=torch.float32)
@@ -656,7 +649,7 @@ def test_a_sharded_model_loads_the_values_of_an_unsharded_one(rig, recipe, fp8_w
 @ranks(2)
 @both_weights
 def test_a_rank_reads_only_its_own_part_and_each_tensor_once(rig, fp8_weights):
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     options = {"recipe": "block", "fp8_weights": fp8_weights, "device": rig.device}
     save_pretrained(make((256,), **options), folder, "fp8-block", dtype=torch.float32)
     dist.barrier()
@@ -685,7 +678,7 @@ def test_a_rank_reads_only_its_own_part_and_each_tensor_once(rig, fp8_weights):
 @pytest.mark.parametrize("optimizer", ["AdamW", "MasterWeights", "torch"])
 def test_a_load_between_steps_is_not_undone_by_the_next_step(rig, recipe, optimizer):
     """The optimizer reads its master weights again from the loaded weights."""
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     fp8_weights = optimizer != "torch"
     options = {"recipe": RECIPES[recipe], "fp8_weights": fp8_weights, "device": rig.device}
     save_pretrained(make((64,), **options), folder, OWN[recipe], dtype=torch.float32)
@@ -712,7 +705,7 @@ def test_a_load_between_steps_is_not_undone_by_the_next_step(rig, recipe, optimi
 
 @ranks(2)
 def test_a_load_into_unsharded_units_writes_the_shards(rig):
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     save_pretrained(make((64,), device=rig.device), folder, "bf16", dtype=torch.float32)
     dist.barrier()
     model = shard(make((64,), seed=1, device=rig.device), rig, reshard_after_forward=False)
@@ -725,7 +718,7 @@ def test_a_load_into_unsharded_units_writes_the_shards(rig):
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "block", "mxfp8"])
 @both_weights
 def test_tensor_parallel_weights_get_the_values_of_the_files(rig, recipe, fp8_weights):
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     options = {"recipe": RECIPES[recipe], "device": rig.device}
     save_pretrained(make((128,), **options), folder, OWN[recipe], dtype=torch.float32)
     wanted = values_of(exported(make((128,), **options), OWN[recipe]), OWN[recipe])
@@ -750,7 +743,7 @@ def test_tensor_parallel_weights_get_the_values_of_the_files(rig, recipe, fp8_we
 @ranks(2)
 def test_ranks_with_different_parts_of_a_model_load_their_own(rig):
     """With pipeline stages, names are compared across all ranks."""
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     whole = make((64, 96), device=rig.device)
     save_pretrained(whole, folder, "fp8-tensor", dtype=torch.float32)
     wanted = values_of(exported(whole, "fp8-tensor"), "fp8-tensor")
@@ -767,7 +760,7 @@ def test_ranks_with_different_parts_of_a_model_load_their_own(rig):
 
 @ranks(2)
 def test_files_that_differ_between_ranks_are_compared_on_all(rig):
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     for rank in range(2):  # only the first rank writes
         made = make((64, 96)[: 1 + rank], device=rig.device)
         save_pretrained(made, f"{folder}/{rank}", "bf16")
@@ -778,7 +771,7 @@ def test_files_that_differ_between_ranks_are_compared_on_all(rig):
 
 @ranks(2)
 def test_an_error_of_one_rank_is_raised_on_all_before_anything_is_written(rig):
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     save_pretrained(make((64,), device=rig.device), folder, "bf16")
     dist.barrier()
     model = shard(make((64,), seed=1, device=rig.device), rig)
@@ -792,20 +785,20 @@ def test_an_error_of_one_rank_is_raised_on_all_before_anything_is_written(rig):
 
 @ranks(2, cuda=False)
 def test_an_undecodable_config_of_one_rank_is_raised_on_all(rig):
-    folder = folder_for(rig)
-    save_pretrained(make((64,)), folder, "bf16")
+    folder = Path(shared_folder(rig))
+    save_pretrained(make((64,)), folder / "saved", "bf16")
     dist.barrier()
-    own = Path(folder).with_name(f"{Path(folder).name}-{rig.rank}")
-    shutil.copytree(folder, own)
+    rank_folder = folder / str(rig.rank)
+    shutil.copytree(folder / "saved", rank_folder)
     if rig.rank == 1:
-        (own / "config.json").write_bytes(b"\xff\xfe")
+        (rank_folder / "config.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="rank 1: .*codec" if rig.rank == 0 else "codec"):
-        load(make((64,)), own)
+        load(make((64,)), rank_folder)
 
 
 @ranks(2)
 def test_a_tied_weight_of_a_sharded_model_is_loaded_once(rig):
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     wanted = torch.arange(40.0 * 32).reshape(40, 32)
     if rig.rank == 0:
         save_file(

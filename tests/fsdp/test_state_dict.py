@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from distributed import ranks
 from distributed.collectives import Collectives
+from distributed.folders import shared_folder
 from distributed.models import (
     EVEN,
     HIDDEN,
@@ -260,16 +260,6 @@ def test_a_pickle_leaves_process_groups_out_and_says_so(rig, recipe):
     shard(again, rig)(batch(rig)).sum().backward()
 
 
-def shared_folder(rig):
-    folder = [None]
-    if rig.rank == 0:
-        import tempfile
-
-        folder[0] = tempfile.mkdtemp(prefix="fp8rs-dcp-")
-    dist.broadcast_object_list(folder, 0)
-    return folder[0]
-
-
 def state_of(model, optimizer):
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
@@ -280,65 +270,55 @@ def state_of(model, optimizer):
 @pytest.mark.parametrize("converted", [True, False])
 def test_distributed_checkpoints_move_between_world_sizes(rig, hidden, converted):
     """Saved on 4 ranks, loaded on 2 (in a mesh of half the ranks), saved there, loaded on 4."""
-    import shutil
-
     folder = shared_folder(rig)
-    try:
-        model, optimizer = trained(rig, hidden)
-        expected = {n: whole(v).clone() for n, v in model.state_dict().items()}
-        moments = {
-            n: whole(v["exp_avg"]).clone()
-            for n, v in get_optimizer_state_dict(model, optimizer)["state"].items()
-        }
-        state = state_of(model, optimizer)
-        for value in (*state["model"].values(),):
-            assert_plain(value)
-        for entry in state["optimizer"]["state"].values():
-            for value in entry.values():
-                if isinstance(value, torch.Tensor):
-                    assert_plain(value)
-        dcp.save(state, checkpoint_id=f"{folder}/four")
+    model, optimizer = trained(rig, hidden)
+    expected = {n: whole(v).clone() for n, v in model.state_dict().items()}
+    moments = {
+        n: whole(v["exp_avg"]).clone()
+        for n, v in get_optimizer_state_dict(model, optimizer)["state"].items()
+    }
+    state = state_of(model, optimizer)
+    for value in state["model"].values():
+        assert_plain(value)
+    for entry in state["optimizer"]["state"].values():
+        for value in entry.values():
+            if isinstance(value, torch.Tensor):
+                assert_plain(value)
+    dcp.save(state, checkpoint_id=f"{folder}/four")
 
-        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        group = halves[rig.rank // 2]
-        mesh = dist.device_mesh.DeviceMesh.from_group(group, rig.device_type)
-        recipe = "current" if converted else None
-        other = make(HIDDEN[hidden], recipe=recipe, seed=1, device=rig.device)
-        shard(other, mesh=mesh)
-        other_optimizer = adamw(other)
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = halves[rig.rank // 2]
+    mesh = dist.device_mesh.DeviceMesh.from_group(group, rig.device_type)
+    recipe = "current" if converted else None
+    other = make(HIDDEN[hidden], recipe=recipe, seed=1, device=rig.device)
+    shard(other, mesh=mesh)
+    other_optimizer = adamw(other)
+    state = state_of(other, other_optimizer)
+    dcp.load(state, checkpoint_id=f"{folder}/four", process_group=group)
+    set_state_dict(
+        other,
+        other_optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    assert_equal(other, expected)
+    if converted:
+        assert_still_master(other)
+    for n, v in get_optimizer_state_dict(other, other_optimizer)["state"].items():
+        assert torch.equal(whole(v["exp_avg"]), moments[n]), n
+    if rig.rank < 2:
         state = state_of(other, other_optimizer)
-        dcp.load(state, checkpoint_id=f"{folder}/four", process_group=group)
-        set_state_dict(
-            other,
-            other_optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        assert_equal(other, expected)
-        if converted:
-            assert_still_master(other)
-        for n, v in get_optimizer_state_dict(other, other_optimizer)["state"].items():
-            assert torch.equal(whole(v["exp_avg"]), moments[n]), n
-        if rig.rank < 2:
-            dcp.save(
-                state_of(other, other_optimizer),
-                checkpoint_id=f"{folder}/two",
-                process_group=group,
-            )
-        dist.barrier()
+        dcp.save(state, checkpoint_id=f"{folder}/two", process_group=group)
+    dist.barrier()
 
-        last = make(HIDDEN[hidden], seed=2, device=rig.device)
-        shard(last, rig)
-        last_optimizer = adamw(last)
-        state = state_of(last, last_optimizer)
-        dcp.load(state, checkpoint_id=f"{folder}/two")
-        # Without set_state_dict: the state dict's tensors are the weights' own memory.
-        assert_equal(last, expected)
-        assert torch.equal(last(batch(rig)), model(batch(rig)))
-    finally:
-        dist.barrier()
-        if rig.rank == 0:
-            shutil.rmtree(Path(folder))
+    last = make(HIDDEN[hidden], seed=2, device=rig.device)
+    shard(last, rig)
+    last_optimizer = adamw(last)
+    state = state_of(last, last_optimizer)
+    dcp.load(state, checkpoint_id=f"{folder}/two")
+    # Without set_state_dict: the state dict's tensors are the weights' own memory.
+    assert_equal(last, expected)
+    assert torch.equal(last(batch(rig)), model(batch(rig)))
 
 
 @ranks(2)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-
 import pytest
 import torch
 from torch import distributed as dist
@@ -24,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 import fp8rs
 from cases import each_kind_of_recipe
 from distributed import ranks
+from distributed.folders import shared_folder
 from distributed.models import RECIPES
 from fp8rs.nn import TransformerLayer, rotary_pos_emb
 from fp8rs.optim import AdamW
@@ -145,29 +143,22 @@ def test_hybrid_sharded_layers_train_as_one_process_does(rig, recipe, fp8_weight
 @both_weights
 def test_checkpoints_of_sharded_layers(rig, recipe, fp8_weights):
     """DCP saves under the names of the unconverted model and loads into other values."""
-    folder = [tempfile.mkdtemp(prefix="fp8rs-modules-") if rig.rank == 0 else None]
-    dist.broadcast_object_list(folder, 0)
-    try:
-        model, other = (
-            shard(build(rig, recipe, seed=seed, fp8_weights=fp8_weights), rig.mesh())
-            for seed in (0, 1)
-        )
-        # With FP8 weights, histories of delayed scaling are in the state dict too.
-        names = {name for name in model.state_dict() if ".fp8_" not in name}
-        assert names == set(Model().state_dict())
-        train(model, rig)
-        dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])
-        state = get_model_state_dict(other)
-        dcp.load(state, checkpoint_id=folder[0])
-        set_model_state_dict(other, state)
-        with torch.no_grad():
-            # With delayed scaling, both models compute first scales from the data.
-            model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()})
-            assert torch.equal(model(batch(rig)), other(batch(rig)))
-    finally:
-        dist.barrier()
-        if rig.rank == 0:
-            shutil.rmtree(folder[0])
+    folder = shared_folder(rig)
+    model, other = (
+        shard(build(rig, recipe, seed=seed, fp8_weights=fp8_weights), rig.mesh()) for seed in (0, 1)
+    )
+    # With FP8 weights, histories of delayed scaling are in the state dict too.
+    names = {name for name in model.state_dict() if ".fp8_" not in name}
+    assert names == set(Model().state_dict())
+    train(model, rig)
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    state = get_model_state_dict(other)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state)
+    with torch.no_grad():
+        # With delayed scaling, both models compute first scales from the data.
+        model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()})
+        assert torch.equal(model(batch(rig)), other(batch(rig)))
 
 
 TORCH = PrepareModuleInput, ColwiseParallel, RowwiseParallel

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import tempfile
 import warnings
 import weakref
 
@@ -28,6 +27,7 @@ from cases import each_kind_of_recipe
 from distributed import ranks
 from distributed.batched import make_any, shard_any
 from distributed.collectives import Collectives
+from distributed.folders import shared_folder
 from distributed.models import EMPTY, UNEVEN, linears, make, reduces, same_bytes, shard
 from distributed.sharded_pairs import (
     WEIGHTS,
@@ -577,14 +577,13 @@ def test_a_checkpoint_on_disk_contains_the_masters(rig):
     _, model = pair(rig, "current")
     optimizers = build(model, "SGD")
     step(model, optimizers, batch(rig))
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
+    folder = shared_folder(rig)
     wanted = masters(model, optimizers)
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizers)}, checkpoint_id=folder[0])
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizers)}, checkpoint_id=folder)
     _, other = pair(rig, "current")
     resumed = build(other, "SGD")
     state = {"optimizer": get_optimizer_state_dict(other, resumed)}
-    dcp.load(state, checkpoint_id=folder[0])
+    dcp.load(state, checkpoint_id=folder)
     set_optimizer_state_dict(other, resumed, state["optimizer"])
     found = masters(other, resumed)
     assert wanted and all(same_bytes(found[key], wanted[key]) for key in wanted)

@@ -1,7 +1,5 @@
 """FP8 tensor parallelism with FSDP2 and HSDP, and in models with unconverted layers."""
 
-import shutil
-import tempfile
 import warnings
 
 import pytest
@@ -21,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
+from distributed.folders import shared_folder
 from fp8rs import checkpoint
 from fp8rs.optim import AdamW
 from fp8rs.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
@@ -240,16 +239,10 @@ def test_an_embedding_with_a_tied_head_trains_and_checkpoints(rig, recipe, fp8_w
     model = tied(rig, recipe, 0, mesh, fp8_weights=fp8_weights)
     one = tied(rig, recipe, 0, fp8_weights=fp8_weights)
     torch.testing.assert_close(train_tokens(model, rig), train_tokens(one, rig), rtol=0.01, atol=0)
-    folder = [tempfile.mkdtemp(prefix="fp8rs-tied-") if rig.rank == 0 else None]
-    dist.broadcast_object_list(folder, 0)
-    try:
-        # torch's state dicts of FP8 weights with split blocks raise.
-        dcp.save({"model": checkpoint.Model(model)}, checkpoint_id=folder[0])
-        other = tied(rig, recipe, 1, mesh, fp8_weights=fp8_weights)
-        dcp.load({"model": checkpoint.Model(other)}, checkpoint_id=folder[0])
-        for name, parameter in model.named_parameters():
-            assert torch.equal(values(other.get_parameter(name)), values(parameter)), name
-    finally:
-        dist.barrier()
-        if rig.rank == 0:
-            shutil.rmtree(folder[0])
+    folder = shared_folder(rig)
+    # torch's state dicts of FP8 weights with split blocks raise.
+    dcp.save({"model": checkpoint.Model(model)}, checkpoint_id=folder)
+    other = tied(rig, recipe, 1, mesh, fp8_weights=fp8_weights)
+    dcp.load({"model": checkpoint.Model(other)}, checkpoint_id=folder)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(values(other.get_parameter(name)), values(parameter)), name
