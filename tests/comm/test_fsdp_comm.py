@@ -147,7 +147,7 @@ def losses(rig, settings, recipe, with_comm, turn=0):
     model = build_model(settings)
     if recipe is not None:
         convert_to_float8_training(model, recipe=recipe, filter_fqns=HIGH_PRECISION)
-    shard_demo(model, rig.device_type, rig.world_size)
+    shard_demo(model)
     comm = set_fsdp_comm(model) if with_comm else None
     optimizer = make_optimizer(model, settings)
     seen = []

@@ -35,7 +35,7 @@ def test_benches_count_the_collectives_of_fp8_weights(rig: Any) -> None:
     convert_to_float8_training(
         model, recipe="current", filter_fqns=HIGH_PRECISION, fp8_weights=True
     )
-    shard(model, rig.device_type, rig.world_size)
+    shard(model)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     with counted(model, rig.world_size) as found:
         model.loss(torch.arange(66).reshape(2, 33) % 64).backward()
