@@ -52,7 +52,7 @@ def pages(arguments: dict[str, Any], report: Any) -> dict[str, str | list[float]
         the variable ``model``.
     """
     os.chdir(arguments["folder"])
-    found: dict[str, str | list[float]] = {}
+    results: dict[str, str | list[float]] = {}
     # The ranks are initialized already, and all blocks share their process group.
     with (
         mock.patch.object(dist, "init_process_group"),
@@ -64,11 +64,11 @@ def pages(arguments: dict[str, Any], report: Any) -> dict[str, str | list[float]
                 for text in texts:
                     exec(compile(text, name, "exec", dont_inherit=True), names)
             except Exception:
-                found[name] = traceback.format_exc(limit=-1)
+                results[name] = traceback.format_exc(limit=-1)
                 continue
             parameters = names["model"].parameters() if "model" in names else ()
-            found[name] = [_bytes_at_rest(p) for p in parameters if _is_quantized(p)]
-    return found
+            results[name] = [_bytes_at_rest(p) for p in parameters if _is_quantized(p)]
+    return results
 
 
 def examples(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def examples(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
 
     def run(name: str, *options: Any) -> dict[str, Any]:
         example = runpy.run_path(str(Path(arguments["examples"], f"{name}.py")))
-        found: dict[str, Any] = example["main"]([str(option) for option in options])
-        return found
+        result: dict[str, Any] = example["main"]([str(option) for option in options])
+        return result
 
     # The ranks are initialized already, and all examples share their process group.
     with (

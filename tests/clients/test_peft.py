@@ -40,17 +40,17 @@ def test_adapters_train_over_frozen_fp8_weights(kind, order):
 def test_adapters_have_peft_names_in_files(kind, tmp_path):
     from safetensors import safe_open
 
-    found = []
+    results = []
     for recipe in ("bf16", "current"):
         folder = tmp_path / recipe
         run_example(EXAMPLE, "--recipe", recipe, "--steps", "2", "--save", str(folder), *kind)
         with safe_open(folder / "adapter_model.safetensors", "pt") as file:
             tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
-        found.append({n: (t.shape, t.dtype) for n, t in tensors.items()})
+        results.append({n: (t.shape, t.dtype) for n, t in tensors.items()})
         config = json.loads((folder / "adapter_config.json").read_text())
         assert config["use_dora"] == bool(kind)
         assert any(t.abs().max() > 0 for n, t in tensors.items() if "lora_B" in n)
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 def test_adapters_train_on_the_codes_of_an_fp8_checkpoint(tmp_path):

@@ -198,5 +198,5 @@ def main(argv: list[str]) -> dict[str, Any]:
     with trainer.train_context():
         evaluated = evaluate(trainer.model_parts[0])
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    found = {"losses": losses, "step": trainer.step, "evaluated": evaluated, "graphs": graphs}
-    return {**found, "logged": logged}
+    results = {"losses": losses, "step": trainer.step, "evaluated": evaluated, "graphs": graphs}
+    return {**results, "logged": logged}

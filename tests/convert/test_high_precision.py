@@ -56,10 +56,10 @@ def train(model, device):
     optimizer.zero_grad()
 
 
-def without_weights(found, model):
+def without_weights(entries, model):
     """Return `contents` without the values of parameters."""
     names = {name for name, _ in model.named_parameters()}
-    return {key: value for key, value in found.items() if key[0] not in names}
+    return {key: value for key, value in entries.items() if key[0] not in names}
 
 
 @recipes

@@ -105,8 +105,8 @@ def test_buffer_read_by_two_backwards(device, recipe, write):
     with ThreadPoolExecutor(1) as autograd:
         autograd.submit(a(x).sum().backward).result()
         WRITES[write](x, new.clone())
-        for given in (x, new.clone()):
-            autograd.submit(b(given).sum().backward).result()
+        for values in (x, new.clone()):
+            autograd.submit(b(values).sum().backward).result()
             gradients.append(b[0].weight.grad)
             b.zero_grad()
     assert torch.equal(*gradients)
@@ -200,17 +200,17 @@ def test_tangents_are_refused(device, dual):
     """Forward-mode differentiation would return derivatives of 0 for layers without gradients."""
     (a,) = layers(device, "current", 1)
     a.requires_grad_(False)
-    given = {"weight": a.weight.detach(), "input": data(device)}
+    operands = {"weight": a.weight.detach(), "input": data(device)}
 
     def call(x):
-        x, weight = (x, given["weight"]) if dual == "input" else (given["input"], x)
+        x, weight = (x, operands["weight"]) if dual == "input" else (operands["input"], x)
         return torch.func.functional_call(a, {"weight": weight}, x)
 
-    tangent = torch.ones_like(given[dual])
+    tangent = torch.ones_like(operands[dual])
     with pytest.raises(RuntimeError, match="apply it before the conversion"):
-        torch.func.jvp(call, (given[dual],), (tangent,))
+        torch.func.jvp(call, (operands[dual],), (tangent,))
     _, of_the_rest = torch.func.jvp(
-        lambda x: call(given[dual]) + x.sum(), (given[dual],), (tangent,)
+        lambda x: call(operands[dual]) + x.sum(), (operands[dual],), (tangent,)
     )
     assert (of_the_rest == tangent.sum()).all()
 
@@ -243,5 +243,5 @@ def test_backward_uses_the_scale_of_each_layers_forward(device):
             between(x.clone())
         (y + last(x).sum()).backward()
         gradients.append([layer.weight.grad for layer in (first, last)])
-    for again, kept in zip(*gradients, strict=True):
-        assert torch.equal(again, kept)
+    for repeated, saved in zip(*gradients, strict=True):
+        assert torch.equal(repeated, saved)

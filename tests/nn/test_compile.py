@@ -32,15 +32,15 @@ small = partial(build, blocks=1)
 def train(model, run, device, steps=4, lengths=(8,)):
     """Train and return the losses and gradients of each step."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    seen = []
+    results = []
     for n in range(steps):
         y = run(batch(device, n, lengths[n % len(lengths)]))
         loss = y.float().square().mean()
         loss.backward()
-        seen.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
         optimizer.step()
         optimizer.zero_grad()
-    return seen
+    return results
 
 
 def assert_equal(a, b):
@@ -176,9 +176,9 @@ def test_data_dependent_token_counts(device, recipe, monkeypatch):
         x = batch(device, n, 80).flatten(0, 1).requires_grad_()
         y = function(model, x, torch.arange(160, device=device) * 7 % 160 < count)
         y.float().square().sum().backward()
-        seen = [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+        tensors = [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
         model.zero_grad()
-        return seen
+        return tensors
 
     with counting() as backend, dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(chosen, fullgraph=True, backend=backend)
@@ -334,11 +334,13 @@ def test_inputs_are_recomputed_and_quantized_once(device, recipe):
         counts[save_input] = sum("quantize" in n and "dequantize" not in n for n in operators)
         results[save_input] = [x.grad, *(p.grad for p in model.parameters())]
         masters = {p.data_ptr() for p in (*model.parameters(), x)}
-        kept = [t for t in saved if t.numel() >= tokens * WIDTH and t.data_ptr() not in masters]
-        codes = [t for t in kept if t.dtype.itemsize == 1]
+        saved_inputs = [
+            t for t in saved if t.numel() >= tokens * WIDTH and t.data_ptr() not in masters
+        ]
+        codes = [t for t in saved_inputs if t.dtype.itemsize == 1]
         if save_input is not False:
             # Saved are the outputs of w1 and w3, but neither codes nor the norm's output.
-            assert sorted(tuple(t.shape) for t in kept) == [(tokens, 2 * WIDTH)] * 2
+            assert sorted(tuple(t.shape) for t in saved_inputs) == [(tokens, 2 * WIDTH)] * 2
         else:
             assert sorted(t.numel() for t in codes) == [tokens * WIDTH, tokens * 2 * WIDTH]
     if exact_wgrad:

@@ -35,7 +35,7 @@ class Codes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.made = []
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -47,11 +47,11 @@ class Codes(TorchDispatchMode):
                     for value, argument in zip(args, func._schema.arguments, strict=False)
                     if argument.alias_info is not None
                 ]
-                self.made.append((name, [t.clone() for t in tensors((out, written))]))
+                self.calls.append((name, [t.clone() for t in tensors((out, written))]))
         return out
 
     def by(self, name):
-        return [made for by, made in self.made if by == name]
+        return [outputs for by, outputs in self.calls if by == name]
 
 
 def tensors(value):
@@ -137,17 +137,17 @@ def test_operands_equal_the_simulation(device, fp8_format):
     inputs, gradients = keep_operands(fp8)
     with Codes() as codes:
         run(fp8)
-    made, remade = codes.by("quantize_current"), codes.by("quantize")
+    operands, remade = codes.by("quantize_current"), codes.by("quantize")
     weights = {name: getattr(fp8, name).weight.detach() for name in ("gate", "up", "down")}
     # In call order. Autograd chooses the order of the gradients of up and gate.
     forward = [inputs["gate"], weights["gate"], weights["up"], inputs["down"], weights["down"]]
     assert inputs["up"].data_ptr() == inputs["gate"].data_ptr(), "quantized once"
     backward = [gradients["down"], gradients["up"], gradients["gate"]]
-    assert (len(made), len(remade)) == (len(forward) + len(backward), len(weights))
+    assert (len(operands), len(remade)) == (len(forward) + len(backward), len(weights))
     grad_dtype = E4M3 if fp8_format == "e4m3" else E5M2
     dtypes = [E4M3] * len(forward) + [grad_dtype] * len(backward)
     compared = 0
-    for x, dtype, (row, col, scale) in zip(forward + backward, dtypes, made, strict=True):
+    for x, dtype, (row, col, scale) in zip(forward + backward, dtypes, operands, strict=True):
         expected = scale_from_amax(x.abs().max(), dtype)
         assert torch.equal(scale, expected)
         bytes_ = quantize(x, expected, dtype)

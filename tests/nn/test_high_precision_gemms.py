@@ -14,6 +14,7 @@ from calls import Calls
 from cases import RECIPES, skip_without_block_gemms
 from fp8rs.quantize.recipes import GEMMS, quant_spec, resolve_recipe
 from fp8rs.tensor.quantizer import Quantizer
+from saved_tensors import saved_tensors
 
 NAME = "rowwise_with_gw_hp"
 #: All subsets but that of all GEMMs, which a recipe refuses.
@@ -66,7 +67,7 @@ def test_only_wgrad_differs_from_rowwise_and_equals_torch(device, dtype, fp8_wei
     rowwise = build(device, "rowwise", dtype, bias, fp8_weights=fp8_weights)
     layer = build(device, NAME, dtype, bias, fp8_weights=fp8_weights)
     x, dy = inputs(device, dtype, lead)
-    results, exact, quantized = (run(each, x, dy) for each in (layer, plain, rowwise))
+    results, exact, quantized = (run(module, x, dy) for module in (layer, plain, rowwise))
 
     assert torch.equal(results["forward"], quantized["forward"])
     assert torch.equal(results["dgrad"], quantized["dgrad"])
@@ -81,32 +82,19 @@ def test_only_wgrad_differs_from_rowwise_and_equals_torch(device, dtype, fp8_wei
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @each_dtype
 def test_each_gemm_of_each_recipe_has_the_precision_that_the_recipe_names(device, recipe, dtype):
-    whole = dataclasses.replace(resolve_recipe(RECIPES[recipe]), high_precision_gemms=())
+    all_fp8 = dataclasses.replace(resolve_recipe(RECIPES[recipe]), high_precision_gemms=())
     x, dy = inputs(device, dtype)
     exact, quantized = (
         run(build(device, None, dtype), x, dy),
-        run(build(device, whole, dtype), x, dy),
+        run(build(device, all_fp8, dtype), x, dy),
     )
     for gemms in SUBSETS:
-        chosen = dataclasses.replace(whole, high_precision_gemms=gemms)
+        chosen = dataclasses.replace(all_fp8, high_precision_gemms=gemms)
         results = run(build(device, chosen, dtype), x, dy)
         for name in GEMMS:
             expected = exact if name in gemms else quantized
             assert torch.equal(results[name], expected[name]), (gemms, name)
         assert torch.equal(results["bias"], exact["bias"])
-
-
-def saved_by(function):
-    """Return what a call saves for the backward."""
-    saved = []
-
-    def pack(tensor):
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        function()
-    return saved
 
 
 @each_dtype
@@ -115,12 +103,15 @@ def test_the_saved_tensor_is_the_input(device, dtype, save_input):
     recipe = dataclasses.replace(resolve_recipe(NAME), save_input=save_input)
     layer = build(device, recipe, dtype)
     x = inputs(device, dtype)[0].requires_grad_()
-    saved = saved_by(lambda: layer(x))
+    with saved_tensors() as saved:
+        layer(x)
     assert sum(tensor.data_ptr() == x.data_ptr() for tensor in saved) == 1
     assert all(tensor.dtype.itemsize > 1 for tensor in saved)
 
     layer.weight.requires_grad_(False)
-    assert all(tensor.data_ptr() != x.data_ptr() for tensor in saved_by(lambda: layer(x)))
+    with saved_tensors() as saved:
+        layer(x)
+    assert all(tensor.data_ptr() != x.data_ptr() for tensor in saved)
 
 
 def test_nothing_is_quantized_for_wgrad(device):

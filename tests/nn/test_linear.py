@@ -35,6 +35,7 @@ from internals import state_of
 from oracle.compare import relative
 from oracle.elements import E4M3
 from oracle.linear import linear, tensor_core_error
+from saved_tensors import saved_tensors
 from saving import reloaded
 from tensor_formats import quantizer_of
 
@@ -122,17 +123,17 @@ def test_is_an_nn_linear_with_equal_parameters(device):
 
 def test_from_linear_shares_parameters_hooks_and_mode(device):
     plain = nn.Linear(16, 32, device=device).eval()
-    seen = []
-    plain.register_forward_hook(lambda *_: seen.append(1))
+    calls = []
+    plain.register_forward_hook(lambda *_: calls.append(1))
     module = fp8nn.Linear.from_linear(plain, recipe="delayed")
     assert module.weight is plain.weight
     assert module.bias is plain.bias
     assert not module.training
     assert type(plain) is nn.Linear
     module(data(device, 4, 16))
-    assert seen == [1]
+    assert calls == [1]
     plain(data(device, 4, 16))
-    assert seen == [1, 1]
+    assert calls == [1, 1]
     with pytest.raises(TypeError, match="linear"):
         fp8nn.Linear.from_linear(nn.GELU())
 
@@ -187,14 +188,8 @@ def test_autocast_sets_the_output_dtype(device):
 
 def test_fp8_plane_is_saved_instead_of_the_input(device):
     module = layer(device, 256, 128, dtype=torch.bfloat16)
-    saved = []
-
-    def pack(t):
-        saved.append(t)
-        return t
-
     x = data(device, 512, 256, dtype=torch.bfloat16).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with saved_tensors() as saved:
         module(x)
     # The input's columnwise plane, the weight itself (not a copy), and their scales.
     assert [(tuple(t.shape), t.dtype) for t in saved] == [
@@ -209,12 +204,8 @@ def test_fp8_plane_is_saved_instead_of_the_input(device):
 def test_a_frozen_weight_saves_no_input(device):
     module = layer(device)
     module.weight.requires_grad_(False)
-    saved = []
     x = data(device, 8, 16).requires_grad_()
-    with (
-        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
-        Calls() as calls,
-    ):
+    with saved_tensors() as saved, Calls() as calls:
         y = module(x)
     assert sorted(t.shape for t in saved) == [(), (32, 16)], "the weight and its scale"
     y.sum().backward()
@@ -226,8 +217,7 @@ def test_a_frozen_weight_saves_no_input(device):
 
 def test_dgrad_is_skipped_if_the_input_needs_no_gradient(device):
     module = layer(device)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         y = module(data(device, 48, 16))
     assert sorted(t.shape for t in saved) == [(), (16, 48)]
     y.sum().backward()
@@ -291,10 +281,9 @@ def test_siblings_share_one_quantization(device, recipe):
         y = model(data(device, 48, 16))
     assert calls.quantizations == 4 + 2, "four weights, the shared input and the input of o"
     y.sum().backward()
-    again = copy.deepcopy(model)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        again(data(device, 48, 16))
+    copied = copy.deepcopy(model)
+    with saved_tensors() as saved:
+        copied(data(device, 48, 16))
     columnwise = [t.data_ptr() for t in saved if t.shape == (16, 48) and t.dtype == E4M3]
     assert len(columnwise) == 4
     assert len(set(columnwise)) == 2, "q, k and v save the same plane"
@@ -317,12 +306,12 @@ def test_padding_tokens_does_not_change_results(device, recipe, quantized, save_
 
     def run(as_on):
         pad_tokens(monkeypatch, as_on)
-        again, saved = copy.deepcopy(module), []
+        copied = copy.deepcopy(module)
         leaf = x.clone().requires_grad_(not quantized)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            y = again(quantizer(leaf) if quantized else leaf)
+        with saved_tensors() as saved:
+            y = copied(quantizer(leaf) if quantized else leaf)
         y.backward(dy)
-        return y, leaf.grad, again.weight.grad, again.bias.grad, [t.shape for t in saved]
+        return y, leaf.grad, copied.weight.grad, copied.bias.grad, [t.shape for t in saved]
 
     y, dx, dw, db, saved = run("cuda")
     y_plain, dx_plain, dw_plain, db_plain, saved_plain = run("cpu")
@@ -481,12 +470,12 @@ def test_quantized_input_in_the_recipes_format_is_not_quantized_again(device, re
         skip_without_block_gemms(device)
     module = layer(device, 128, 128, recipe=recipe)
     x = data(device, 256, 128)
-    given = Quantizer(quant_spec(module.recipe, "input"))(x)
-    assert torch.equal(module(given), module(x))
+    quantized_x = Quantizer(quant_spec(module.recipe, "input"))(x)
+    assert torch.equal(module(quantized_x), module(x))
 
 
 @pytest.mark.parametrize(
-    "recipe, given, why",
+    "recipe, quantize, why",
     [
         ("current", quantizer_of("tensor", torch.float8_e5m2), "float8_e5m2"),
         ("current", Quantizer(quant_spec(resolve_recipe("rowwise"), "input")), "'row'"),
@@ -499,10 +488,10 @@ def test_quantized_input_in_the_recipes_format_is_not_quantized_again(device, re
         ),
     ],
 )
-def test_quantized_input_in_another_format_is_refused(device, recipe, given, why):
+def test_quantized_input_in_another_format_is_refused(device, recipe, quantize, why):
     module = layer(device, 128, 128, recipe=recipe)
     with pytest.raises(ValueError, match=f"input is a quantized tensor.*{why}.*dequantize"):
-        module(given(data(device, 256, 128)))
+        module(quantize(data(device, 256, 128)))
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
@@ -724,8 +713,7 @@ def test_a_saved_input_gives_the_gradients_of_saved_codes(device, recipe):
     for save_input in (False, True):
         kind = dataclasses.replace(resolve_recipe(recipe), save_input=save_input)
         module = layer(device, 64, 48, recipe=kind)
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
+        with saved_tensors() as saved:
             results.append(gradients(module, data(device, 32, 64), data(device, 32, 48)))
         assert any(t.shape == (32, 64) and t.dtype == torch.float32 for t in saved) == save_input
     for a, b in zip(*results, strict=True):
@@ -766,8 +754,8 @@ def test_another_default_dtype(device, recipe, dtype):
         torch.set_default_dtype(default)
         try:
             torch.manual_seed(0)
-            made = {"dtype": torch.float32, "device": device}
-            layer = fp8nn.Linear(16, 16, **made, recipe=recipe)
+            options = {"dtype": torch.float32, "device": device}
+            layer = fp8nn.Linear(16, 16, **options, recipe=recipe)
             x = values.clone().requires_grad_()
             for _ in range(2):
                 layer(x).sum().backward()

@@ -58,7 +58,7 @@ def same(cpu, cuda):
         assert torch.equal(bits(a), bits(b.cpu()))
 
 
-def both(op, *args, **kwargs):
+def on_both_devices(op, *args, **kwargs):
     """Run an operator on the CPU and on CUDA, and compare the bytes."""
 
     def move(value):
@@ -83,7 +83,9 @@ def test_quantize_blocks_gives_the_bytes_of_the_cpu(block, scale_dtype, fp8_dtyp
     for options in variants:
         for directions in ((True, False), (False, True), (True, True)):
             same(
-                *both(ops.quantize_blocks, x, fp8_dtype, block, scale_dtype, *directions, **options)
+                *on_both_devices(
+                    ops.quantize_blocks, x, fp8_dtype, block, scale_dtype, *directions, **options
+                )
             )
 
 
@@ -112,10 +114,10 @@ def test_strided_inputs_give_the_bytes_of_the_cpu(block, scale_dtype, dtype):
 
 @every_format
 @pytest.mark.parametrize("row_offset", [0, 5, 16, 100, 161])
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("with_maxima", [False, True])
 @every_dtype
 def test_split_blocks_with_given_maxima_give_the_bytes_of_the_cpu(
-    block, scale_dtype, row_offset, given, dtype
+    block, scale_dtype, row_offset, with_maxima, dtype
 ):
     x = wild(200, 264, dtype=dtype)
     for directions in ((True, False), (False, True), (True, True)):
@@ -125,17 +127,25 @@ def test_split_blocks_with_given_maxima_give_the_bytes_of_the_cpu(
             for t in ops.quantize_blocks(x, E4M3, block, scale_dtype, *directions, **options)
         ]
         square = block[0] == block[1]
-        if given:
+        if with_maxima:
             rowwise = shapes[1] if directions[0] else shapes[3][::-1]
             if directions[0] or square:
                 options["amax"] = data("cpu", *rowwise, seed=5).abs() * 100
                 options["amax"].view(-1)[0] = float("nan")
             if directions[1] and not square:
                 options["amax_columnwise"] = data("cpu", *shapes[3], seed=6).abs()
-        same(*both(ops.quantize_blocks, x, E4M3, block, scale_dtype, *directions, **options))
-        if given and block == (1, -1) and directions == (True, True):
+        same(
+            *on_both_devices(
+                ops.quantize_blocks, x, E4M3, block, scale_dtype, *directions, **options
+            )
+        )
+        if with_maxima and block == (1, -1) and directions == (True, True):
             del options["amax"]
-            same(*both(ops.quantize_blocks, x, E4M3, block, scale_dtype, *directions, **options))
+            same(
+                *on_both_devices(
+                    ops.quantize_blocks, x, E4M3, block, scale_dtype, *directions, **options
+                )
+            )
 
 
 @every_type
@@ -146,7 +156,7 @@ def test_column_scale_gives_the_bytes_of_the_cpu(fp8_dtype, dtype, shape):
     for directions in ((True, False), (True, True)):
         for power_2_scale in (False, True):
             same(
-                *both(
+                *on_both_devices(
                     ops.quantize_blocks,
                     x,
                     fp8_dtype,
@@ -188,8 +198,8 @@ def test_rebase_and_packing_give_the_bytes_of_the_cpu(block, fp8_dtype, shape):
     scale[rare > 0.95] = 0
     codes, scale = codes.view(fp8_dtype), scale.view(E8M0)
     for axis in (0, 1):
-        same(*both(ops.rebase, codes, scale, block, axis))
-    same(*both(ops.pack_scales, scale, shape[0], block[0]))
+        same(*on_both_devices(ops.rebase, codes, scale, block, axis))
+    same(*on_both_devices(ops.pack_scales, scale, shape[0], block[0]))
 
 
 def test_dequantize_of_short_blocks_and_nan_scales_gives_the_bytes_of_the_cpu():
@@ -197,7 +207,7 @@ def test_dequantize_of_short_blocks_and_nan_scales_gives_the_bytes_of_the_cpu():
         x = wild(150, 145)
         codes, scale, _, _ = ops.quantize_blocks(x, E4M3, block, scale_dtype)
         for dtype in (F32, torch.bfloat16, torch.float16):
-            same(*both(ops.dequantize, codes, scale, block, dtype))
+            same(*on_both_devices(ops.dequantize, codes, scale, block, dtype))
 
 
 def test_a_graph_and_another_stream_give_the_same_bytes():
@@ -277,7 +287,7 @@ def test_rebase_of_columns_of_zeros_and_nans(block_rows, fp8_dtype):
     scale[:, 5] = 0
     codes, scale = codes.view(fp8_dtype), scale.view(E8M0)
     for axis in (0, 1):
-        cpu, cuda = both(ops.rebase, codes, scale, (block_rows, 32), axis)
+        cpu, cuda = on_both_devices(ops.rebase, codes, scale, (block_rows, 32), axis)
         same(cpu, cuda)
         assert (cuda[1] > 0).all()
     # Columns of zeros along the last axis.
@@ -300,7 +310,9 @@ def test_division_gives_the_bytes_of_the_cpu(fp8_dtype, dtype, shape):
         {"amax": amax},
     ):
         for columnwise in (False, True):
-            got = both(ops.quantize_blocks, x, *arguments, True, columnwise, divide=True, **options)
+            got = on_both_devices(
+                ops.quantize_blocks, x, *arguments, True, columnwise, divide=True, **options
+            )
             same(*got)
 
 
@@ -332,7 +344,7 @@ def test_division_of_a_batch_gives_the_bytes_of_the_cpu():
     x = wild(3, 50, 200, dtype=torch.bfloat16)
     for directions in ((True, False), (True, True)):
         same(
-            *both(
+            *on_both_devices(
                 ops.quantize_blocks, x, E4M3, (1, -1), F32, *directions, divide=True, batched=True
             )
         )
@@ -344,4 +356,4 @@ def test_both_directions_of_a_row_over_many_tiles(dtype, shape):
     """Tiles are processed from the end, where maxima have just been computed."""
     x = wild(*shape, dtype=dtype)
     for options in ({}, {"power_2_scale": True}):
-        same(*both(ops.quantize_blocks, x, E4M3, (1, -1), F32, True, True, **options))
+        same(*on_both_devices(ops.quantize_blocks, x, E4M3, (1, -1), F32, True, True, **options))

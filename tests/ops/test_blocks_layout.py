@@ -37,9 +37,9 @@ def test_packed_scales_follow_the_definition_of_the_layout(device, block, shape)
 @pytest.mark.parametrize("rowwise, columnwise", [(True, False), (False, True)])
 def test_packed_scales_of_one_direction(device, block, rowwise, columnwise):
     x = data(device, 200, 333)
-    both = ops.quantize_blocks(x, E4M3, block, E8M0, True, True, packed=True)
-    one = ops.quantize_blocks(x, E4M3, block, E8M0, rowwise, columnwise, packed=True)
-    for got, expected in zip(one, both, strict=True):
+    two_directions = ops.quantize_blocks(x, E4M3, block, E8M0, True, True, packed=True)
+    one_direction = ops.quantize_blocks(x, E4M3, block, E8M0, rowwise, columnwise, packed=True)
+    for got, expected in zip(one_direction, two_directions, strict=True):
         if got.numel():
             assert torch.equal(bits(got), bits(expected))
 
@@ -92,9 +92,9 @@ def test_rebase_equals_its_definition(device, block, fp8_dtype, shape):
     expected[(codes.float() == 0).all(0)] = 1.0
     assert torch.equal(got[1], expected)
     if block == (32, 32):
-        again = along_rows_of_transposed
-        assert torch.equal(bits(again[0]), bits(got[0]))
-        assert torch.equal(again[1], got[1])
+        rebased_rows = along_rows_of_transposed
+        assert torch.equal(bits(rebased_rows[0]), bits(got[0]))
+        assert torch.equal(rebased_rows[1], got[1])
 
 
 def test_rebase_of_special_rows(device):

@@ -61,15 +61,15 @@ def test_each_stream_has_its_own_workspace():
     torch.cuda.synchronize()
     got = [[], []]
     for _ in range(50):
-        for stream, x, parts, found in zip(streams, xs, lists, got, strict=True):
+        for stream, x, parts, results in zip(streams, xs, lists, got, strict=True):
             with torch.cuda.stream(stream):
-                found += [ops.amax(x), ops.multi_amax(parts).amax()]
-                found.append(ops.quantize_current(x, E4M3)[2])
+                results += [ops.amax(x), ops.multi_amax(parts).amax()]
+                results.append(ops.quantize_current(x, E4M3)[2])
     torch.cuda.synchronize()
-    for x, found in zip(xs, got, strict=True):
+    for x, results in zip(xs, got, strict=True):
         amax = x.abs().max().cpu()
         scale = ops.scale_from_amax(amax, E4M3)
-        assert {t.item() for t in found} == {amax.item(), scale.item()}
+        assert {t.item() for t in results} == {amax.item(), scale.item()}
 
 
 def captured(operate):
@@ -119,13 +119,13 @@ def test_current_scaling_runs_on_many_streams_at_once():
     for n in range(40):
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found = ops.quantize_current(xs[i], E4M3, True, True)
+                actual = ops.quantize_current(xs[i], E4M3, True, True)
             if n % 13 == 0:
-                got[i].append(found)
+                got[i].append(actual)
     torch.cuda.synchronize()
     for results, want in zip(got, wants, strict=True):
-        for found in results:
-            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, want, strict=True))
+        for actual in results:
+            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(actual, want, strict=True))
 
 
 @pytest.mark.parametrize("shape", [BIG, (3008, 1104), (67, 35)], ids=str)
@@ -359,11 +359,11 @@ def test_destroyed_graphs_release_their_workspaces():
 def test_live_graphs_do_not_share_workspaces():
     """Two streams replay them concurrently."""
     xs = [data("cuda", *BIG, seed=seed) * (seed + 1) for seed in range(2)]
-    graphs, found = [], []
+    graphs, results = [], []
     for x in xs:
         graph, got = captured(lambda x=x: ops.amax(x))
         graphs.append(graph)
-        found.append(got)
+        results.append(got)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     for _ in range(50):
@@ -371,7 +371,7 @@ def test_live_graphs_do_not_share_workspaces():
             with torch.cuda.stream(stream):
                 graph.replay()
         torch.cuda.synchronize()
-        for got, x in zip(found, xs, strict=True):
+        for got, x in zip(results, xs, strict=True):
             assert got.item() == x.abs().max().item()
 
 
@@ -419,7 +419,7 @@ def kernels(call):
     call()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
-        kept = call()
+        outputs = call()
     driver = ctypes.CDLL("libcuda.so.1")
     captured, count, kind = (
         ctypes.c_void_p(graph.raw_cuda_graph()),
@@ -433,7 +433,7 @@ def kernels(call):
     for node in nodes:
         assert driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) == 0
         kinds.append(kind.value)
-    del kept
+    del outputs
     # 0 is CU_GRAPH_NODE_TYPE_KERNEL.
     return kinds.count(0)
 

@@ -48,13 +48,13 @@ def test_the_negative_bit_is_applied():
 
 def test_a_call_releases_the_interpreter_lock():
     out, begun, counts = torch.empty(1 << 24), threading.Event(), [0]
-    seen = []
+    counts_seen = []
 
     def fill():
         begun.set()
-        seen.append(counts[0])
+        counts_seen.append(counts[0])
         core.random_uniform(out, 1)
-        seen.append(counts[0])
+        counts_seen.append(counts[0])
 
     interval = sys.getswitchinterval()
     # With this interval, no thread is forced to switch, so the call must release the lock itself.
@@ -68,7 +68,7 @@ def test_a_call_releases_the_interpreter_lock():
         thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert seen == [0, 100]
+    assert counts_seen == [0, 100]
 
 
 # --- a minimal exporter of DLPack tensors ---

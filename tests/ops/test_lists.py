@@ -108,7 +108,7 @@ def test_long_lists_equal_separate_calls(device, fp8_dtype, count, dtypes):
     flat = torch.zeros(2, 64 * n, dtype=torch.uint8, device=device).view(fp8_dtype)
     outs, delayed = ([p[: len(x)] for p, x in zip(f.split(64), xs, strict=True)] for f in flat)
     amaxes = before.clone()
-    found = ops.multi_amax(xs)
+    actual = ops.multi_amax(xs)
     ops.multi_quantize(xs, scales, outs)
     used = ops.multi_quantize_delayed(xs, scales, amaxes, delayed)
 
@@ -120,7 +120,7 @@ def test_long_lists_equal_separate_calls(device, fp8_dtype, count, dtypes):
         expected_used.append(scale_used)
     assert same(codes(flat[0]), codes(expected))
     assert same(codes(flat[1]), codes(expected))
-    assert same(found, torch.stack([ops.amax(x) for x in xs]))
+    assert same(actual, torch.stack([ops.amax(x) for x in xs]))
     assert same(amaxes, expected_amaxes)
     assert same(used, torch.stack(expected_used))
     # Compare one tensor with the definition, in case both results are wrong.
@@ -163,9 +163,9 @@ def test_rescale_dequantizes_and_quantizes_where_scales_differ(device, fp8_dtype
     for matrix, *parts in zip(matrices, scales.split(counts), new.split(counts), strict=True):
         cols = matrix.shape[1]
         old, to = (part.repeat_interleave(width or cols)[:cols] for part in parts)
-        one = torch.ones((), device=device)
-        rounded = ops.quantize(matrix.float() * old * (1.0 / to), one, fp8_dtype)[0]
+        unit_scale = torch.ones((), device=device)
+        rounded = ops.quantize(matrix.float() * old * (1.0 / to), unit_scale, fp8_dtype)[0]
         expected.append(torch.where((old == to).cpu(), codes(matrix), codes(rounded)))
     core.multi_rescale(passed, scales, new, width)
-    for found, wanted in zip(matrices, expected, strict=True):
-        assert same(codes(found), wanted)
+    for actual, wanted in zip(matrices, expected, strict=True):
+        assert same(codes(actual), wanted)

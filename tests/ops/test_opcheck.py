@@ -49,18 +49,18 @@ def samples(device):
             yield ops._quantize_glu_backward, (x, x, x, "gelu_tanh", E5M2, row, col)
         yield ops._quantize_norm, (x, None, None, True, 0.1, E4M3, True, True, False, 0.0, *delayed)
         yield ops._quantize_glu, (x, x, "silu", E4M3, True, True, False, 0.0, *delayed)
-        both = (*delayed, scale, amax.clone())
+        scale_and_amax = (*delayed, scale, amax.clone())
         yield (
             ops._quantize_glu_backward,
-            (x, x, x, "silu", E5M2, True, True, False, 0.0, *both),
+            (x, x, x, "silu", E5M2, True, True, False, 0.0, *scale_and_amax),
         )
     yield ops._note_amax, (scale, amax, scalar(0.5, device))
     codes, _, scale = ops.quantize_current(data(device, 2, 3, 16), E4M3)
     b_codes, _, b_scale = ops.quantize_current(data(device, 7, 16), E4M3)
     for a in (codes.flatten(0, 1), codes[0, :0]):
         for bias, dtype in ((None, torch.bfloat16), (torch.ones(7, device=device), torch.float32)):
-            given = (a, scale, "tensor", b_codes, b_scale, "tensor", bias, dtype)
-            yield ops._scaled_mm, (*given, True, False)
+            operands = (a, scale, "tensor", b_codes, b_scale, "tensor", bias, dtype)
+            yield ops._scaled_mm, (*operands, True, False)
     slots = torch.zeros(3, STATISTICS, dtype=torch.float64, device=device)
     for values in (data(device, 2, 3, 16), None):
         yield ops._observe, (values, codes, scale, [-1, -1], 0, 0, None, slots, 1)

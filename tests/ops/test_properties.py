@@ -77,15 +77,15 @@ def test_quantize_equals_the_reference(device, x, scale, fp8_dtype):
     row, col = ops.quantize(x, scale, fp8_dtype, True, True)
     assert same(codes(row), expected)
     assert same(codes(col), matrix(expected).t())
-    found = tensorwise.amax(x)
-    assert same(ops.amax(x), found)
+    actual = tensorwise.amax(x)
+    assert same(ops.amax(x), actual)
 
     amax = scalar(2.0, device)
     row, col, used = ops.quantize_delayed(x, scale, amax, fp8_dtype, True, True)
     assert same(codes(row), expected)
     assert same(codes(col), matrix(expected).t())
-    if found.isfinite():
-        assert same(amax, found.clamp(min=2.0))
+    if actual.isfinite():
+        assert same(amax, actual.clamp(min=2.0))
         assert same(compare.canonical(used), compare.canonical(scale))
     else:
         assert same(amax, torch.tensor(2.0))

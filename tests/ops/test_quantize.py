@@ -48,10 +48,10 @@ def test_any_layout_gives_the_bytes_of_its_copy(device, fp8_dtype, dtype, layout
     row, col = ops.quantize(x, scale, fp8_dtype, True, True)
     check_planes(x, scale, fp8_dtype, row, col, True, True)
     assert same(ops.amax(x), tensorwise.amax(x))
-    again = ops.quantize_current(x, fp8_dtype, True, True)
+    both_planes = ops.quantize_current(x, fp8_dtype, True, True)
     expected = ops.quantize_current(x.clone(memory_format=torch.contiguous_format), fp8_dtype)
-    assert same(again[0], expected[0])
-    assert same(again[2], expected[2])
+    assert same(both_planes[0], expected[0])
+    assert same(both_planes[2], expected[2])
 
 
 @each_format

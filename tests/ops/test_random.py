@@ -43,12 +43,12 @@ def test_numbers_are_philox_of_the_index(device, dtype, offset):
 
 @pytest.mark.parametrize("dtype", WIDE)
 def test_parts_are_filled_as_the_whole_tensor(device, dtype):
-    whole = torch.empty(1001, 131, dtype=dtype, device=device)
-    ops.random_uniform_(whole, 7)
-    parts = torch.empty_like(whole)
+    unsharded = torch.empty(1001, 131, dtype=dtype, device=device)
+    ops.random_uniform_(unsharded, 7)
+    parts = torch.empty_like(unsharded)
     for start, end in ((0, 1), (1, 500), (500, 500), (500, 1001)):
         ops.random_uniform_(parts[start:end], 7, start * 131)
-    assert torch.equal(parts, whole)
+    assert torch.equal(parts, unsharded)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 5), (1,), (3, 5, 7)], ids=str)

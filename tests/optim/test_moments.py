@@ -107,9 +107,9 @@ def test_a_block_with_a_value_that_is_not_finite_becomes_nan(name, value):
     values = normal((2, 256), 1).abs()
     values[0, 5] = abs(value) if name == "exp_avg_sq" else value
     values[0, 7] = 0.0
-    found = stored(values, name)
-    assert found[0, :128].isnan().all()
-    assert found[0, 128:].isfinite().all() and found[1].isfinite().all()
+    moments = stored(values, name)
+    assert moments[0, :128].isnan().all()
+    assert moments[0, 128:].isfinite().all() and moments[1].isfinite().all()
 
 
 def test_an_update_after_a_gradient_that_is_not_finite_is_nan_in_its_block():
@@ -141,9 +141,9 @@ def test_second_moments_do_not_become_0():
     values = torch.full((1, 128), 1e-30)
     values[0, 0] = 1e8
     values[0, 1] = 0.0
-    found = stored(values, "exp_avg_sq")
-    assert found[0, 0] == values[0, 0] and found[0, 1] == 0
-    assert (found[0, 2:] >= values[0, 2:]).all()
+    moments = stored(values, "exp_avg_sq")
+    assert moments[0, 0] == values[0, 0] and moments[0, 1] == 0
+    assert (moments[0, 2:] >= values[0, 2:]).all()
     assert (stored(values, "exp_avg")[0, 1:] == 0).all()
 
 
@@ -402,16 +402,16 @@ def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path, masters):
         weight = QUANTIZERS["32x32"](E4M3, "cpu")(normal((70, 256), 1))
         return fp8_adamw([parameter(weight)], lr=1e-2, master_weights=masters)
 
-    whole, first = make(), make()
-    train(whole, 2)
+    reference, first = make(), make()
+    train(reference, 2)
     train(first, 2)
     torch.save((first.param_groups[0]["params"], first.state_dict()), tmp_path / "state.pt")
     params, state = torch.load(tmp_path / "state.pt", weights_only=False)
     resumed = fp8_adamw(params, lr=1e-2, master_weights=masters)
     resumed.load_state_dict(state)
-    train(whole, 2, seed=5)
+    train(reference, 2, seed=5)
     train(resumed, 2, seed=5)
-    assert_same(everything(resumed), everything(whole))
+    assert_same(everything(resumed), everything(reference))
 
 
 def test_a_copied_optimizer_keeps_its_filter():

@@ -110,7 +110,7 @@ def test_missing_planes(device, kind, rowwise, columnwise):
     Otherwise the error names it.
     """
     quantizer = make(kind, rowwise=rowwise, columnwise=columnwise)
-    both = make(kind)(data(device, 40, 70))
+    two_planes = make(kind)(data(device, 40, 70))
     for missing, there in (("rowwise", rowwise), ("columnwise", columnwise)):
         t = quantizer(data(device, 40, 70))
         if not there:
@@ -118,9 +118,9 @@ def test_missing_planes(device, kind, rowwise, columnwise):
                 t.plane(missing, "a test")
         if there or quantizer.format.square:
             t.update_usage(**{missing: True})
-            made, want = getattr(t, missing), getattr(both, missing)
-            assert torch.equal(bits(made.data), bits(want.data))
-            assert torch.equal(bits(made.scale), bits(want.scale))
+            plane, want = getattr(t, missing), getattr(two_planes, missing)
+            assert torch.equal(bits(plane.data), bits(want.data))
+            assert torch.equal(bits(plane.scale), bits(want.scale))
         else:
             named = rf"update_usage\({missing}=True\) needs the {missing} plane.*not square"
             with pytest.raises(ValueError, match=named):

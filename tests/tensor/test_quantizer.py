@@ -313,8 +313,8 @@ def test_one_specification_serves_quantizers_and_tensors(device):
         assert spec.format is pickle.loads(pickle.dumps(spec)).format
         t = quantizer(x)
         assert t.spec == spec
-        again = pickle.loads(pickle.dumps(quantizer))
-        for other in (Quantizer(spec)(x), again(x)):
+        loaded = pickle.loads(pickle.dumps(quantizer))
+        for other in (Quantizer(spec)(x), loaded(x)):
             assert torch.equal(bits(t.rowwise.data), bits(other.rowwise.data))
             assert torch.equal(t.columnwise.scale.float(), other.columnwise.scale.float())
             assert other.spec == spec
@@ -497,17 +497,17 @@ def test_quantizers_in_compiled_functions_give_the_bytes_of_eager(device, name, 
     with torch._dynamo.config.patch(error_on_recompile=True):
         for rows in (160, 224, 288):
             x = data(device, rows, 64, seed=rows).requires_grad_()
-            found, expected = step(x, compiled), function(x, eager)
-            for t, other in zip(found[:2], expected[:2], strict=True):
+            actual, expected = step(x, compiled), function(x, eager)
+            for t, other in zip(actual[:2], expected[:2], strict=True):
                 assert type(t) is type(other) and not t.requires_grad
                 assert t.spec == other.spec
-                for plane, same in zip(t.planes, other.planes, strict=True):
-                    assert (plane is None) == (same is None)
+                for plane, other_plane in zip(t.planes, other.planes, strict=True):
+                    assert (plane is None) == (other_plane is None)
                     if plane is not None:
-                        assert torch.equal(bits(plane.data), bits(same.data))
-                        assert torch.equal(plane.scale.float(), same.scale.float())
-            torch.testing.assert_close(found[2], expected[2])
-            found[3].backward()
+                        assert torch.equal(bits(plane.data), bits(other_plane.data))
+                        assert torch.equal(plane.scale.float(), other_plane.scale.float())
+            torch.testing.assert_close(actual[2], expected[2])
+            actual[3].backward()
             assert (x.grad == 1).all(), "outside autograd"
             if name == "delayed":
                 assert compiled.amax == eager.amax > 0

@@ -425,13 +425,13 @@ def test_gradients_flow_through_dequantized_operations(make):
 def test_update_usage_makes_and_drops_planes(make, planes):
     t = make(planes, 3, 4, 8)
     x = t.dequantize()
-    both = make("both", 3, 4, 8)
+    two_planes = make("both", 3, 4, 8)
     t.update_usage(rowwise=True, columnwise=True)
     for name in ("rowwise", "columnwise"):
-        made, known = getattr(t, name), getattr(both, name)
-        assert made.data.shape == known.data.shape
-        assert torch.equal(made.data.view(torch.uint8), known.data.view(torch.uint8))
-        assert torch.equal(made.scale, known.scale)
+        plane, expected = getattr(t, name), getattr(two_planes, name)
+        assert plane.data.shape == expected.data.shape
+        assert torch.equal(plane.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(plane.scale, expected.scale)
     assert t.update_usage(rowwise=False) is t
     assert t.rowwise is None
     same(t.dequantize(), x)
@@ -616,13 +616,13 @@ def test_out_arguments_and_other_dtypes(make, planes):
 
 
 def test_list_operators_handle_each_member(make, monkeypatch):
-    seen = []
+    names = []
 
     def log(of, name):
         call = getattr(of, name)
 
         def logged(*args, **kwargs):
-            seen.append(name)
+            names.append(name)
             return call(*args, **kwargs)
 
         monkeypatch.setattr(of, name, logged)
@@ -633,10 +633,10 @@ def test_list_operators_handle_each_member(make, monkeypatch):
         tensors = [make("rowwise", 6, 8, seed=i) for i in range(count)]
         plain = torch.ones(3, device=tensors[0].device)
         values = [t.dequantize() for t in tensors]
-        seen.clear()
+        names.clear()
         torch._foreach_mul_([*tensors, plain], [2.0] * (count + 1))
         torch._foreach_addcdiv_(tensors, values, [torch.ones_like(v) for v in values])
-        assert seen == ["dequantize", "write"] * (2 * count)
+        assert names == ["dequantize", "write"] * (2 * count)
         for t, v in zip(tensors, values, strict=True):
             torch.testing.assert_close(t.dequantize(), v * 3, rtol=0.13, atol=0.1)
         assert plain.tolist() == [2.0] * 3
@@ -665,10 +665,10 @@ def test_operations_in_inference_mode(make, planes):
         module.load_state_dict({"weight": torch.ones(6, 8)})
         assert (state["weight"].dequantize() == 1).all()
         module.load_state_dict(state)
-        made = quantizer_of("tensor", t.fp8_dtype)(torch.ones(6, 8, device=t.device))
-        assert (made[2:].view(-1).dequantize() == 1).all()
-        made.mul_(2)
-    assert (made[1:].detach().dequantize() == 2).all()
+        created = quantizer_of("tensor", t.fp8_dtype)(torch.ones(6, 8, device=t.device))
+        assert (created[2:].view(-1).dequantize() == 1).all()
+        created.mul_(2)
+    assert (created[1:].detach().dequantize() == 2).all()
     t[1] = 0.5
     assert (module.weight.dequantize()[1] == 0.5).all()
 
@@ -689,19 +689,19 @@ ALIASES = {
 def test_planes_are_dropped_and_made_for_all_aliases(make, way, on):
     t = make("both", 6, 8)
     alias = ALIASES[way](t)
-    one, other = (alias, t) if on == "alias" else (t, alias)
-    one.update_usage(columnwise=False)
+    changed, other = (alias, t) if on == "alias" else (t, alias)
+    changed.update_usage(columnwise=False)
     assert other.columnwise is None
-    for written in (one, other):
+    for written in (changed, other):
         written.copy_(torch.randn(6, 8))
-        same(other.dequantize(), one.dequantize())
-        one.update_usage(columnwise=True)
-        assert other.columnwise is one.columnwise
+        same(other.dequantize(), changed.dequantize())
+        changed.update_usage(columnwise=True)
+        assert other.columnwise is changed.columnwise
         written.mul_(2.0)
-        same(other.columnwise.dequantize(torch.float32).t().contiguous(), one.dequantize())
+        same(other.columnwise.dequantize(torch.float32).t().contiguous(), changed.dequantize())
         other.update_usage(rowwise=False)
-        assert one.rowwise is None
-        one.update_usage(rowwise=True, columnwise=False)
+        assert changed.rowwise is None
+        changed.update_usage(rowwise=True, columnwise=False)
 
 
 def test_views_have_the_planes_of_their_base(make):
@@ -738,9 +738,9 @@ def test_copies_keep_attributes_set_by_users(make):
         assert (copied.mark is p.mark) == shared
         assert copied.mark == ["mine"]
     assert torch.equal(copied.grad, p.grad)
-    whole, part = copy.deepcopy([p, p.detach()[2:4]])
+    twin, part = copy.deepcopy([p, p.detach()[2:4]])
     part.zero_()
-    assert not whole.dequantize()[2:4].any()
+    assert not twin.dequantize()[2:4].any()
     loaded, part = reloaded([p, p.detach()[2:4]])
     assert isinstance(loaded, torch.nn.Parameter)
     assert loaded.mark == ["mine"]

@@ -86,5 +86,5 @@ def run(model, x):
     y = model(x)
     y = y.full_tensor() if isinstance(y, DTensor) else y
     y.square().mean().backward()
-    found = {"y": y, **{name: p.grad for name, p in model.named_parameters()}}
-    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+    results = {"y": y, **{name: p.grad for name, p in model.named_parameters()}}
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in results.items()}
