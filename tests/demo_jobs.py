@@ -94,7 +94,8 @@ def examples(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         frozen = [p for p in lora.pop("model").parameters() if not p.requires_grad]
         lora["bytes"] = [_bytes_at_rest(p) for p in frozen if _is_quantized(p)]
         stream = run("rl_weight_stream", "--updates", 12)
-        policy, engine = stream.pop("policy"), stream.pop("engine")
+        policy = stream.pop("policy")
+        engine = stream.pop("engine")
         for name, tensor in tensors(policy, format="fp8-row"):
             if engine is not None:
                 engine.receive(name, tensor)

@@ -111,7 +111,8 @@ def same_bytes(got: QuantizedTensor, want: QuantizedTensor) -> None:
     assert type(got) is type(want)
     assert got.shape == want.shape
     for name in ("rowwise", "columnwise"):
-        a, b = getattr(got, name), getattr(want, name)
+        a = getattr(got, name)
+        b = getattr(want, name)
         assert (a is None) == (b is None), name
         if a is not None:
             assert a.format == b.format

@@ -59,7 +59,8 @@ def lay_out(rig, layout, recipe, weight_kind, hidden, seed=0):
     """
     fp8_weights, optimizer = KEPT[weight_kind]
     model = make_any(hidden, device=rig.device, recipe=recipe, seed=seed, fp8_weights=fp8_weights)
-    group, shape = None, LAYOUTS[layout]
+    group = None
+    shape = LAYOUTS[layout]
     if layout == "FSDP of 2 x TP of 2":
         mesh = rig.mesh(*shape, names=("data", "tensor"))
         for block in model.blocks:

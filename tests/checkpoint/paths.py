@@ -175,7 +175,8 @@ def compare(actual, expected):
     same_histories = {equal.pop(name) for name in histories} <= {True}
     if all(equal.values()):
         return Outcome(EXACT, same_histories)
-    before, after = values_of(expected), values_of(actual)
+    before = values_of(expected)
+    after = values_of(actual)
     close = (
         rounded(after[n], t) if n.endswith(CODES) else same_bytes(after[n], t)
         for n, t in before.items()

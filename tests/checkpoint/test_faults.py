@@ -174,7 +174,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint(rig, method, full):
 @pytest.mark.parametrize("place", ["path", "memory://"])
 def test_a_second_save_to_a_name_leaves_the_unfinished_one(tmp_path, monkeypatch, method, place):
     folder = tmp_path / "saved" if place == "path" else f"memory://{tmp_path}/saved"
-    writing, finish = threading.Event(), Writer.finish
+    writing = threading.Event()
+    finish = Writer.finish
 
     def slow_finish(*args, **kwargs):
         writing.set()
@@ -194,7 +195,8 @@ def test_a_second_save_to_a_name_leaves_the_unfinished_one(tmp_path, monkeypatch
 
 @ranks(2)
 def test_two_asynchronous_saves_share_a_process_group(rig):
-    folder, group = shared_folder(rig), dist.new_group(backend="gloo")
+    folder = shared_folder(rig)
+    group = dist.new_group(backend="gloo")
     prepare = Writer.set_up_storage_writer
 
     def slow_on_one_rank(self, *args, **kwargs):
@@ -265,7 +267,8 @@ class Failing:
 @ranks(2)
 def test_an_object_that_fails_on_one_rank_raises_on_both(rig):
     model, _, _ = lay_out(rig, "FSDP of 2", "current", FP8, UNEVEN)
-    folder, state = shared_folder(rig), {"x": Failing(rig.rank), "model": checkpoint.Model(model)}
+    folder = shared_folder(rig)
+    state = {"x": Failing(rig.rank), "model": checkpoint.Model(model)}
     group = dist.new_group(backend="gloo")
     checkpoint.save({"x": {"value": 2}}, f"{folder}/saved", process_group=group)
     message = "not {}\nrank 1: (RuntimeError: )?NoState: loader"
@@ -294,7 +297,8 @@ def test_checksums_that_are_off_are_refused_before_a_save(tmp_path):
 def test_an_asynchronous_save_to_a_relative_path_keeps_its_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write = Writer.write_data
-    entered, moved = threading.Event(), threading.Event()
+    entered = threading.Event()
+    moved = threading.Event()
 
     def late(self, *args):
         entered.set()
@@ -420,7 +424,8 @@ def test_ranks_create_the_directory_after_an_unfinished_save_is_removed(tmp_path
     folder = tmp_path / "saved"
     folder.mkdir()
     (folder / "__7_0.distcp").touch()
-    coordinator, other = Writer(folder), Writer(folder)
+    coordinator = Writer(folder)
+    other = Writer(folder)
     mkdir = os.mkdir
 
     def mkdir_while_coordinator_starts(path, *args, **kwargs):

@@ -115,7 +115,8 @@ def check_read(data, length, value):
 
 
 def stored_tensor():
-    buffer, value = io.BytesIO(), torch.randn(20, 10)
+    buffer = io.BytesIO()
+    value = torch.randn(20, 10)
     torch.save(value, buffer)
     return buffer.getvalue(), value
 
@@ -138,9 +139,12 @@ def test_no_single_bit_changes_a_tensor_unnoticed():
 
 @LOADS
 def test_a_load_restores_what_was_saved_or_leaves_the_model(saved, tmp_path, inputs):
-    folder, state = tmp_path / "copy", trained(1)
+    folder = tmp_path / "copy"
+    state = trained(1)
     shutil.copytree(saved, folder)
-    expected, model, before = trained(0), state["model"].model, contents(state)
+    expected = trained(0)
+    model = state["model"].model
+    before = contents(state)
     checkpoint.load(expected, saved)
     after = contents(expected)
 

@@ -29,7 +29,8 @@ def start(ranks, folder, steps, every):
 
 def losses_of(process, until=None):
     """Return the losses by step of a run whose ranks are all killed at a step."""
-    losses, first = {}, ""
+    losses = {}
+    first = ""
     for line in process.stdout:
         first = first or line
         match = STEP.search(line)

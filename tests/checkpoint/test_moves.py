@@ -89,7 +89,8 @@ def check_move(rig, saved, loaded, recipe, weight_kind, method, hidden):
     folder = shared_folder(rig)
     model, optimizer, group = lay_out(rig, saved, recipe, weight_kind, hidden)
     train(model, optimizer, [batch(rig, n) for n in range(3)])
-    state, expected = state_of(model, optimizer), [contents(model, optimizer)]
+    state = state_of(model, optimizer)
+    expected = [contents(model, optimizer)]
     names = state["model"].state_dict()
     weights = {f"{name}.weight" for name in linears(model)} if KEPT[weight_kind][0] else set()
     cut = {name for name in weights if name + "_scale" not in names}

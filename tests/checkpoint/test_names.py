@@ -140,7 +140,8 @@ def test_a_name_that_no_rank_has_is_refused(rig):
 
 
 def test_a_key_that_the_checkpoint_lacks_is_named_with_its_own(tmp_path):
-    saved, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    saved = nn.Linear(4, 4)
+    model = nn.Linear(4, 4)
     checkpoint.save({"model": Model(saved), "step": 1}, tmp_path / "ours")
     dcp.save(saved.state_dict(), checkpoint_id=tmp_path / "torchs")
     with pytest.raises(
@@ -154,9 +155,11 @@ def test_a_key_that_the_checkpoint_lacks_is_named_with_its_own(tmp_path):
 
 
 def test_a_partial_load_refuses_a_key_without_entries_in_the_checkpoint(tmp_path):
-    saved, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    saved = nn.Linear(4, 4)
+    model = nn.Linear(4, 4)
     checkpoint.save({"model": Model(saved), "step": 1}, tmp_path / "saved")
-    state, before = {"wrong": Model(model), "step": 0}, model.weight.detach().clone()
+    state = {"wrong": Model(model), "step": 0}
+    before = model.weight.detach().clone()
     with pytest.raises(CheckpointError, match="no 'wrong': its names begin with 'model', 'st"):
         checkpoint.load(state, tmp_path / "saved", strict=False)
     assert state["step"] == 0 and torch.equal(model.weight, before)
@@ -276,7 +279,8 @@ def test_a_partial_load_keeps_what_the_checkpoint_does_not_contain(weight_kind, 
     other.second(torch.ones(16, 64)).sum().backward()
     resumed.step()
     resumed.zero_grad()
-    before, expected = local_values(other, resumed), local_values(model, optimizer)
+    before = local_values(other, resumed)
+    expected = local_values(model, optimizer)
     extra = {"a": 0, "b": [torch.ones(2), 7], "c": torch.ones(2), 5: [{"d": torch.ones(1)}]}
     state = {**state_of(other, resumed), "extra": extra, "more": torch.full((2,), 3.0)}
     checkpoint.load(state, tmp_path / "saved", strict=False)
@@ -372,7 +376,8 @@ def test_a_checkpoint_of_another_recipe_is_refused_in_one_short_message(rig, wei
         # The suggested fix works.
         if not needs_recipe:
             checkpoint.load(state, f"{folder}/saved", strict=False)
-            loaded, trained = contents(other, resumed), contents(model, optimizer)
+            loaded = contents(other, resumed)
+            trained = contents(model, optimizer)
             assert len(loaded) > len(list(model.parameters()))
             assert same(loaded, {name: trained[name] for name in loaded})
 
@@ -423,7 +428,8 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_a_missing_parameter_is_reported_if_its_name_ends_in_scale(tmp_path, fp8_weights):
-    saved, loading = Scaled(scale=False), Scaled()
+    saved = Scaled(scale=False)
+    loading = Scaled()
     for model in (saved, loading):
         fp8rs.convert_to_float8_training(model, recipe="current", fp8_weights=fp8_weights)
     checkpoint.save({"model": Model(saved)}, tmp_path / "saved")

@@ -83,7 +83,8 @@ def test_rank_0_broadcasts_a_full_state_of_model_and_optimizer(rig, recipe, weig
     around = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, full if rig.rank == 0 else {}, options=around)
     set_optimizer_state_dict(other, resumed, moments if rig.rank == 0 else {}, options=around)
-    before, after = contents(model, optimizer), contents(other, resumed)
+    before = contents(model, optimizer)
+    after = contents(other, resumed)
     assert before.keys() == after.keys()
     compared = 0
     for name, value in before.items():
@@ -119,7 +120,8 @@ for folder, (rows, columns) in json.loads(sys.argv[1]).items():
 
 def test_files_contain_plain_one_byte_tensors_that_load_without_fp8rs(tmp_path):
     """One process reads the files of all recipes, because it takes seconds to import torch."""
-    folders, weights = {}, {}
+    folders = {}
+    weights = {}
     for recipe in RECIPES:
         height, width = resolve_recipe(RECIPES[recipe]).block_format("weight").block
         block = (512 if height == -1 else height, 256 if width == -1 else width)
@@ -193,7 +195,8 @@ OTHER_RULES = {
 @pytest.mark.parametrize("rule", list(OTHER_RULES))
 def test_a_partial_load_refuses_another_update_rule(rig, rule):
     folder = shared_folder(rig)
-    weight_kind, (optimizer, message) = "master weights, torch's AdamW", OTHER_RULES[rule]
+    weight_kind = "master weights, torch's AdamW"
+    optimizer, message = OTHER_RULES[rule]
     model, _, _ = lay_out(rig, "FSDP of 2", None, weight_kind, UNEVEN)
     saved = optimizer(model.parameters())
     train(model, saved, [batch(rig, 0)])
@@ -201,7 +204,8 @@ def test_a_partial_load_refuses_another_update_rule(rig, rule):
     other, _, _ = lay_out(rig, "FSDP of 2", None, weight_kind, UNEVEN, seed=1)
     resumed = AdamW(other.parameters(), lr=0.5)
     train(other, resumed, [batch(rig, 1)])
-    before, state = contents(other, resumed), state_of(other, resumed)
+    before = contents(other, resumed)
+    state = state_of(other, resumed)
     if message is None:
         checkpoint.load(state, f"{folder}/saved", strict=False)
         assert same(contents(other, resumed), contents(model, saved))
@@ -347,7 +351,9 @@ def losses(model, optimizer, steps=range(3)):
 def test_a_checkpoint_from_before_the_first_step_changes_no_training(tmp_path, optimizer):
     """torch creates the state of a fresh optimizer by a step, which must not count as one."""
     wanted = losses(*fresh(optimizer))
-    saved, failed, resumed = fresh(optimizer), fresh(optimizer), fresh(optimizer, seed=1)
+    saved = fresh(optimizer)
+    failed = fresh(optimizer)
+    resumed = fresh(optimizer, seed=1)
     checkpoint.save(state_of(*saved), tmp_path / "saved")
     assert losses(*saved) == wanted
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -362,7 +368,8 @@ def test_a_checkpoint_from_before_the_first_step_changes_no_training(tmp_path, o
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8 of 1x32"])
 def test_a_model_and_its_optimizer_load_one_after_the_other(tmp_path, optimizer, recipe):
     recipe = RECIPES[recipe]
-    trained, resumed = fresh(optimizer, recipe), fresh(optimizer, recipe, seed=1)
+    trained = fresh(optimizer, recipe)
+    resumed = fresh(optimizer, recipe, seed=1)
     losses(*trained)
     checkpoint.save(state_of(*trained), tmp_path / "saved")
     for key, value in state_of(*resumed).items():
@@ -374,7 +381,8 @@ def test_a_model_and_its_optimizer_load_one_after_the_other(tmp_path, optimizer,
 @each_fresh
 @pytest.mark.filterwarnings("ignore:.*FP8 weights, and keeps no masters")
 def test_gradients_do_not_keep_an_optimizer_from_loading(tmp_path, optimizer):
-    trained, resumed = fresh(optimizer), fresh(optimizer, seed=1)
+    trained = fresh(optimizer)
+    resumed = fresh(optimizer, seed=1)
     losses(*trained)
     checkpoint.save(state_of(*trained), tmp_path / "saved")
     resumed[0](torch.ones(8, 32)).sum().backward()
@@ -399,7 +407,8 @@ def test_a_parameter_without_a_gradient_before_the_save_has_no_state_after_the_l
         fp8rs.convert_to_float8_training(model, recipe=recipe, fp8_weights=True)
         return model, AdamW(model.parameters(), lr=1e-2)
 
-    trained, resumed = make_two(0), make_two(1)
+    trained = make_two(0)
+    resumed = make_two(1)
     losses(trained[0][0], trained[1])
     checkpoint.save(state_of(*trained), tmp_path / "saved")
     checkpoint.load(state_of(*resumed), tmp_path / "saved", strict=False)

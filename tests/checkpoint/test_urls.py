@@ -67,7 +67,8 @@ def test_torch_loads_our_checkpoints_from_a_store_and_we_load_torchs(store):
     values = torch.randn(8)
     checkpoint.save({"a": values}, f"{store}/ours")
     dcp.save({"a": values}, checkpoint_id=f"{store}/torchs")
-    read, ours = {"a": torch.zeros(8)}, {"a": torch.zeros(8)}
+    read = {"a": torch.zeros(8)}
+    ours = {"a": torch.zeros(8)}
     dcp.load(read, checkpoint_id=f"{store}/ours")
     checkpoint.load(ours, f"{store}/torchs")
     assert torch.equal(read["a"], values) and torch.equal(ours["a"], values)

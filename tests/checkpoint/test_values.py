@@ -103,7 +103,8 @@ def test_a_value_is_loaded_as_it_was_saved(name, method, tmp_path):
     "value", [np.zeros(3), ([np.zeros(3)],), {1}], ids=["array", "tuple", "set"]
 )
 def test_an_asynchronous_save_copies_values_that_training_changes(value, monkeypatch, tmp_path):
-    changed, flatten = threading.Event(), SavePlanner.set_up_planner
+    changed = threading.Event()
+    flatten = SavePlanner.set_up_planner
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
         changed.wait()
@@ -125,7 +126,8 @@ def test_an_asynchronous_save_copies_values_that_training_changes(value, monkeyp
 
 def test_tensors_in_lists_and_under_int_keys_are_written_in_place(tmp_path):
     checkpoint.save({"a": [torch.ones(2), 1], "b": {7: torch.ones(2)}}, tmp_path / "saved")
-    first, second = torch.zeros(2), torch.zeros(2)
+    first = torch.zeros(2)
+    second = torch.zeros(2)
     loaded = {"a": [first, 0], "b": {7: second}}
     checkpoint.load(loaded, tmp_path / "saved")
     assert loaded["a"][0] is first and loaded["b"][7] is second

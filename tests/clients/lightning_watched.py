@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 class Kept(DummyLogger):
     def __init__(self):
         super().__init__()
-        self.steps, self.names = [], []
+        self.steps = []
+        self.names = []
 
     def log_metrics(self, metrics, step=None):
         self.steps.append(step)

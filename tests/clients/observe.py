@@ -132,7 +132,8 @@ def observed(path: str, arguments: list[str]) -> dict[str, Any]:
     # Pickles and data loader workers find the classes of the file by this name.
     sys.modules["example"] = module
     spec.loader.exec_module(module)
-    watch, gathers = Watch(), Gathers()
+    watch = Watch()
+    gathers = Gathers()
     with gathers if os.environ.get("OBSERVE_GATHERS") != "0" else contextlib.nullcontext():
         returned = module.main(arguments)
     return {

@@ -37,6 +37,7 @@ def test_losses_agree_with_bf16_and_experts_are_gathered_in_fp8(recipe, experts)
 
 
 def test_without_experts_their_weights_are_gathered_in_bf16():
-    fp8_run, off = run("current", "auto"), run("current", "off")
+    fp8_run = run("current", "auto")
+    off = run("current", "off")
     saved = off.gathered_bytes - fp8_run.gathered_bytes
     assert saved == pytest.approx(2 * STEPS * WEIGHTS, rel=0.01)

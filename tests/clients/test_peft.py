@@ -134,7 +134,8 @@ HEAD = "base_model.model.head.modules_to_save.default"
 
 
 def assert_head_and_adapters_train(result, reference):
-    (losses, moved), (expected, expected_moved) = result, reference
+    losses, moved = result
+    expected, expected_moved = reference
     assert losses[-1] < 0.8 * losses[0]
     assert losses == pytest.approx(expected, rel=0.03)
     assert moved == expected_moved

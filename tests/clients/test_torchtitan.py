@@ -212,7 +212,8 @@ def test_experts_run_on_fp8_operands(recipe):
     for p in experts.parameters():
         torch.nn.init.normal_(p, std=0.1)
     fp8rs.convert_to_float8_training(experts, recipe=recipe, experts="fp8")
-    x, counts = torch.randn(40, 64).bfloat16(), torch.tensor([7, 0, 20, 13])
+    x = torch.randn(40, 64).bfloat16()
+    counts = torch.tensor([7, 0, 20, 13])
     offs = counts.cumsum(0, dtype=torch.int32)
     weights = (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)
     w1, w2, w3 = (w.detach().bfloat16() for w in weights)

@@ -113,7 +113,8 @@ def adapt(config: titan.Trainer.Config) -> None:
     config.training.seq_len = LENGTH
     config.training.disable_cuda_graphs = True
     config.compile.backend = "aot_eager"
-    config.dataloader, config.tokenizer = Data.Config(), NoTokenizer.Config()
+    config.dataloader = Data.Config()
+    config.tokenizer = NoTokenizer.Config()
     config.validator.enable = False
     config.debug.enable_structured_logging = False
     if backend := os.environ.get("TEST_SPMD_BACKEND"):
@@ -155,7 +156,8 @@ def watched() -> type[titan.Trainer]:
         r"```python\n([^`]*class WatchedTrainer.*?)```", page.read_text(), re.DOTALL
     )
     names: dict[str, Any] = {"__name__": __name__}
-    theirs, titan.Trainer = titan.Trainer, CpuTrainer
+    theirs = titan.Trainer
+    titan.Trainer = CpuTrainer
     exec(compile(block.replace("every=100", "every=2"), page, "exec", dont_inherit=True), names)
     titan.Trainer = theirs
 

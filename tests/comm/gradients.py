@@ -56,7 +56,8 @@ def grads_of(model):
 
 def check_same_gradients(model, expected):
     """Check that two models have equal bytes in all gradients."""
-    actual, expected = grads_of(model), grads_of(expected)
+    actual = grads_of(model)
+    expected = grads_of(expected)
     assert expected and actual.keys() == expected.keys()
     for name, grad in expected.items():
         assert same_bytes(actual[name], grad), name
@@ -64,7 +65,8 @@ def check_same_gradients(model, expected):
 
 def check(rig, build, run=backward):
     """Check the gradients after ``set_fsdp_comm`` against `SumInOrder`; return what it chose."""
-    expected, model = build(), build()
+    expected = build()
+    model = build()
     sum_in_order(expected)
     comm = set_fsdp_comm(model)
     run(expected, rig)

@@ -341,7 +341,8 @@ def test_one_warning_lists_the_layers_of_a_dtype():
 
 def test_converting_twice_changes_nothing():
     model = convert(Model(), recipe="current")
-    state, hooks = state_of(model.head), len(model._forward_pre_hooks)
+    state = state_of(model.head)
+    hooks = len(model._forward_pre_hooks)
     convert(model, recipe="current")
     assert state_of(model.head) is state
     assert len(model._forward_pre_hooks) == hooks
@@ -525,7 +526,8 @@ def weights_under_another_recipe(device, before, **options):
     convert(source, recipe=before, fp8_weights=True, enable_fsdp_float8_all_gather=None)
     model = nn.Sequential(*(nn.Linear(128, 128, device="meta") for _ in range(2)))
     for layer, old in zip(model, source, strict=True):
-        layer.weight, layer.bias = old.weight, old.bias
+        layer.weight = old.weight
+        layer.bias = old.bias
     return model
 
 
@@ -962,7 +964,8 @@ def test_weights_that_cannot_be_replaced_are_refused(holder):
 @pytest.mark.parametrize("way", FAILURES, ids=lambda way: way.__name__)
 def test_a_conversion_that_fails_changes_nothing(way):
     model, arguments, references = way()
-    before, state = contents(model), list(model.state_dict())
+    before = contents(model)
+    state = list(model.state_dict())
     with pytest.raises((ValueError, TypeError, RuntimeError, UserWarning), match=FAILURES[way]):
         convert_to_float8_training(model, **arguments)
     assert contents(model) == before

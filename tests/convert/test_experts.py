@@ -162,7 +162,8 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden=64, width=48):
         super().__init__()
-        self.up, self.down = nn.Linear(hidden, width), nn.Linear(width, hidden)
+        self.up = nn.Linear(hidden, width)
+        self.down = nn.Linear(width, hidden)
 
 
 def block_with(**modules):
@@ -711,7 +712,8 @@ def test_fp8_weights_of_experts_train_sharded_as_unsharded(rig, kind, recipe):
 )
 def test_compiled_blocks_read_gathered_weights(rig, kind, mode, recipe):
     """Nothing is compiled again after an optimizer step or for another number of tokens."""
-    results, frames = [], []
+    results = []
+    frames = []
     for compiled in (False, True):
         torch._dynamo.reset()
         model = mixture(kind, rig.device)
@@ -744,12 +746,11 @@ def test_other_clients_use_gathered_codes(rig, client, mode):
     rows = torch.randn(40, 64, device=rig.device, dtype=torch.bfloat16)
     counts = torch.tensor([7, 0, 20, 13], device=rig.device)
     if client == "titan":
-        model, routing = Titan(dtype=torch.bfloat16), counts
+        model = Titan(dtype=torch.bfloat16)
+        routing = counts
     else:
-        model, routing = (
-            fp8rs.nn.GroupedLinear(4, 64, 32, dtype=torch.bfloat16),
-            counts.cumsum(0).int(),
-        )
+        model = fp8rs.nn.GroupedLinear(4, 64, 32, dtype=torch.bfloat16)
+        routing = counts.cumsum(0).int()
     model.to(rig.device)
     reference = copy.deepcopy(model)
     if mode == "fp8":
@@ -937,9 +938,11 @@ def test_another_experts_implementation_multiplies_dequantized_weights(rig, othe
     model = convert(mixture("mixtral", rig.device), experts="fp8", filter_fqns=["lm_head"])
     gather = convert(mixture("mixtral", rig.device), experts="gather", filter_fqns=["lm_head"])
     shard(model, rig), shard(gather, rig)
-    before, planned = loss_of(model, rig), fp8rs.report(model)
+    before = loss_of(model, rig)
+    planned = fp8rs.report(model)
     model.set_experts_implementation(other)
-    loss, expected = loss_of(model, rig), loss_of(gather, rig)
+    loss = loss_of(model, rig)
+    expected = loss_of(gather, rig)
     torch.testing.assert_close(loss, expected)
     assert loss != before
     loss.backward()

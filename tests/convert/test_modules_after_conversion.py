@@ -18,7 +18,8 @@ from oracle.compare import relative
 class Two(nn.Module):
     def __init__(self, width=32):
         super().__init__()
-        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+        self.a = nn.Linear(width, width)
+        self.b = nn.Linear(width, width)
 
     def forward(self, x):
         return self.b(self.a(x).relu())

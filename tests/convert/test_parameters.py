@@ -157,7 +157,8 @@ class TwoViews(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.a = nn.Linear(32, 32)
+        self.b = nn.Linear(32, 32)
         self.penalized = [self.a.weight, self.b.weight]
 
     def forward(self, x):

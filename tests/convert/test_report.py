@@ -144,7 +144,8 @@ def test_reasons_survive_copies_and_wrappers() -> None:
 
 @pytest.mark.parametrize("way", ["an argument", "converted"])
 def test_without_an_fp8_gather_no_bytes_are_saved(way: str) -> None:
-    model, options = stack(), {}
+    model = stack()
+    options = {}
     if way == "converted":
         fp8rs.convert_to_float8_training(model, enable_fsdp_float8_all_gather=False)
     else:
@@ -175,7 +176,8 @@ def test_memory_equals_a_calculation_by_hand() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.LayerNorm(512))
     report = fp8rs.report(model, world_size=4, recipe="block", optimizer="adamw")
-    weight, norm = 512 * 256, 2 * 512
+    weight = 512 * 256
+    norm = 2 * 512
     # One row of two 128x128 blocks per rank, four bytes each.
     blocks = 4
     memory = report.memory
@@ -382,7 +384,8 @@ def test_the_command_line_reports_on_fp8_weights(
     for name, size in optimizers.items():
         assert main([*arguments, *(["--optimizer", name] if name else [])]) == 0
         memory = json.loads(capsys.readouterr().out)["memory"]
-        weight, bias = (1 << 40) // 64, (1 << 20) // 64
+        weight = (1 << 40) // 64
+        bias = (1 << 20) // 64
         assert memory["parameters"] == weight + 4 + 4 * bias
         assert memory["optimizer"] == size * weight + min(size, 8) * bias
 

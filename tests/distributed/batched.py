@@ -56,7 +56,8 @@ class Experts(nn.Module):
     def __init__(self, gate_up: Any, down: Any) -> None:
         super().__init__()
         if isinstance(gate_up, torch.Tensor):
-            self.gate_up, self.down = nn.Parameter(gate_up), nn.Parameter(down)
+            self.gate_up = nn.Parameter(gate_up)
+            self.down = nn.Parameter(down)
         else:
             self.each = nn.ModuleList(Experts(*pair) for pair in zip(gate_up, down, strict=True))
 

@@ -311,10 +311,8 @@ class Pool:
                     process = self.workers[rank][0]
                     process.join(10)
                     ended.append(process.exitcode or 0)
-                    passed, value = (
-                        False,
-                        f"the process died, exit code {ended[-1]}{self.tail(rank)}",
-                    )
+                    passed = False
+                    value = f"the process died, exit code {ended[-1]}{self.tail(rank)}"
                 if passed:
                     results[rank] = value
                 else:

@@ -378,7 +378,8 @@ def test_weights_of_four_dimensions_are_batches_of_matrices(recipe, fp8_weights,
 @pytest.mark.parametrize("hidden", list(BATCHES))
 def test_sharded_stacks_give_and_load_the_bytes_of_unsharded_ones(rig, recipe, fp8_weights, hidden):
     options = {"device": rig.device, "fp8_weights": fp8_weights}
-    batch, format = BATCHES[hidden], OWN[recipe]
+    batch = BATCHES[hidden]
+    format = OWN[recipe]
     wanted = exported(stacked(batch, recipe, **options), format)
     model = stacked(batch, recipe, **options)
     shard_batched(model, rig, model.dim)

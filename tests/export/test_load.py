@@ -294,7 +294,8 @@ def scale_shape(block, rows, cols):
 def made_by_hand(suffix, block, scale_dtype=torch.float32, shaped=None):
     """Return the files of a `Net` with FP8 codes in up and down, and their values."""
     torch.manual_seed(2)
-    stored_tensors, values = {}, {}
+    stored_tensors = {}
+    values = {}
     for name, value in Net().state_dict().items():
         if name not in ("up.weight", "down.weight"):
             stored_tensors[name] = values[name] = value.clone()
@@ -662,7 +663,9 @@ def test_a_rank_reads_only_its_own_part_and_each_tensor_once(rig, fp8_weights):
     dist.barrier()
     model = shard(make((256,), **options), rig)
     shard_numel = sum(p.to_local().numel() for p in model.parameters())
-    names, read, original = [], [], StoredTensors.read
+    names = []
+    read = []
+    original = StoredTensors.read
 
     def counted(self, name, part):
         values = original(self, name, part)
@@ -705,7 +708,8 @@ def test_a_load_between_steps_is_not_undone_by_the_next_step(rig, recipe, optimi
     for name, parameter in model.named_parameters():
         value = parameter.detach()
         # A master that rounds to the loaded code is kept, so the scale may differ by a rounding.
-        error, most = (full(value) - wanted[name]).abs(), wanted[name].abs()
+        error = (full(value) - wanted[name]).abs()
+        most = wanted[name].abs()
         rounding = most / 8 + most.max() / 2**9 if fp8_weights and most.dim() == 2 else 0
         assert (error <= rounding).all(), name
 
@@ -738,7 +742,8 @@ def test_tensor_parallel_weights_get_the_values_of_the_files(rig, recipe, fp8_we
         shard(model, mesh=mesh["data"])
     load(model, folder)
     for name, value in model.named_parameters():
-        value, values = full(value), wanted[name]
+        value = full(value)
+        values = wanted[name]
         value = value.dequantize() if isinstance(value, fp8rs.QuantizedTensor) else value
         # Parts of rows and blocks are quantized again.
         if fp8_weights and value.dim() == 2:

@@ -241,7 +241,8 @@ def test_an_error_of_a_store_is_raised_on_all(rig):
     def add(self, name, tensor):
         raise ConnectionLost("bucket", lambda: None)
 
-    model, original = shard(make((64,), recipe="current"), rig), ExportWriter.add
+    model = shard(make((64,), recipe="current"), rig)
+    original = ExportWriter.add
     ExportWriter.add = add
     prefix = "" if rig.rank == 0 else "rank 0: "
     try:

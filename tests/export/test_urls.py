@@ -88,7 +88,8 @@ def test_a_failed_export_to_a_store_leaves_the_earlier_one(store, file, monkeypa
 
     save_pretrained(model(3), "memory://bucket/model", max_shard_bytes=20_000)
     before = files(store)
-    put, pipe = MemoryFileSystem.put_file, MemoryFileSystem.pipe_file
+    put = MemoryFileSystem.put_file
+    pipe = MemoryFileSystem.pipe_file
 
     def fail(original):
         def write(self, source, target, *args, **kwargs):
@@ -120,7 +121,8 @@ def test_an_interrupted_replacement_leaves_no_file_of_the_earlier_export(
     while True:
         folder = tmp_path / str(moves)
         save_pretrained(before, folder, max_shard_bytes=20_000)
-        move, allowed = LocalFileSystem.mv, iter(range(moves))
+        move = LocalFileSystem.mv
+        allowed = iter(range(moves))
 
         def fail(self, *args, move=move, allowed=allowed):
             if next(allowed, None) is None:

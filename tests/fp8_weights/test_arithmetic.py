@@ -74,7 +74,8 @@ def assert_rounded(weight, master, *, stochastic=False):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_arithmetic_on_a_weight_changes_its_master(device, recipe, write, kind, dtype):
     model = model_of(recipe, device, dtype)
-    weight, optimizer = model[0].weight, OPTIMIZERS[kind](model.parameters())
+    weight = model[0].weight
+    optimizer = OPTIMIZERS[kind](model.parameters())
     step(model, optimizer)
     expected = master_of(optimizer, weight).clone()
     with torch.no_grad():
@@ -90,7 +91,8 @@ def test_arithmetic_on_a_weight_changes_its_master(device, recipe, write, kind, 
 @recipes
 def test_arithmetic_before_the_first_step_changes_the_initial_values(recipe):
     model = model_of(recipe, preserve_high_precision_init_val=True)
-    weight, optimizer = model[0].weight, AdamW(model.parameters(), lr=0.0)
+    weight = model[0].weight
+    optimizer = AdamW(model.parameters(), lr=0.0)
     expected = weight.get_high_precision_init_val().clone()
     copied = copy.deepcopy(model)
     with torch.no_grad():
@@ -111,7 +113,8 @@ def test_repeated_decay_of_shards_equals_that_of_plain_weights(rig, recipe):
     plain_weight = model[0].weight.get_high_precision_init_val().clone()
     fully_shard(model[0], mesh=rig.mesh())
     fully_shard(model, mesh=rig.mesh())
-    weight, optimizer = model[0].weight, AdamW(model.parameters(), lr=0.0)
+    weight = model[0].weight
+    optimizer = AdamW(model.parameters(), lr=0.0)
     for _ in range(20):
         step(model, optimizer)
         with torch.no_grad():
@@ -127,7 +130,8 @@ def test_repeated_decay_of_shards_equals_that_of_plain_weights(rig, recipe):
 def test_masters_come_back_with_their_codes_after_arithmetic_on_other_values(recipe):
     """An average is swapped in, changed and swapped out."""
     model = model_of(recipe)
-    weight, optimizer = model[0].weight, AdamW(model.parameters(), lr=1e-3)
+    weight = model[0].weight
+    optimizer = AdamW(model.parameters(), lr=1e-3)
     for _ in range(3):
         step(model, optimizer)
     before = master_of(optimizer, weight).clone()
@@ -146,7 +150,8 @@ def test_masters_come_back_with_their_codes_after_arithmetic_on_other_values(rec
 def test_arithmetic_changes_masters_that_were_loaded(kind):
     """The optimizer has not stepped since."""
     model = model_of("current")
-    weight, optimizer = model[0].weight, OPTIMIZERS[kind](model.parameters())
+    weight = model[0].weight
+    optimizer = OPTIMIZERS[kind](model.parameters())
     step(model, optimizer)
     saved = optimizer.state_dict()
     other = OPTIMIZERS[kind](model.parameters())

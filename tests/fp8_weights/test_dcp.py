@@ -122,7 +122,8 @@ def test_shards_written_by_each_rank_are_saved_with_common_scales(rig, recipe):
 @pytest.mark.parametrize("layouts", [(0, 1), (1, 0)])
 def test_tensor_parallel_reshards_are_exact(rig, recipe, layouts):
     names = [("FSDP of 2 x TP of 2", "FSDP of 4")[i] for i in layouts]
-    folder, weight_kind = shared_folder(rig), "FP8 weights, AdamW with masters"
+    folder = shared_folder(rig)
+    weight_kind = "FP8 weights, AdamW with masters"
     model, other = (
         lay_out(rig, name, recipe, weight_kind, (64, 128), seed)[0]
         for seed, name in enumerate(names)
@@ -161,7 +162,8 @@ def test_a_load_in_place_reaches_ranks_with_empty_shards(rig, recipe, fp8, of):
     def part_of(model):
         return checkpoint.Model(model) if of == "Model" else model.state_dict()
 
-    folder, reference = shared_folder(rig), small(0, 0.01, recipe)
+    folder = shared_folder(rig)
+    reference = small(0, 0.01, recipe)
     saved = small(0, 0.01, recipe if fp8 else None)
     dcp.save({"model": part_of(fully_shard(saved, mesh=rig.mesh()))}, checkpoint_id=folder)
     model = fully_shard(small(1, 1.0, recipe), mesh=rig.mesh())
@@ -169,7 +171,8 @@ def test_a_load_in_place_reaches_ranks_with_empty_shards(rig, recipe, fp8, of):
     dcp.load({"model": part_of(model)}, checkpoint_id=folder, planner=planner)
     x = batch(rig, 0)
     with torch.no_grad():
-        actual, wanted = model(x), reference(x)
+        actual = model(x)
+        wanted = reference(x)
     assert (actual - wanted).norm() <= (0 if fp8 else 0.05) * wanted.norm()
 
 

@@ -107,7 +107,8 @@ def shard_planes(layer, full_planes):
             scale = None
         else:
             size = 1 if block == 1 else plane.data.shape[dim] if block == -1 else block
-            first, last = rows.start // size, -(-rows.stop // size)
+            first = rows.start // size
+            last = -(-rows.stop // size)
             scale = plane.scale.narrow(dim, first, last - first) if block != -1 else plane.scale
         codes = plane.data.view(torch.uint8).narrow(dim, rows.start, rows.stop - rows.start)
         planes.append((codes, scale))
@@ -135,7 +136,8 @@ def new_values(model, rig, seed=7):
     new = {}
     for name, layer in linears(model).items():
         values = torch.randn(layer.weight.shape, generator=generator)
-        values[0, 0], values[-1, -1] = 9.0, 30.0
+        values[0, 0] = 9.0
+        values[-1, -1] = 30.0
         new[name] = values.to(rig.device)
     return new
 
@@ -210,7 +212,8 @@ def test_empty_shards_have_the_scale_of_a_checkpoint_that_is_read_in_place(rig, 
     values = new_values(model, rig)
     empty = 0
     for name, layer in linears(model).items():
-        placement, shown = ShardSpec.from_dtensor(layer.weight), local(layer)
+        placement = ShardSpec.from_dtensor(layer.weight)
+        shown = local(layer)
         empty += shown.numel() == 0
         if shown.numel():
             part = values[name].narrow(0, placement.shard_offset, len(shown))
@@ -280,7 +283,8 @@ a block of 32 or 32x32."""
 @recipes
 @pytest.mark.parametrize("meta", [False, True])
 def test_stored_bytes(rig, recipe, meta):
-    width, hidden = 256, 1024
+    width = 256
+    hidden = 1024
     torch.manual_seed(0)
     batch = torch.randn(8, width, device=rig.device)
     before = bytes_of_tensors()

@@ -109,7 +109,8 @@ def test_torch_optimizers_train_whole_weights(device, recipe, kind):
 def test_a_layer_that_is_removed_before_the_step_steps(device, recipe, optimizer):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).to(device)
     fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe], fp8_weights=True)
-    removed, before = model[1].weight, model[1].weight.dequantize()
+    removed = model[1].weight
+    before = model[1].weight.dequantize()
     steps = optimizer(model.parameters(), lr=0.1)
     model(inputs(device)).square().sum().backward()
     del model[1]
@@ -245,7 +246,8 @@ def test_full_state_dicts(rig, recipe, meta, broadcast, weights):
 @each_weights
 def test_full_state_dicts_of_one_rank_are_distributed(rig, recipe, weights):
     """One rank gathers nothing, so that its full state dict has FP8 tensors."""
-    folder, group = shared_folder(rig), dist.new_group([0])
+    folder = shared_folder(rig)
+    group = dist.new_group([0])
     reference, model = pair(rig, recipe, WEIGHTS[weights])
     if rig.rank == 0:
         alone = shard_any(
@@ -306,7 +308,8 @@ def test_initializers_of_torch(device, recipe, name):
     values = weight.dequantize()
     if name == "trunc_normal_":  # it draws again what it finds beyond the bounds, rounded or not
         assert values.abs().max() <= 2
-        values, plain = values.std(), plain.std()
+        values = values.std()
+        plain = plain.std()
     assert (values - plain).abs().max() <= 0.1 * plain.abs().max()
 
 
@@ -374,7 +377,8 @@ def test_moving_a_sharded_model_where_it_is(rig, move, forward_first):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_a_cast_model_has_one_dtype_and_the_same_codes(device, recipe, dtype):
     """Also of a dtype that no layer computes in: what stands in a layer's way is its input."""
-    model, plain = fp8_model(recipe, device), fp8_model(recipe, device)
+    model = fp8_model(recipe, device)
+    plain = fp8_model(recipe, device)
     model.to(dtype)
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert_still_fp8(model)

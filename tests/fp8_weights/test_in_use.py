@@ -335,7 +335,8 @@ def test_some_layers_fp8_weights_and_some_masters(rig, recipe):
 @recipes
 def test_unshard_gathers_what_the_shards_dequantize_to(rig, recipe):
     _, model = pair(rig, recipe)
-    before, wanted = contents(model), {n: full(m.weight) for n, m in linears(model).items()}
+    before = contents(model)
+    wanted = {n: full(m.weight) for n, m in linears(model).items()}
     for part in (*model.blocks, model):
         part.unshard()
     for name, layer in linears(model).items():
@@ -400,7 +401,8 @@ def test_views_of_a_shard_are_views(rig, recipe):
     name, local = next((n, t) for n, t in shards(model).items() if len(t) >= 14)
     name = name.removesuffix(".weight")
     for view, take in VIEWS.items():
-        part, wanted = take(local), local.dequantize()
+        part = take(local)
+        wanted = local.dequantize()
         assert quantized(part) and storage_of(part) is storage_of(local), view
         new = torch.randn(part.shape, device=rig.device) * 0.1
         with torch.no_grad():
@@ -413,7 +415,8 @@ def test_views_of_a_shard_are_views(rig, recipe):
         allowed = wanted.abs() * 2.0**-4 * 1.07 + wanted.abs().amax() / 448 * 2.0**-10
         assert torch.all((actual - wanted).abs() <= allowed), view
     for view, take in READ_ONLY.items():
-        part, before = take(local), local.dequantize()
+        part = take(local)
+        before = local.dequantize()
         assert same_bytes(part.dequantize(), take(before).contiguous()), view
         with torch.no_grad(), pytest.raises(NotImplementedError, match="consecutive elements"):
             part.copy_(torch.ones(part.shape, device=rig.device))
@@ -458,7 +461,8 @@ def test_steps_of_copies_leave_the_model(rig, recipe, masters):
     model(batch(rig)).sum().backward()
     model.zero_grad()
     handles = [handle_of(layer) for layer in linears(model).values()]
-    before, writes = contents(model), [handle.writes for handle in handles]
+    before = contents(model)
+    writes = [handle.writes for handle in handles]
     histories = [t.clone() for t in model.buffers()]
     twins = [copy.deepcopy(layer.weight) for layer in linears(model).values()]
     for twin in twins:
@@ -529,7 +533,8 @@ class Adapted(nn.Module):
         rows, cols = base.weight.shape
         options = {"bias": False, "dtype": torch.bfloat16, "device": base.weight.device}
         self.base = base
-        self.a, self.b = nn.Linear(cols, rank, **options), nn.Linear(rank, rows, **options)
+        self.a = nn.Linear(cols, rank, **options)
+        self.b = nn.Linear(rank, rows, **options)
 
     def forward(self, x):
         return self.base(x) + self.b(self.a(x))

@@ -303,7 +303,8 @@ def test_optimizer_states_are_gathered(rig, hidden):
 @pytest.mark.parametrize("back", [False, True])
 def test_hooks_of_a_weights_gradient_run_on(recipe, back):
     layer = torch.nn.Linear(64, 64)
-    weight, calls = layer.weight, []
+    weight = layer.weight
+    calls = []
     first = weight.register_hook(lambda grad: calls.append("hook"))
     after = weight.register_post_accumulate_grad_hook(lambda p: calls.append(p))
     fp8rs.convert_to_float8_training(layer, recipe=RECIPES[recipe], fp8_weights=True)
@@ -369,7 +370,8 @@ def test_a_copy_of_a_model_has_values_of_its_own_from_before_the_rounding():
 
 def test_they_are_freed_where_masters_come_from_a_checkpoint():
     x = torch.randn(8, 32)
-    first, second = initialized(), initialized()
+    first = initialized()
+    second = initialized()
     optimizers = [AdamW(model.parameters()) for model in (first, second)]
     first[0](x).sum().backward()
     optimizers[0].step()

@@ -435,14 +435,16 @@ def test_a_change_on_one_rank_gives_the_scales_of_the_unsharded_weight(rig, reci
             weight.copy_(weight.dequantize() * rows)
     shard(sharded, rig)
     factor = 1 / rows
-    expected, weight = reference.blocks[0].up.weight, sharded.blocks[0].up.weight
+    expected = reference.blocks[0].up.weight
+    weight = sharded.blocks[0].up.weight
     with torch.no_grad():
         expected.mul_(factor)
         weight.to_local().mul_(factor[80 * rig.rank :][:80])
     sharded.blocks[0].unshard()
     gathered_weight = sharded.blocks[0].up.weight
     for side in ("rowwise", "columnwise"):
-        plane, other = getattr(gathered_weight, side), getattr(expected, side)
+        plane = getattr(gathered_weight, side)
+        other = getattr(expected, side)
         if plane is not None and other is not None:
             assert same_bytes(plane.scale.view(other.scale.shape), other.scale), side
             assert same_bytes(plane.dequantize(torch.float32), other.dequantize(torch.float32))
@@ -623,7 +625,8 @@ DRAWS = {
 @pytest.mark.parametrize("method", [*WHOLE, *DRAWS])
 def test_values_of_whole_weights_have_the_bytes_of_unsharded_ones(rig, recipe, hidden, method):
     options = {"recipe": RECIPES[recipe], "fp8_weights": True, "device": rig.device}
-    reference, model = make(hidden, **options), shard(make(hidden, **options), rig)
+    reference = make(hidden, **options)
+    model = shard(make(hidden, **options), rig)
     layers = [linears(m) for m in (reference, model)]
     with torch.no_grad():
         for name, layer in layers[1].items():
@@ -656,7 +659,8 @@ def test_values_of_whole_weights_have_the_bytes_of_unsharded_ones(rig, recipe, h
     def check(name, weight):
         expected = layers[0][name].weight
         for side in ("rowwise", "columnwise"):
-            plane, other = getattr(weight, side), getattr(expected, side)
+            plane = getattr(weight, side)
+            other = getattr(expected, side)
             if plane is not None and other is not None:
                 assert same_bytes(plane.data, other.data), (name, side)
                 assert same_bytes(plane.scale.view(other.scale.shape), other.scale), (name, side)
@@ -683,7 +687,8 @@ def test_values_are_readable_before_the_synchronization(rig, recipe):
     spread = distribute_tensor(values.to(rig.device), rig.mesh(), [Shard(0)])
     with torch.no_grad():
         weight.copy_(spread)
-    actual, local = local_of(weight).dequantize(), spread.to_local()
+    actual = local_of(weight).dequantize()
+    local = spread.to_local()
     torch.testing.assert_close(actual, local, rtol=0.07, atol=0.002 * local.abs().max().item())
 
 

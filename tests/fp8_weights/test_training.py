@@ -114,7 +114,8 @@ def test_steps_are_those_of_the_whole_model(rig, hidden, recipe, masters):
                 m(batch(rig, n)).sum().backward()  # histories roll after a forward
                 optimizer.zero_grad()
             step(m, optimizer, rig, n)
-        wanted, actual = whole_values(reference), whole_values(model)
+        wanted = whole_values(reference)
+        actual = whole_values(model)
         for name, value in wanted.items():
             assert same_bytes(actual[name], value), (name, n)
 
@@ -219,7 +220,8 @@ def test_a_checkpoint_is_loaded_in_either_order(rig, hidden, recipe, first):
         if "master" in optimizer.state[p]:
             masters = (o.state[x]["master"] for o, x in ((optimizer, p), (resumed, q)))
             assert same_bytes(*(local_of(m) for m in masters))
-    wanted, actual = whole_values(model), whole_values(other)
+    wanted = whole_values(model)
+    actual = whole_values(other)
     assert wanted.keys() == actual.keys()
     for name, value in wanted.items():
         # Histories, of which delayed scales come, are in no state dict.

@@ -116,7 +116,8 @@ def planes(weight):
 @recipes
 @pytest.mark.parametrize("use", [read, planes, lambda w: w.requires_grad_(True)])
 def test_what_leaves_the_values_is_no_write(device, recipe, use):
-    model, plain = model_of(device, recipe), model_of(device, recipe)
+    model = model_of(device, recipe)
+    plain = model_of(device, recipe)
     for module in (model, plain):
         y = module(inputs(device).requires_grad_())
         if module is model:

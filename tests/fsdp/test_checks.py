@@ -271,7 +271,8 @@ def test_parts_that_were_converted_by_themselves_may_run_on_some_ranks_only(rig)
 
 @contextmanager
 def warn_after(seconds):
-    before, checks.WARN_AFTER = checks.WARN_AFTER, timedelta(seconds=seconds)
+    before = checks.WARN_AFTER
+    checks.WARN_AFTER = timedelta(seconds=seconds)
     try:
         yield
     finally:

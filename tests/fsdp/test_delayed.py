@@ -148,7 +148,8 @@ def test_a_forward_in_a_hook_of_another_models_backward_is_a_forward(rig, bad):
         if bad is not None and rig.rank == 0:
             first.weight.to_local()[0, 0] = bad
     largest = full_weights(teacher)[next(iter(linears(teacher)))].abs().amax()
-    finite, x = [], batch(rig)
+    finite = []
+    x = batch(rig)
 
     def teach(gradient):
         with torch.no_grad():
@@ -212,7 +213,8 @@ def test_histories_are_reduced_over_both_meshes(rig):
 @ranks(1, 2)
 def test_a_write_while_a_weight_is_gathered_pins_no_scale(rig):
     """FSDP2 leaves its root's weights gathered after an evaluation."""
-    outputs, scales = [], []
+    outputs = []
+    scales = []
     for sharded in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32)).to(rig.device)
@@ -221,7 +223,8 @@ def test_a_write_while_a_weight_is_gathered_pins_no_scale(rig):
         if sharded:
             fully_shard(model, mesh=rig.mesh())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        x, forward_scales = torch.linspace(-1, 1, 512, device=rig.device).view(16, 32), []
+        x = torch.linspace(-1, 1, 512, device=rig.device).view(16, 32)
+        forward_scales = []
         parameters = list(model.parameters())  # before FSDP2 puts others in their places
         for n in range(4):
             model(x).sum().backward()

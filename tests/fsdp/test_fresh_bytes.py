@@ -197,7 +197,8 @@ def test_the_backward_casts_a_written_shard_with_the_forwards_scale(rig, writer,
     """Scales of rows and of blocks that no shard boundary splits come from the new values."""
     model = make(EVEN_BLOCKS, recipe=RECIPES[recipe], device=rig.device)
     shard(model, rig)
-    forward, backward = {}, {}
+    forward = {}
+    backward = {}
     watch_weights(model, lambda name, w: forward.update({name: w.rowwise.map(torch.clone)}))
     for name, layer in linears(model).items():
         layer.register_full_backward_pre_hook(
@@ -272,7 +273,8 @@ def test_a_backward_after_a_forward_that_gathered_nothing_has_the_forwards_bytes
     """All scales are of an earlier forward then, but a backward computes none."""
     model = make(EVEN_BLOCKS, recipe=RECIPES[recipe], device=rig.device)
     shard(model, rig)
-    forward, backward = {}, {}
+    forward = {}
+    backward = {}
     for name, layer in linears(model).items():
         layer.register_forward_pre_hook(
             lambda module, args, name=name: forward.update(

@@ -126,7 +126,8 @@ def test_parts_that_fsdp_meets_in_the_middle_of_a_pass(rig, recipe, begin):
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    weights, checked = full_weights(model), []
+    weights = full_weights(model)
+    checked = []
 
     def check(name, weight):
         check_planes(weight, weights[name], recipe)
@@ -211,7 +212,8 @@ def test_scale_options_hold_for_gathered_weights(rig, options):
     watch_weights(model, lambda name, w: gathered_weights.update({name: w.rowwise}))
     model(batch(rig)).sum().backward()
     for name, weight in weights.items():
-        power, epsilon = options.get("power_2_scale", False), options.get("amax_epsilon", 0.0)
+        power = options.get("power_2_scale", False)
+        epsilon = options.get("amax_epsilon", 0.0)
         _, _, scale = torch.ops.fp8rs.quantize_current(
             weight, torch.float8_e4m3fn, True, False, power, epsilon
         )

@@ -53,10 +53,12 @@ def test_shards_are_a_whole_weight_in_order(rows, cols, ranks, dim):
 @given(rows, cols, counts, counts, st.integers(0, 1), st.integers(0, 1))
 def test_no_two_elements_have_one_number(rows, cols, parts, ranks, tensor_dim, dim):
     """With tensor parallelism along one dimension, and FSDP's shards of each part."""
-    shape, numbers = (rows, cols), []
+    shape = (rows, cols)
+    numbers = []
     chunk = -(-shape[tensor_dim] // parts)
     for start in range(0, shape[tensor_dim], chunk):
-        part_shape, origin = list(shape), [0, 0]
+        part_shape = list(shape)
+        origin = [0, 0]
         part_shape[tensor_dim] = min(chunk, shape[tensor_dim] - start)
         origin[tensor_dim] = start
         for rank in range(ranks):
@@ -76,7 +78,8 @@ def by_rows(plane):
 
 def cut(plane, p, height, dim):
     """Return a shard's rows or columns of a whole weight's plane, with their scales."""
-    start, end = p.shard_offset, p.shard_offset + length(p)
+    start = p.shard_offset
+    end = p.shard_offset + length(p)
     data = plane.data.view(torch.uint8).narrow(dim, start, end - start).view(plane.data.dtype)
     if plane.format.per_tensor:
         return Plane(data, plane.scale, plane.format)
@@ -102,7 +105,8 @@ def test_what_is_gathered_is_read_as_the_whole_weights_planes(rows, cols, ranks,
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * cols)).exp()
     row, col = quantize_planes(QuantSpec(format, fp8_dtype), x, True, layout.columnwise)
     # Scales of 1x128 are stored by columns for its GEMM. No recipe has such a format for weights.
-    row, col = by_rows(row), by_rows(col)
+    row = by_rows(row)
+    col = by_rows(col)
     sent = []
     for rank in range(ranks):
         p = placement(ranks, rank, (rows, cols))

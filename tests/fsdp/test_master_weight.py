@@ -346,7 +346,8 @@ class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(64, 32)
-        self.mid, self.head = nn.Linear(32, 32), nn.Linear(32, 64, bias=False)
+        self.mid = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 64, bias=False)
 
     def forward(self, tokens):
         self.looked_up = self.embed(tokens)

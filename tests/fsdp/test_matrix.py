@@ -172,7 +172,8 @@ def compare(model, reference, weights, step):
     """Check that the parameters equal the unsharded model's."""
     wholes = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        wanted, actual = wholes[name].detach(), parameter.detach()
+        wanted = wholes[name].detach()
+        actual = parameter.detach()
         if isinstance(wanted, QuantizedTensor):
             wanted = wanted.dequantize()
             actual = DTensor.from_local(
@@ -202,7 +203,8 @@ def check_gathered(model, reference, weights, recipe):
         part.unshard()
         mine = linears(part) if prefix else {"head": model.head}
         for name, layer in mine.items():
-            weight, wanted = layer.weight, wholes[prefix + name].weight
+            weight = layer.weight
+            wanted = wholes[prefix + name].weight
             assert isinstance(weight, QuantizedTensor)
             if weights == "fp8":
                 planes = wanted.planes

@@ -208,7 +208,7 @@ def test_an_early_unshard_changes_nothing(rig):
         assert value.any() and torch.equal(results[0][name], value), name
 
 
-def held(device):
+def live_bytes(device):
     """Bytes of all uint8 tensors that live, apart from those that FSDP2 has freed."""
     gc.collect()
     storages = {}
@@ -220,9 +220,12 @@ def held(device):
 
 
 def falls_below(limit, device):
-    """Wait until `held` is below a limit: gloo's threads release buffers after a collective."""
+    """Wait until `live_bytes` is below a limit.
+
+    gloo's threads release buffers after a collective.
+    """
     for _ in range(100):
-        if held(device) < limit:
+        if live_bytes(device) < limit:
             return True
         time.sleep(0.02)
     return False
@@ -231,7 +234,7 @@ def falls_below(limit, device):
 @ranks(1, 2)
 @recipes
 def test_no_codes_are_kept_between_all_gathers(rig, recipe):
-    before = held(rig.device)
+    before = live_bytes(rig.device)
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
     shard(model, rig)
     for _ in range(2):
@@ -270,7 +273,7 @@ def test_shards_that_are_gathered_together_are_cast_in_one_launch(rig, recipe):
         assert backward.sizes == [], "the codes of the forward are kept"
 
 
-def kept(model):
+def layers_with_codes(model):
     """The names of the layers whose codes are kept for a backward."""
     return [name for name, layer in linears(model).items() if keeps_codes(layer)]
 
@@ -283,18 +286,18 @@ def test_codes_are_kept_from_a_training_forward_to_its_backward(rig, recipe):
     resharded = [name for name in linears(model) if name.startswith("blocks")]
     with torch.no_grad():
         model(batch(rig))
-    assert kept(model) == []
+    assert layers_with_codes(model) == []
     y = model(batch(rig))
-    assert kept(model) == resharded, "the root's weights remain gathered"
+    assert layers_with_codes(model) == resharded, "the root's weights remain gathered"
     y.sum().backward()
-    assert kept(model) == []
+    assert layers_with_codes(model) == []
     model(batch(rig))
     torch.optim.SGD(model.parameters(), lr=0.0).step()
-    assert kept(model) == [], "the optimizer writes to the weights"
+    assert layers_with_codes(model) == [], "the optimizer writes to the weights"
     for block in model.blocks:
         block.set_reshard_after_forward(False)
     model(batch(rig))
-    assert kept(model) == [], "no backward gathers them again"
+    assert layers_with_codes(model) == [], "no backward gathers them again"
 
 
 @ranks(1, 2)
@@ -330,7 +333,8 @@ def test_an_unshard_between_forward_and_backward_casts_the_current_values(rig, r
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
     shard(model, rig)
     y = model(batch(rig))
-    block, planes = model.blocks[0], []
+    block = model.blocks[0]
+    planes = []
     for factor in (1.0, -0.5):
         local_of(block.up.weight).high_precision.mul_(factor)
         block.unshard()
@@ -338,7 +342,7 @@ def test_an_unshard_between_forward_and_backward_casts_the_current_values(rig, r
         block.reshard()
     assert not same_bytes(planes[0].data, planes[1].data)
     y.sum().backward()
-    assert kept(model) == []
+    assert layers_with_codes(model) == []
 
 
 @ranks(2)
@@ -352,7 +356,7 @@ def test_a_weight_that_is_cast_again_in_a_backward_leaves_nothing(rig, recipe):
     y.sum().backward()
     for layer in linears(model).values():
         assert not has_prepared_codes(layer)
-    assert kept(model) == []
+    assert layers_with_codes(model) == []
 
 
 @ranks(2)

@@ -43,7 +43,8 @@ class Fresh:
     """
 
     def __init__(self, model, recipe):
-        self.recipe, self.checked = recipe, 0
+        self.recipe = recipe
+        self.checked = 0
         self.masters = {
             n: layer.weight
             for n, layer in linears(model).items()
@@ -117,7 +118,8 @@ class Moving(nn.Module):
     def __init__(self, hidden):
         super().__init__()
         self.register_forward_pre_hook(delay)
-        self.online, self.target = Stack(hidden), Stack(hidden)
+        self.online = Stack(hidden)
+        self.target = Stack(hidden)
         self.predictor = nn.Linear(32, 32)
         with torch.no_grad():
             for p in self.target.parameters():
@@ -402,7 +404,8 @@ def test_a_gather_waits_for_what_was_written_before_the_forward(marked):
     layer = nn.Linear(1, 1)
     weight = ParamHandle(layer, "weight")
     unit = gather_unit_of(weight)
-    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    main = torch.cuda.current_stream()
+    side = torch.cuda.Stream()
     written = torch.zeros(1 << 24, device="cuda")
     written.fill_(0).sum()  # a kernel's first use would wait for whatever runs
     torch.cuda.synchronize()

@@ -237,7 +237,8 @@ def test_torch_save_of_a_sharded_state_dict(rig, hidden):
 def test_a_loaded_model_gathers_as_the_saved_one_would(rig, recipe, save):
     """A pickle of the whole converted model, as `torch.save(model)` and spawned processes make."""
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
-    outputs, calls = [], []
+    outputs = []
+    calls = []
     for m in (model, reloaded(model, weights_only=False, save=save)):
         shard(m, rig)
         with Collectives() as collectives:

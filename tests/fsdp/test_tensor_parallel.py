@@ -98,10 +98,8 @@ def test_masters_begin_with_the_first_values_of_a_ranks_own_part(rig, recipe, sh
         p.grad = torch.zeros_like(p)
     optimizer.step()
     for name, layer in linears(model).items():
-        master, weight = (
-            full_value(optimizer.state[layer.weight]["master"]),
-            full_value(layer.weight),
-        )
+        master = full_value(optimizer.state[layer.weight]["master"])
+        weight = full_value(layer.weight)
         assert torch.equal(master.cpu(), first[name]), name
         # Half of the distance between codes where they are farthest apart, with E8M0 scales.
         assert (weight - master).abs().max() <= master.abs().max() / 14, name

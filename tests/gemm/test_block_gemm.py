@@ -115,8 +115,10 @@ PAIRS = [
 def test_operands(on, a, b, capability, shape, out_dtype, with_bias):
     m, n, k = shape
     generator = torch.Generator().manual_seed(0)
-    x, w = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
-    left, right = quantized(x, a, power_2=b.microscaled), quantized(w, b)
+    x = torch.randn(m, k, generator=generator)
+    w = torch.randn(n, k, generator=generator)
+    left = quantized(x, a, power_2=b.microscaled)
+    right = quantized(w, b)
     bias = torch.randn(n, generator=generator) if with_bias else None
     want = scaled_mm(left, right, bias=bias, out_dtype=torch.float32)
     on(capability)
@@ -150,7 +152,8 @@ def test_hopper_linear_equals_the_simulation(on, monkeypatch):
 
     torch.manual_seed(0)
     layer = fp8rs.nn.Linear(72, 48, recipe="mxfp8")
-    x, dy = torch.randn(50, 72), torch.randn(50, 48)
+    x = torch.randn(50, 72)
+    dy = torch.randn(50, 48)
     on(HOPPER)
     monkeypatch.setattr(function, "scaled_mm", as_cuda)
     monkeypatch.setattr("oracle.linear.rebases", lambda blocks, device: True)

@@ -214,7 +214,8 @@ def test_row_scales_cost_a_pass_over_gradients():
 @pytest.mark.parametrize("n, k", [(1536, 2048), (4096, 14336)])
 def test_the_choice_does_not_depend_on_the_layout(n, k):
     for rows in (128, 1024, 8192):
-        weight, transposed = GroupedWeight(8, n, k), GroupedWeight(8, k, n)
+        weight = GroupedWeight(8, n, k)
+        transposed = GroupedWeight(8, k, n)
         assert choose(8 * rows, weight) == choose(8 * rows, transposed)
 
 
@@ -222,7 +223,8 @@ def test_the_choice_does_not_depend_on_the_layout(n, k):
 @pytest.mark.parametrize("n, k", [(64, 96), (1536, 2048), (28672, 4096)])
 def test_no_other_choice_is_much_faster(rows, n, k):
     sizes = 8 * rows, GroupedWeight(8, n, k)
-    chosen, plain = choose(*sizes), grouped_us(HIGH_PRECISION, *sizes)
+    chosen = choose(*sizes)
+    plain = grouped_us(HIGH_PRECISION, *sizes)
     least = min(grouped_us(c, *sizes) for c in CHOICES)
     if chosen == HIGH_PRECISION:
         assert least > min(plain / MIN_SPEEDUP, plain - MIN_SAVING)

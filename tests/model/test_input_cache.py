@@ -87,7 +87,9 @@ def test_buffer_read_by_two_models(device, recipe, write):
     """A write that bypasses torch, such as a collective's, does not change the version."""
     if write == "numpy" and device.type != "cpu":
         pytest.skip("numpy is of the CPU")
-    (a, b), x, new = models(device, recipe), data(device), data(device, 1)
+    a, b = models(device, recipe)
+    x = data(device)
+    new = data(device, 1)
     with torch.no_grad():
         a(x)
         WRITES[write](x, new.clone())
@@ -100,7 +102,9 @@ def test_buffer_read_by_two_backwards(device, recipe, write):
     """The backwards run in another thread than the forwards, as on a GPU."""
     if write == "numpy" and device.type != "cpu":
         pytest.skip("numpy is of the CPU")
-    (a, b), x, new = models(device, saving_inputs(recipe)), data(device), data(device, 1)
+    a, b = models(device, saving_inputs(recipe))
+    x = data(device)
+    new = data(device, 1)
     gradients = []
     with ThreadPoolExecutor(1) as autograd:
         autograd.submit(a(x).sum().backward).result()
@@ -114,8 +118,10 @@ def test_buffer_read_by_two_backwards(device, recipe, write):
 
 def test_late_free_does_not_drop_the_next_input(device):
     """Another thread may free an input after the cache holds the next one."""
-    cache, planes = QuantizedInputCache(), (None, None)
-    x, y = data(device), data(device, 1)
+    cache = QuantizedInputCache()
+    planes = (None, None)
+    x = data(device)
+    y = data(device, 1)
     cache.put(x, input_token(x, None), planes, None, user=1)
     first = cache.entry.tensor
     cache.put(y, input_token(y, None), planes, None, user=1)
@@ -157,7 +163,8 @@ def test_write_through_data_inside_a_compiled_graph(device, recipe):
 
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    x, new = data(device), data(device, 1)
+    x = data(device)
+    new = data(device, 1)
     with torch.no_grad():
         first, second = compiled(x.clone(), new)
         assert torch.equal(first, a(x.clone()))

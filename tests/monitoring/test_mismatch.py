@@ -27,7 +27,8 @@ def test_the_estimate_is_the_divergence(device):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_values_equal_their_definition(device, dtype):
     trainer, engine, _ = sampled(device, 5, 7)
-    trainer, engine = trainer.to(dtype), engine.to(dtype)
+    trainer = trainer.to(dtype)
+    engine = engine.to(dtype)
     mismatches = mismatch(trainer, engine)
     ratio = trainer.double() - engine.double()
     kl = ratio.exp() - 1 - ratio
@@ -59,7 +60,8 @@ def test_masked_tokens_do_not_count(device):
     mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
     mask[2] = False
     expected = mismatch(trainer[mask], engine[mask])
-    trainer[~mask], engine[~mask] = float("nan"), float("-inf")
+    trainer[~mask] = float("nan")
+    engine[~mask] = float("-inf")
     mismatches = mismatch(trainer, engine, mask)
     torch.testing.assert_close(mismatches.kl, expected.kl)
     torch.testing.assert_close(mismatches.max_log_ratio, expected.max_log_ratio)

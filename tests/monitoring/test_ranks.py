@@ -51,7 +51,8 @@ def test_statistics_of_sharded_weights_equal_the_whole(rig, recipe, hidden, gath
     sharded = shard(make(HIDDEN[hidden], **options, enable_fsdp_float8_all_gather=gather), rig)
     results = []
     for model in (reference, sharded):
-        monitor, optimizer = fp8rs.monitor(model, every=2), sgd(model)
+        monitor = fp8rs.monitor(model, every=2)
+        optimizer = sgd(model)
         for n in range(3):
             # All ranks have the same tokens, so the sharded model takes the whole model's steps.
             step(
@@ -73,7 +74,8 @@ def test_statistics_of_sharded_weights_equal_the_whole(rig, recipe, hidden, gath
 @ranks(2, cuda=False)
 def test_a_logged_step_has_one_collective_and_others_none(rig):
     model = shard(make(device=rig.device), rig)
-    monitor, optimizer = fp8rs.monitor(model, every=3), sgd(model)
+    monitor = fp8rs.monitor(model, every=3)
+    optimizer = sgd(model)
     counts = []
     for n in range(4):
         with Collectives() as collectives:
@@ -120,8 +122,11 @@ def test_compiled_blocks_are_monitored(rig, recipe):
         for block in model.blocks if compiled else ():
             block.compile(backend=backend, fullgraph=True)
         shard(model, rig, mp_policy=policy)
-        monitor, optimizer = fp8rs.monitor(model, every=2) if monitored else None, sgd(model)
-        tensors, logged, graphs = [], [], []
+        monitor = fp8rs.monitor(model, every=2) if monitored else None
+        optimizer = sgd(model)
+        tensors = []
+        logged = []
+        graphs = []
         for n in range(7):
             # Whether the input requires a gradient selects the graph.
             tensors.append(step(model, optimizer, batch(rig, n).requires_grad_()))
@@ -188,7 +193,8 @@ def test_high_precision_uses_the_gathered_weight(rig, gather):
 @pytest.mark.parametrize("fp8", [True, False], ids=["styles of ours", "torch's"])
 def test_tensor_parallel_layers_are_monitored(rig, recipe, fp8):
     """Operands that are gathered in FP8 have amax and scale only. Others have all statistics."""
-    model, mesh = blocks.converted(recipe, rig), rig.mesh(names=("tp",))
+    model = blocks.converted(recipe, rig)
+    mesh = rig.mesh(names=("tp",))
     x = blocks.tokens(rig)
     if fp8:
         parallelize_module(model, mesh, blocks.plan())

@@ -81,7 +81,8 @@ def assert_close(got, want, name):
 def test_operand_statistics_equal_the_oracle(recipe, dtype, monkeypatch):
     monkeypatch.setattr(observe, "CHUNK", 40 * IN)  # several chunks, which split blocks of 128
     model = layer_of(recipe).to(dtype)
-    x, dy = wild(3, TOKENS // 3, IN).to(dtype), wild(3, TOKENS // 3, OUT, seed=2).to(dtype)
+    x = wild(3, TOKENS // 3, IN).to(dtype)
+    dy = wild(3, TOKENS // 3, OUT, seed=2).to(dtype)
     got = step(model, fp8rs.monitor(model), x.requires_grad_(), dy)
     operands = {"input": x.detach().flatten(0, 1), "weight": model[0].weight.detach()}
     operands["grad"] = dy.flatten(0, 1)
@@ -98,7 +99,8 @@ def test_values_above_a_delayed_scale_saturate():
     model = layer_of("delayed")
     monitor = fp8rs.monitor(model, every=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    x, dy = wild(TOKENS, IN), wild(TOKENS, OUT, seed=2)
+    x = wild(TOKENS, IN)
+    dy = wild(TOKENS, OUT, seed=2)
     for _ in range(2):
         step(model, monitor, x, dy)
         optimizer.step()
@@ -123,7 +125,8 @@ def test_blocks_of_rounded_down_scales_saturate():
 def test_a_gradient_for_a_frozen_rowwise_weight_has_its_scales():
     """Only dgrad needs it, so it is quantized after it is multiplied by the row scales."""
     model = layer_of("rowwise").requires_grad_(False)
-    x, dy = wild(TOKENS, IN).requires_grad_(), wild(TOKENS, OUT, seed=2)
+    x = wild(TOKENS, IN).requires_grad_()
+    dy = wild(TOKENS, OUT, seed=2)
     got = step(model, fp8rs.monitor(model), x, dy)
     spec = quant_spec(model[0].recipe, "weight")
     scales = spec.scale_from_amax(model[0].weight.abs().amax(1))
@@ -161,7 +164,8 @@ def test_monitor_does_not_change_training(device, recipe):
 
 def test_micro_batches_are_one_step():
     model = layer_of("rowwise")
-    x, dy = wild(TOKENS, IN), wild(TOKENS, OUT, seed=2)
+    x = wild(TOKENS, IN)
+    dy = wild(TOKENS, OUT, seed=2)
     logged = step(model, fp8rs.monitor(model), x, dy)
     monitor = fp8rs.monitor(model)
     for part, of in zip(x.split(50), dy.split(50), strict=True):
@@ -177,7 +181,8 @@ def test_micro_batches_are_one_step():
 def test_a_recomputation_changes_no_statistic(reentrant):
     """Its operands are counted twice, which does not change shares or ratios."""
     model = layer_of("block")
-    x, dy = wild(TOKENS, IN).requires_grad_(), wild(TOKENS, OUT, seed=2)
+    x = wild(TOKENS, IN).requires_grad_()
+    dy = wild(TOKENS, OUT, seed=2)
     plain = step(model, fp8rs.monitor(model), x, dy)
     monitor = fp8rs.monitor(model)
     checkpoint(model, x, use_reentrant=reentrant).backward(dy)
@@ -186,7 +191,8 @@ def test_a_recomputation_changes_no_statistic(reentrant):
 
 def test_evaluations_are_not_monitored():
     model = layer_of("current")
-    x, dy = wild(TOKENS, IN), wild(TOKENS, OUT, seed=2)
+    x = wild(TOKENS, IN)
+    dy = wild(TOKENS, OUT, seed=2)
     logged = step(model, fp8rs.monitor(model), x, dy)
     monitor = fp8rs.monitor(model)
     model.eval()
@@ -296,7 +302,8 @@ def test_a_logged_step_has_one_copy_to_the_host_and_others_none(recipe):
     if recipe == "block":
         skip_without_block_gemms(device)
     model = layer_of(recipe, device)
-    x, dy = wild(TOKENS, IN).to(device), wild(TOKENS, OUT, seed=2).to(device)
+    x = wild(TOKENS, IN).to(device)
+    dy = wild(TOKENS, OUT, seed=2).to(device)
     monitor = fp8rs.monitor(model, every=3)
     for _ in range(3):  # load modules and fill caches
         step(model, monitor, x, dy)

@@ -30,7 +30,8 @@ class Experts(nn.Module):
             values = torch.randn(*shape, device="cpu") * shape[-1] ** -0.5
             return nn.Parameter(values.to(device, torch.bfloat16))
 
-        self.w1, self.w3 = weight(E, WIDTH, HIDDEN), weight(E, WIDTH, HIDDEN)
+        self.w1 = weight(E, WIDTH, HIDDEN)
+        self.w3 = weight(E, WIDTH, HIDDEN)
         self.w2 = weight(E, HIDDEN, WIDTH)
 
     def forward(self, x, offs):
@@ -133,13 +134,16 @@ class GateAndUp(nn.Module):
 @pytest.mark.parametrize("mode", ["gather", "fp8"])
 def test_views_that_split_matrices_are_multiplied_in_high_precision(device, mode, width):
     """They have no codes of their own, and sizes that FP8 GEMMs may not support."""
-    module, plain = GateAndUp(device, width), GateAndUp(device, width)
+    module = GateAndUp(device, width)
+    plain = GateAndUp(device, width)
     fp8rs.convert_to_float8_training(module, experts=mode, fp8_weights=True)
     with torch.no_grad():
         plain.w13.copy_(module.w13.dequantize())
     x, offs = rows(device)
-    leaf, plain_leaf = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, wanted = module(leaf, offs), plain(plain_leaf, offs)
+    leaf = x.clone().requires_grad_()
+    plain_leaf = x.clone().requires_grad_()
+    y = module(leaf, offs)
+    wanted = plain(plain_leaf, offs)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     y.backward(dy)
     wanted.backward(dy)
@@ -266,7 +270,8 @@ def test_devices_without_fp8_gemms_compute_in_high_precision(device, kind, paral
 
 def routed(block, x):
     """The arguments of a block's experts: tokens, and each token's experts and their weights."""
-    count, k = x.shape[0] * x.shape[1], 2
+    count = x.shape[0] * x.shape[1]
+    k = 2
     experts = getattr(block, "experts", block).num_experts
     generator = torch.Generator().manual_seed(1)
     index = torch.rand(count, experts, generator=generator).argsort(1)[:, :k].to(x.device)
@@ -291,7 +296,8 @@ def test_experts_of_other_ranks_contribute_nothing(device, kind, recipe):
     ):
         if a.shape[:1] == (experts.num_experts,) and name != "y":
             assert not a[0].any(), name
-            a, b = a[1:], b[1:]
+            a = a[1:]
+            b = b[1:]
         # Rows of other experts move, which changes the order of sums.
         torch.testing.assert_close(a, b, msg=name)
 
@@ -434,7 +440,8 @@ def test_without_gradients_nothing_is_quantized_for_wgrad(device, kind):
 def test_sums_have_the_precision_of_tokens_under_autocast(device, mode):
     experts = block_of("mixtral", device, mode).experts
     x, index, scores = routed(experts, tokens(device))
-    x, scores = x.float(), scores.float().requires_grad_()
+    x = x.float()
+    scores = scores.float().requires_grad_()
     with torch.autocast(x.device.type, torch.bfloat16):
         y = experts(x, index, scores)
         with torch.no_grad():

@@ -40,8 +40,10 @@ def operands(device, case, dtype=torch.bfloat16):
     def normal(*shape):
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    x, weight = normal(sum(lengths) + more, IN), normal(len(lengths), OUT, IN)
-    bias, dy = normal(len(lengths), OUT), normal(sum(lengths) + more, OUT)
+    x = normal(sum(lengths) + more, IN)
+    weight = normal(len(lengths), OUT, IN)
+    bias = normal(len(lengths), OUT)
+    dy = normal(sum(lengths) + more, OUT)
     offs = torch.tensor(lengths, device=device).cumsum(0).to(torch.int32)
     return x, weight, bias, offs, dy
 
@@ -49,7 +51,8 @@ def operands(device, case, dtype=torch.bfloat16):
 def reference(x, weight, bias, offs, dy):
     """The output and the gradients in fp64."""
     x, weight, bias = (t.double().requires_grad_() for t in (x, weight, bias))
-    parts, start = [], 0
+    parts = []
+    start = 0
     for group, end in enumerate(offs.tolist()):
         parts.append(x[start:end] @ weight[group].t() + bias[group])
         start = end
@@ -74,7 +77,8 @@ def error(actual, wanted):
 @pytest.mark.parametrize("case", list(LENGTHS))
 def test_each_group_is_multiplied_by_its_own_matrix(device, case, dtype):
     inputs = operands(device, case, dtype)
-    actual, wanted = run(*inputs), reference(*inputs)
+    actual = run(*inputs)
+    wanted = reference(*inputs)
     for name, a, b in zip(("y", "dx", "dw", "db"), actual, wanted, strict=True):
         assert a.shape == b.shape and a.dtype == dtype, name
         # E4M3 rounds to 1/16 of a value: two operands of independent errors.
@@ -84,7 +88,8 @@ def test_each_group_is_multiplied_by_its_own_matrix(device, case, dtype):
 def test_rows_after_the_last_group_are_not_read(device):
     x, weight, bias, offs, dy = operands(device, "rows after the last group")
     expected = run(x, weight, bias, offs, dy)
-    x[offs[-1] :], dy[offs[-1] :] = float("nan"), float("nan")
+    x[offs[-1] :] = float("nan")
+    dy[offs[-1] :] = float("nan")
     for a, b in zip(run(x, weight, bias, offs, dy), expected, strict=True):
         assert torch.equal(a, b)
 
@@ -166,16 +171,21 @@ def rounded(x, dim):
 def simulated(x, weight, offs, dy, recipe):
     """The gradients of input and weight on rounded operands, with exact products, in fp64."""
     x, weight, dy = (t.detach().double() for t in (x, weight, dy))
-    dx, dw, start = [], [], 0
+    dx = []
+    dw = []
+    start = 0
     for group, end in enumerate(offs.tolist()):
         w = weight[group]
-        part, part_dy = x[start:end], dy[start:end]
+        part = x[start:end]
+        part_dy = dy[start:end]
         if recipe in FP8_RECIPES:
             if recipe.startswith("rowwise"):  # scales of rows are multiplied into the gradient
                 scale = w.abs().amax(1) / 448
-                w_codes, g = rounded(w, 1) / scale[:, None], rounded(part_dy * scale, 1)
+                w_codes = rounded(w, 1) / scale[:, None]
+                g = rounded(part_dy * scale, 1)
             else:
-                w_codes, g = rounded(w, (0, 1)), rounded(part_dy, 1)
+                w_codes = rounded(w, (0, 1))
+                g = rounded(part_dy, 1)
             dx.append(g @ w_codes)
             if recipe == "rowwise_with_gw_hp":
                 dw.append(part_dy.t() @ part)
@@ -191,13 +201,16 @@ def simulated(x, weight, offs, dy, recipe):
 @pytest.mark.parametrize("recipe", [*FP8_RECIPES, *PLAIN_RECIPES])
 def test_errors_of_gradients_are_those_of_a_simulation(recipe):
     """Against fp64 products of the same data, to 2%."""
-    lengths, n, k = [300, 4, 0, 96], 96, 160
+    lengths = [300, 4, 0, 96]
+    n = 96
+    k = 160
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(sum(lengths), size, generator=generator) for size in (k, n))
     weight = torch.randn(len(lengths), n, k, generator=generator)
     dy *= torch.logspace(-2, 0, n)
     offs = torch.tensor(lengths).cumsum(0).int()
-    leaf, w = x.clone().requires_grad_(), weight.clone()
+    leaf = x.clone().requires_grad_()
+    w = weight.clone()
     w = (w if recipe in FP8_RECIPES else quantized(w, recipe)).requires_grad_()
     grouped_linear(leaf, w, offs, recipe=recipe).backward(dy)
     bias = torch.zeros(len(lengths), n)
@@ -352,7 +365,8 @@ def test_each_number_of_rows_is_estimated_once(monkeypatch):
         return estimates.HIGH_PRECISION
 
     monkeypatch.setattr(estimates, "choose", choose)
-    weight, offs = torch.randn(3, OUT, IN), torch.tensor([4, 7, 16], dtype=torch.int32)
+    weight = torch.randn(3, OUT, IN)
+    offs = torch.tensor([4, 7, 16], dtype=torch.int32)
     for rows in (32, 16, 32, 16):
         grouped(torch.randn(rows, IN), weight, offs, None, key_of("current"), gemms="auto")
     assert estimated == [32, 16]
@@ -362,7 +376,8 @@ def test_each_number_of_rows_is_estimated_once(monkeypatch):
 def test_codes_or_the_input_are_saved_for_wgrad(device, monkeypatch, choice):
     force(monkeypatch, choice)
     x, weight, bias, offs, _ = operands(device, "even")
-    leaf, saved = x.clone().requires_grad_(), []
+    leaf = x.clone().requires_grad_()
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
         grouped(
             leaf, quantized(weight, "current").requires_grad_(), offs, bias, key_of("current"),
@@ -648,7 +663,8 @@ def test_ranks_draw_different_experts(rig, fp8):
         torch.manual_seed(3)
         model["up"].reset_parameters()
         model["up"].unshard()
-        weight, bias = model["up"].weight.dequantize(), model["up"].bias
+        weight = model["up"].weight.dequantize()
+        bias = model["up"].bias
         assert weight.abs().max() <= IN**-0.5
         assert weight.std() > 0.5 * IN**-0.5
         for values in (weight, bias):

@@ -84,10 +84,8 @@ def test_only_wgrad_differs_from_rowwise_and_equals_torch(device, dtype, fp8_wei
 def test_each_gemm_of_each_recipe_has_the_precision_that_the_recipe_names(device, recipe, dtype):
     all_fp8 = dataclasses.replace(resolve_recipe(RECIPES[recipe]), high_precision_gemms=())
     x, dy = inputs(device, dtype)
-    exact, quantized = (
-        run(build(device, None, dtype), x, dy),
-        run(build(device, all_fp8, dtype), x, dy),
-    )
+    exact = run(build(device, None, dtype), x, dy)
+    quantized = run(build(device, all_fp8, dtype), x, dy)
     for gemms in SUBSETS:
         chosen = dataclasses.replace(all_fp8, high_precision_gemms=gemms)
         results = run(build(device, chosen, dtype), x, dy)
@@ -127,10 +125,12 @@ def test_nothing_is_quantized_for_wgrad(device):
 
 
 def test_autocast_sets_the_dtype_of_wgrad(device):
-    layer, plain = build(device, NAME), build(device)
+    layer = build(device, NAME)
+    plain = build(device)
     x, dy = inputs(device)
     with torch.autocast(device.type, torch.bfloat16):
-        results, exact = run(layer, x, dy), run(plain, x, dy)
+        results = run(layer, x, dy)
+        exact = run(plain, x, dy)
     assert results["forward"].dtype == torch.bfloat16
     assert results["wgrad"].dtype == torch.float32
     assert torch.equal(results["wgrad"], exact["wgrad"])
@@ -159,7 +159,8 @@ def test_compiled_layers_equal_eager_ones_in_one_graph(device, recipe, fp8_weigh
     backend = CompileCounterWithBackend("aot_eager")
     compiled.compile(backend=backend, fullgraph=True)
     x, dy = inputs(device)
-    expected, results = run(eager, x, dy), run(compiled, x, dy)
+    expected = run(eager, x, dy)
+    results = run(compiled, x, dy)
     assert all(torch.equal(results[name], expected[name]) for name in expected)
     assert backend.frame_count == 1
     dynamo.reset()

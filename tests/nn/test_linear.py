@@ -82,10 +82,12 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_shape(device, shape, out_features, bias, dtype):
     module = layer(device, shape[-1], out_features, dtype=dtype, bias=bias)
-    x, dy = data(device, *shape, dtype=dtype), data(device, *shape[:-1], out_features, dtype=dtype)
+    x = data(device, *shape, dtype=dtype)
+    dy = data(device, *shape[:-1], out_features, dtype=dtype)
     results = gradients(module, x, dy)
 
-    w, b = module.weight, module.bias
+    w = module.weight
+    b = module.bias
     x2 = x.clone().requires_grad_()
     y2 = linear(x2, w, b)
     expected = [y2, *torch.autograd.grad(y2, [x2, w] + ([] if b is None else [b]), dy)]
@@ -105,7 +107,8 @@ def test_every_shape(device, shape, out_features, bias, dtype):
 def test_recipes_approximate_high_precision(device, recipe, fp8_format):
     kinds = {"current": Float8CurrentScaling, "delayed": DelayedScaling}
     module = layer(device, 64, 48, recipe=kinds[recipe](fp8_format=fp8_format))
-    x, dy = data(device, 128, 64), data(device, 128, 48, seed=2)
+    x = data(device, 128, 64)
+    dy = data(device, 128, 48, seed=2)
     plain = nn.Linear(64, 48, device=device)
     plain.load_state_dict(module.state_dict())
     for result, value in zip(gradients(module, x, dy), gradients(plain, x, dy), strict=True):
@@ -148,7 +151,8 @@ def test_mixed_dtypes_require_autocast(device, x_dtype, w_dtype, fp8_weights):
     """nn.Linear raises too."""
     plain = nn.Sequential(nn.Linear(16, 32, dtype=w_dtype, device=device))
     module = convert_to_float8_training(copy.deepcopy(plain), fp8_weights=fp8_weights)
-    x, dy = data(device, 8, 16, dtype=x_dtype), data(device, 8, 32, dtype=torch.bfloat16)
+    x = data(device, 8, 16, dtype=x_dtype)
+    dy = data(device, 8, 32, dtype=torch.bfloat16)
     if x_dtype == w_dtype:
         assert module(x).dtype == plain(x).dtype == x_dtype
     else:
@@ -301,7 +305,8 @@ def test_padding_tokens_does_not_change_results(device, recipe, quantized, save_
         skip_without_block_gemms(device)
     recipe = dataclasses.replace(resolve_recipe(recipe), save_input=save_input)
     module = layer(device, 64, 48, recipe=recipe)
-    x, dy = data(device, 5, 27, 64), data(device, 5, 27, 48)
+    x = data(device, 5, 27, 64)
+    dy = data(device, 5, 27, 48)
     quantizer = Quantizer(quant_spec(recipe, "input"))
 
     def run(as_on):
@@ -349,7 +354,8 @@ def test_in_place_changes_invalidate_the_shared_input(device):
     class Changes(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.a = nn.Linear(16, 16)
+            self.b = nn.Linear(16, 16)
 
         def forward(self, x):
             first = self.a(x)
@@ -381,7 +387,8 @@ def test_planes_of_old_inputs_are_freed(device):
     import weakref
 
     model = attention(device)
-    x, other = data(device, 8, 16), data(device, 8, 16)
+    x = data(device, 8, 16)
+    other = data(device, 8, 16)
     model.q(x)
     alive = weakref.ref(this_thread.input_cache.entry.planes[0].data)
     assert alive() is not None
@@ -446,7 +453,8 @@ def test_strided_and_expanded_operands(device):
 
 def test_quantized_weight_is_not_quantized_again(device):
     plain = layer(device)
-    x, dy = data(device, 8, 16), data(device, 8, 32)
+    x = data(device, 8, 16)
+    dy = data(device, 8, 32)
     expected = gradients(plain, x, dy)
     for columnwise in (False, True):
         module = layer(device)
@@ -594,7 +602,8 @@ def test_a_layer_is_freed_without_the_garbage_collector(device):
 
 
 def test_emulation_gives_the_same_training(device):
-    x, dy = data(device, 24, 16), data(device, 24, 32)
+    x = data(device, 24, 16)
+    dy = data(device, 24, 32)
     native = gradients(layer(device), x, dy)
     emulated = gradients(layer(device, recipe=Float8CurrentScaling(emulate=True)), x, dy)
     for a, b, k in zip(native, emulated, (16, 32, 24, 1), strict=True):
@@ -673,7 +682,8 @@ def test_a_step_never_waits_for_the_device(recipe):
 @pytest.mark.gpu
 def test_a_step_is_captured_in_a_cuda_graph():
     model = attention(torch.device("cuda"))
-    x, fresh = data("cuda", 32, 16), data("cuda", 32, 16, seed=9)
+    x = data("cuda", 32, 16)
+    fresh = data("cuda", 32, 16, seed=9)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -749,7 +759,8 @@ def test_input_that_is_not_a_tensor_is_refused(device):
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_another_default_dtype(device, recipe, dtype):
-    results, values = [], data(device, 8, 16)
+    results = []
+    values = data(device, 8, 16)
     for default in (torch.float32, dtype):
         torch.set_default_dtype(default)
         try:
@@ -794,7 +805,8 @@ def test_nested_inputs_are_refused(device, layout):
 def test_an_encoder_without_nested_tensors_evaluates_padded_batches(device):
     torch.manual_seed(0)
     encoder = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
-    x, mask = data(device, 2, 6, 32), torch.zeros(2, 6, dtype=torch.bool, device=device)
+    x = data(device, 2, 6, 32)
+    mask = torch.zeros(2, 6, dtype=torch.bool, device=device)
     mask[1, 4:] = True
     for nested in (False, True):
         model = nn.TransformerEncoder(encoder, 2, enable_nested_tensor=nested).to(device).eval()

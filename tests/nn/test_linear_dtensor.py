@@ -29,7 +29,8 @@ both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["maste
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.up = nn.Linear(64, 96)
+        self.down = nn.Linear(96, 64)
 
     def forward(self, x):
         return self.down(torch.nn.functional.gelu(self.up(x)))
@@ -40,7 +41,8 @@ class Pair(nn.Module):
 def test_column_and_row_parallel_layers_compute_the_whole(rig, recipe):
     torch.manual_seed(0)
     unsplit = fp8rs.convert_to_float8_training(Pair().to(rig.device), recipe=recipe)
-    plain, split = Pair().to(rig.device), copy.deepcopy(unsplit)
+    plain = Pair().to(rig.device)
+    split = copy.deepcopy(unsplit)
     plain.load_state_dict(unsplit.state_dict())
     parallelize_module(split, rig.mesh(names=("tp",)), PLAN)
     x = torch.randn(8, 64).to(rig.device)
@@ -53,7 +55,8 @@ def test_column_and_row_parallel_layers_compute_the_whole(rig, recipe):
         split_result = (
             split_result.full_tensor() if hasattr(split_result, "full_tensor") else split_result
         )
-        error, allowed = (split_result - exact).norm(), (unsplit_result - exact).norm()
+        error = (split_result - exact).norm()
+        allowed = (unsplit_result - exact).norm()
         # Local scales are at most as coarse as the scale of the whole tensor.
         assert 0 < error < 1.5 * allowed + 1e-4 * exact.norm()
 
@@ -120,7 +123,8 @@ def test_an_uneven_head_computes_a_parallel_loss(rig):
     unsplit = fp8rs.convert_to_float8_training(nn.Linear(32, 17).to(rig.device), recipe="rowwise")
     style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     split = parallelize_module(copy.deepcopy(unsplit), rig.mesh(), style)
-    x, labels = torch.randn(5, 32).to(rig.device), torch.arange(5).to(rig.device)
+    x = torch.randn(5, 32).to(rig.device)
+    labels = torch.arange(5).to(rig.device)
     expected = torch.nn.functional.cross_entropy(unsplit(x), labels)
     expected.backward()
     with loss_parallel():
@@ -230,10 +234,8 @@ def test_parts_of_fp8_weights_are_parts_of_their_codes(rig, recipe, source, widt
     parallelize_module(split, rig.mesh(names=("tp",)), plan, src_data_rank=source)
     blocks = recipe in BLOCK_RECIPES and not recipe.startswith("rowwise")
     for dim, (layer, full_layer) in enumerate(zip(split, model, strict=True)):
-        part, values = (
-            layer.weight.to_local(),
-            full_layer.weight.dequantize().chunk(2, dim)[rig.rank],
-        )
+        part = layer.weight.to_local()
+        values = full_layer.weight.dequantize().chunk(2, dim)[rig.rank]
         assert isinstance(part, fp8rs.QuantizedTensor)
         assert torch.equal(part.dequantize(), values) or (blocks and width == 200)
         assert (part.dequantize() - values).abs().max() <= values.abs().max() / 14
@@ -245,8 +247,6 @@ def test_parts_of_fp8_weights_are_parts_of_their_codes(rig, recipe, source, widt
             p.grad = torch.ones_like(p)
         optimizer.step()
     for dim, (layer, full_layer) in enumerate(zip(split, model, strict=True)):
-        part, values = (
-            layer.weight.to_local(),
-            full_layer.weight.dequantize().chunk(2, dim)[rig.rank],
-        )
+        part = layer.weight.to_local()
+        values = full_layer.weight.dequantize().chunk(2, dim)[rig.rank]
         assert torch.equal(part.dequantize(), values)

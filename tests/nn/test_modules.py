@@ -217,7 +217,8 @@ def unseen(case, name):
 @each_norm
 def test_high_precision(device, case, normalization):
     module = build(case, device, normalization=normalization)
-    got, expected = results(CASES[case], module, device), exact(case, module)
+    got = results(CASES[case], module, device)
+    expected = exact(case, module)
     assert list(got) == list(expected)
     for name, value in expected.items():
         if unseen(case, name):
@@ -443,7 +444,8 @@ def test_a_fused_projection_that_tensor_parallelism_splits_is_refused(rig):
 
 
 def test_arguments_of_another_attention_type_are_refused(device):
-    x, mask = hidden(device), MASK.to(device)
+    x = hidden(device)
+    mask = MASK.to(device)
     attention = partial(MultiheadAttention, WIDTH, HEADS, device=device)
     with pytest.raises(ValueError, match="self-attention takes no encoder_output"):
         attention()(x, encoder_output=x)

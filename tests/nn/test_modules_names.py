@@ -163,7 +163,8 @@ def test_the_gate_comes_first():
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_a_converted_layer_is_loaded(fp8_weights):
     model = llama()
-    x, states = torch.randn(2, 24, 64), model.state_dict()
+    x = torch.randn(2, 24, 64)
+    states = model.state_dict()
     layers = [of_llama(model.config) for _ in range(2)]
     load_transformer_layer(layers[0], states, names="llama", prefix=PREFIX)
     for layer in layers:
@@ -222,7 +223,8 @@ def test_a_fused_layer_without_all_of_q_k_and_v_is_refused():
 
 
 def test_mismatched_names_are_listed():
-    layer, states = of_llama(llama().config), llama().state_dict()
+    layer = of_llama(llama().config)
+    states = llama().state_dict()
     with pytest.raises(ValueError, match="names must be 'llama' or 'transformer_engine'"):
         load_transformer_layer(layer, states, names="megatron")
     with pytest.raises(ValueError, match=r"no name that begins with 'layers\.7\.'"):

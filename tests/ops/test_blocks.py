@@ -222,7 +222,8 @@ def test_amax_epsilon_bounds_the_scales(device):
 
 @pytest.mark.parametrize("power_2_scale", [False, True])
 def test_column_scale_applies_to_the_rowwise_output_only(device, power_2_scale):
-    x, column_scale = data(device, 70, 90, dtype=torch.bfloat16), data(device, 90, seed=1).abs()
+    x = data(device, 70, 90, dtype=torch.bfloat16)
+    column_scale = data(device, 90, seed=1).abs()
     plain = ops.quantize_blocks(x, E4M3, [1, -1], F32, True, True, power_2_scale=power_2_scale)
     scaled = ops.quantize_blocks(
         x, E4M3, [1, -1], F32, True, True, power_2_scale=power_2_scale, column_scale=column_scale
@@ -285,16 +286,21 @@ def test_shards_with_reduced_maxima_give_the_bytes_of_the_whole_matrix(
     unsharded = ops.quantize_blocks(x, E4M3, block, scale_dtype, True, True)
     # Columnwise blocks as they lie in x.
     down = (block[1], block[0])
-    amax, amax_t = ops.block_amax(x, block), ops.block_amax(x, down).t()
-    start, parts, parts_t = 0, [], []
+    amax = ops.block_amax(x, block)
+    amax_t = ops.block_amax(x, down).t()
+    start = 0
+    parts = []
+    parts_t = []
     for rows in shards:
-        part, end = x[start : start + rows], start + rows
+        part = x[start : start + rows]
+        end = start + rows
         touched = (
             slice(start, end) if block[0] == 1 else slice(start // block[0], -(-end // block[0]))
         )
         across = slice(None) if block[1] == -1 else slice(start // block[1], -(-end // block[1]))
         if rows == 0:
-            touched, across = slice(0, 0), across if block[1] == -1 else slice(0, 0)
+            touched = slice(0, 0)
+            across = across if block[1] == -1 else slice(0, 0)
         maxima = {"amax": amax[touched]}
         if block[0] != block[1]:
             maxima["amax_columnwise"] = amax_t[:, across]

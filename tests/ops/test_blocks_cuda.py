@@ -67,7 +67,8 @@ def on_both_devices(op, *args, **kwargs):
     cpu = op(*args, **kwargs)
     cuda = op(*map(move, args), **{name: move(value) for name, value in kwargs.items()})
     if isinstance(cpu, torch.Tensor):
-        cpu, cuda = (cpu,), (cuda,)
+        cpu = (cpu,)
+        cuda = (cuda,)
     return cpu, cuda
 
 
@@ -152,7 +153,8 @@ def test_split_blocks_with_given_maxima_give_the_bytes_of_the_cpu(
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_column_scale_gives_the_bytes_of_the_cpu(fp8_dtype, dtype, shape):
-    x, column_scale = wild(*shape, dtype=dtype), data("cpu", shape[1], seed=9)
+    x = wild(*shape, dtype=dtype)
+    column_scale = data("cpu", shape[1], seed=9)
     for directions in ((True, False), (True, True)):
         for power_2_scale in (False, True):
             same(
@@ -196,7 +198,8 @@ def test_rebase_and_packing_give_the_bytes_of_the_cpu(block, fp8_dtype, shape):
     rare = torch.rand(grid, generator=generator)
     scale[rare < 0.05] = 255
     scale[rare > 0.95] = 0
-    codes, scale = codes.view(fp8_dtype), scale.view(E8M0)
+    codes = codes.view(fp8_dtype)
+    scale = scale.view(E8M0)
     for axis in (0, 1):
         same(*on_both_devices(ops.rebase, codes, scale, block, axis))
     same(*on_both_devices(ops.pack_scales, scale, shape[0], block[0]))
@@ -274,7 +277,8 @@ def test_rebase_of_a_row_with_more_than_2_to_the_31_vectors():
 @every_type
 def test_rebase_of_columns_of_zeros_and_nans(block_rows, fp8_dtype):
     """The scale of a column is 1 if no block without NaN has a nonzero code."""
-    rows, cols = 300, 200
+    rows = 300
+    cols = 200
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(0, 256, (rows, cols), generator=generator, dtype=torch.uint8)
     codes[:, ::3] = 0
@@ -285,7 +289,8 @@ def test_rebase_of_columns_of_zeros_and_nans(block_rows, fp8_dtype):
     scale[:, 2] = 255
     scale[::2, 4] = 255
     scale[:, 5] = 0
-    codes, scale = codes.view(fp8_dtype), scale.view(E8M0)
+    codes = codes.view(fp8_dtype)
+    scale = scale.view(E8M0)
     for axis in (0, 1):
         cpu, cuda = on_both_devices(ops.rebase, codes, scale, (block_rows, 32), axis)
         same(cpu, cuda)

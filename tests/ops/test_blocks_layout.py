@@ -77,7 +77,8 @@ def test_rebase_equals_its_definition(device, block, fp8_dtype, shape):
     got = [t.cpu() for t in ops.rebase(codes, scale, block, 0)]
     along_columns = [t.cpu() for t in ops.rebase(codes, scale, block, 1)]
     along_rows_of_transposed = [t.cpu() for t in ops.rebase(codes_t, scale_t, block, 0)]
-    codes, scale = codes.cpu(), scale.cpu()
+    codes = codes.cpu()
+    scale = scale.cpu()
     for a, b in zip(got, rebased(codes, scale, block, fp8_dtype), strict=True):
         assert torch.equal(bits(a), bits(b))
     got = along_columns
@@ -105,13 +106,18 @@ def test_rebase_of_special_rows(device):
     codes[0] = 0x80
     scale[0] = 140
     # A NaN code among numbers remains one.
-    codes[1, 0], codes[1, 1] = 0x7F, 0x38
+    codes[1, 0] = 0x7F
+    codes[1, 1] = 0x38
     # A NaN block has only NaN codes and does not affect the scale.
-    codes[2, :32], scale[2, 1] = 0x38, 255
+    codes[2, :32] = 0x38
+    scale[2, 1] = 255
     # 2^-127 relative to 2^-126: 1 becomes 0.5.
-    codes[3, :32], scale[3] = 0x38, 0
+    codes[3, :32] = 0x38
+    scale[3] = 0
     # Scales that differ by 2^20: the smaller value is lost.
-    codes[4, :32], scale[4, 1], codes[4, 32] = 0x7E, 147, 0x7E
+    codes[4, :32] = 0x7E
+    scale[4, 1] = 147
+    codes[4, 32] = 0x7E
     expected = codes.clone()
     expected[2, 32:] = 0x7F
     expected[3, :32] = 0x30
@@ -125,7 +131,8 @@ def test_rebase_of_special_rows(device):
             # The transposed plane has blocks of (32, 1), so repeat its columns to 32x32 blocks.
             wide = codes.t().repeat_interleave(32, 1).contiguous().to(device).view(E4M3)
             got, line = ops.rebase(wide, scale.t().contiguous().to(device).view(E8M0), [32, 32], 1)
-            got, line = got[::32], line[::32]
+            got = got[::32]
+            line = line[::32]
         assert torch.equal(bits(got).cpu(), expected)
         assert line.flatten().tolist() == [1.0, 1.0, 1.0, 2.0**-126, 2.0**20]
 

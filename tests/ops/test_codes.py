@@ -47,7 +47,8 @@ def test_dequantize_per_tensor(device, fp8_dtype, dtype, shape):
 @each_dtype
 @pytest.mark.parametrize("block", [(1, -1), (1, 128), (128, 128), (1, 32), (32, 32), (-1, 1)])
 def test_dequantize_blocks(device, fp8_dtype, dtype, block):
-    rows, cols = 150, 300
+    rows = 150
+    cols = 300
     t = all_codes(fp8_dtype, device, rows, cols)
     height, width = (n if b == -1 else b for n, b in zip((rows, cols), block, strict=True))
     grid = (-(-rows // height), -(-cols // width))

@@ -128,9 +128,11 @@ def test_products_are_rounded(device):
 
 @each_dtype
 def test_infinities_and_nans_are_kept(device, dtype):
-    inf, nan = float("inf"), float("nan")
+    inf = float("inf")
+    nan = float("nan")
     rows = torch.tensor([[inf, inf, nan, 1.0], [1.0, -inf, 1.0, -0.0]], dtype=dtype)
-    places, weights = torch.tensor([[0, 1]]), torch.tensor([[1.0, 1.0]])
+    places = torch.tensor([[0, 1]])
+    weights = torch.tensor([[1.0, 1.0]])
     for row_weights in (weights, None):
         sums = ops.combine_rows(*on(device, rows, places, row_weights))
         assert same(sums, combined(rows, places, row_weights))
@@ -151,7 +153,8 @@ def layouts(tokens, k, cols):
     wide_grad = torch.zeros(tokens, 2 * cols + 3, dtype=BF16)
     for start, step in ((0, 1), (1, 1), (3, 2)):
         columns = slice(start, start + step * cols, step)
-        wide[:, columns], wide_grad[:, columns] = rows, grad
+        wide[:, columns] = rows
+        wide_grad[:, columns] = grad
         yield wide_grad[:, columns], wide[:, columns], places, weights
     yield *(t.t().contiguous().t() for t in (grad, rows)), places, weights
     yield grad[:1].expand(tokens, -1), rows[:1].expand(tokens * k, -1), places, weights
@@ -204,7 +207,8 @@ def test_one_gradient_is_what_it_is_with_both(device, tokens, k, cols):
 
 def test_gradients_are_those_of_autograd(device):
     grad, rows, places, weights = on(device, *make(12, 4, 80, F32))
-    rows, weights = rows.double().requires_grad_(), weights.double().requires_grad_()
+    rows = rows.double().requires_grad_()
+    weights = weights.double().requires_grad_()
     (rows[places] * weights.unsqueeze(-1)).sum(1).backward(grad.double())
     gradients = ops.combine_rows_backward(
         grad, rows.detach().float(), places, weights.detach().float()
@@ -215,7 +219,8 @@ def test_gradients_are_those_of_autograd(device):
 
 def test_infinities_and_nans_of_gradients_are_kept(device):
     grad = torch.tensor([[float("inf"), 1.0, float("nan")], [2.0, -0.0, 3.0]])
-    rows, places = torch.ones(4, 3), torch.tensor([[2, 0], [1, 3]])
+    rows = torch.ones(4, 3)
+    places = torch.tensor([[2, 0], [1, 3]])
     weights = torch.tensor([[1.0, 0.0], [-1.0, 0.5]])
     d_rows, d_weights = ops.combine_rows_backward(*on(device, grad, rows, places, weights))
     assert same(d_rows, row_gradients(grad, places, weights))
@@ -350,7 +355,9 @@ def test_cuda_gives_the_bytes_of_the_cpu(tokens, k, cols, dtype):
 
 @pytest.mark.gpu
 def test_rows_of_more_than_2_to_31_elements():
-    tokens, k, cols = 2**18 + 8, 4, 2048
+    tokens = 2**18 + 8
+    k = 4
+    cols = 2048
     if torch.cuda.mem_get_info()[0] < 16e9:
         pytest.skip("needs 16 GB of GPU memory")
     rows = torch.zeros(tokens * k, cols, dtype=BF16, device="cuda")
@@ -414,7 +421,8 @@ def test_instruction_sets_give_equal_bytes(level):
 
 
 def test_denormals_are_kept_if_the_caller_flushes_them():
-    rows, places = torch.full((2, 40), 2.0**-130), torch.tensor([[0, 1]])
+    rows = torch.full((2, 40), 2.0**-130)
+    places = torch.tensor([[0, 1]])
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush")
     try:

@@ -132,8 +132,10 @@ def test_current_scaling_runs_on_many_streams_at_once():
 def test_every_operator_is_captured_and_replays(shape):
     """A replay reads its current input and shares no memory with eager calls."""
     x = data("cuda", *shape, dtype=torch.bfloat16)
-    scale, scales = scalar(0.37, "cuda"), torch.full((2,), 0.37, device="cuda")
-    amax, amaxes = scalar(0.0, "cuda"), torch.zeros(2, device="cuda")
+    scale = scalar(0.37, "cuda")
+    scales = torch.full((2,), 0.37, device="cuda")
+    amax = scalar(0.0, "cuda")
+    amaxes = torch.zeros(2, device="cuda")
     parts = list(x.split(shape[0] // 2 + 1))
 
     def outs():
@@ -142,7 +144,8 @@ def test_every_operator_is_captured_and_replays(shape):
     def operate():
         amax.zero_()
         amaxes.zero_()
-        listed, delayed = outs(), outs()
+        listed = outs()
+        delayed = outs()
         ops.multi_quantize(parts, scales, listed)
         row, col = ops.quantize(x, scale, E4M3, True, True)
         return [
@@ -334,7 +337,8 @@ def test_destroyed_graphs_release_their_workspaces():
     """A capture needs 100,000 slots. If they were not released, the eleventh capture would fail."""
     xs = [torch.ones(8, device="cuda") for _ in range(1000)]
     outs = [torch.empty(8, device="cuda", dtype=E4M3) for _ in xs]
-    scales, amaxes = torch.ones(1000, device="cuda"), torch.zeros(1000, device="cuda")
+    scales = torch.ones(1000, device="cuda")
+    amaxes = torch.zeros(1000, device="cuda")
     used = []
     for _ in range(24):
         graph = torch.cuda.CUDAGraph()
@@ -359,7 +363,8 @@ def test_destroyed_graphs_release_their_workspaces():
 def test_live_graphs_do_not_share_workspaces():
     """Two streams replay them concurrently."""
     xs = [data("cuda", *BIG, seed=seed) * (seed + 1) for seed in range(2)]
-    graphs, results = [], []
+    graphs = []
+    results = []
     for x in xs:
         graph, got = captured(lambda x=x: ops.amax(x))
         graphs.append(graph)
@@ -421,11 +426,9 @@ def kernels(call):
     with torch.cuda.graph(graph):
         outputs = call()
     driver = ctypes.CDLL("libcuda.so.1")
-    captured, count, kind = (
-        ctypes.c_void_p(graph.raw_cuda_graph()),
-        ctypes.c_size_t(),
-        ctypes.c_int(),
-    )
+    captured = ctypes.c_void_p(graph.raw_cuda_graph())
+    count = ctypes.c_size_t()
+    kind = ctypes.c_int()
     assert driver.cuGraphGetNodes(captured, None, ctypes.byref(count)) == 0
     nodes = (ctypes.c_void_p * count.value)()
     assert driver.cuGraphGetNodes(captured, nodes, ctypes.byref(count)) == 0
@@ -467,5 +470,6 @@ def blocks(x, block, scale_dtype, columnwise=True):
 def test_operators_launch_the_documented_number_of_kernels(name, shape):
     expected, call = LAUNCHES[name]
     x = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-    scale, amax = scalar(0.5, "cuda"), scalar(0.0, "cuda")
+    scale = scalar(0.5, "cuda")
+    amax = scalar(0.0, "cuda")
     assert kernels(lambda: call(x, scale, amax)) == expected

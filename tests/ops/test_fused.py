@@ -74,7 +74,8 @@ def test_norm_with_a_delayed_scale_records_the_amax(device, shape):
     for slot, infinite in ((0.0, False), (1e6, False), (2.0, True)):
         if infinite:
             x[1, 3] = torch.inf
-        delayed_scale, amax = scalar(0.01, device), scalar(slot, device)
+        delayed_scale = scalar(0.01, device)
+        amax = scalar(slot, device)
         row, col, scale, _, _ = ops._quantize_norm(
             x.to(device), None, None, False, 1e-5, E4M3, True, True, scale=delayed_scale, amax=amax
         )
@@ -134,7 +135,8 @@ def glu_values(activation, gate, up, dy=None):
 @each_format
 @each_activation
 def test_glu_matches_its_definition(device, shape, dtype, fp8_dtype, activation):
-    gate, up = make(shape, dtype), make(shape, dtype, 1)
+    gate = make(shape, dtype)
+    up = make(shape, dtype, 1)
     row, col, scale = ops._quantize_glu(
         gate.to(device), up.to(device), activation, fp8_dtype, True, True
     )

@@ -41,7 +41,9 @@ def make(rows, cols, device, dtype=torch.bfloat16, seed=0):
 
 def expected(x, lengths, fp8_dtype, **options):
     """Quantize each group by itself with a scale per row, and lay the results out."""
-    rows, cols, used = len(x), x.shape[1], sum(lengths)
+    rows = len(x)
+    cols = x.shape[1]
+    used = sum(lengths)
     columns = (rows + 15 * min(len(lengths), rows)) // 16 * 16
     codes = torch.zeros(rows, cols, dtype=torch.uint8, device=x.device)
     scale = torch.ones(rows, 1, device=x.device)
@@ -60,7 +62,8 @@ def expected(x, lengths, fp8_dtype, **options):
             part, part_scale = by_rows(x[start : start + length].t().contiguous())
             transposed[:, to : to + length] = part
             transposed_scale[group] = part_scale[:, 0]
-        start, to = start + length, to + -(-length // 16) * 16
+        start = start + length
+        to = to + -(-length // 16) * 16
     return codes, scale, transposed, transposed_scale
 
 
@@ -112,7 +115,8 @@ def test_a_nan_changes_its_row_and_its_column_of_its_group(device):
 
 
 def test_an_index_selects_rows(device):
-    x, lengths = make(24, 48, device), [30, 0, 18]
+    x = make(24, 48, device)
+    lengths = [30, 0, 18]
     index = torch.randint(24, (48,), generator=torch.Generator().manual_seed(1)).to(
         device, torch.int32
     )
@@ -120,15 +124,18 @@ def test_an_index_selects_rows(device):
     actual = ops.quantize_groups(x, *bounds, E4M3, index=index)
     check(actual, expected(x[index.long()], lengths, E4M3))
     outside = index.clone()
-    outside[3], outside[40] = -5, 1000
-    index[3], index[40] = 0, 23
+    outside[3] = -5
+    outside[40] = 1000
+    index[3] = 0
+    index[40] = 23
     actual = ops.quantize_groups(x, *bounds, E4M3, index=outside)
     check(actual, expected(x[index.long()], lengths, E4M3))
 
 
 @pytest.mark.parametrize("rowwise", [True, False])
 def test_one_direction_gives_the_bytes_of_both(device, rowwise):
-    x, bounds = make(64, 64, device), bounds_of([33, 31], 64, device)
+    x = make(64, 64, device)
+    bounds = bounds_of([33, 31], 64, device)
     two_directions = ops.quantize_groups(x, *bounds, E4M3)
     one_direction = ops.quantize_groups(x, *bounds, E4M3, rowwise, not rowwise)
     for i, (a, b) in enumerate(zip(one_direction, two_directions, strict=True)):
@@ -160,7 +167,8 @@ def test_an_activation_is_torchs_up_to_rounding(device, activation, dtype):
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_gradients_of_an_activation_are_torchs_up_to_rounding(device, activation):
-    h, dy = data(device, 64, 96), data(device, 64, 48, seed=1)
+    h = data(device, 64, 96)
+    dy = data(device, 64, 48, seed=1)
     bounds = bounds_of([40, 24], 64, device)
     planes = ops.quantize_gated(h, *bounds, activation, E4M3, dy=dy)
     exact_h = h.double().requires_grad_()
@@ -382,7 +390,8 @@ def test_bad_arguments_of_an_activation_are_named(device, change, error, message
 
 
 def test_opcheck(device):
-    x, bounds = make(40, 32, device), bounds_of([20, 12], 40, device)
+    x = make(40, 32, device)
+    bounds = bounds_of([20, 12], 40, device)
     torch.library.opcheck(ops.group_bounds.default, (bounds[0], x))
     torch.library.opcheck(ops.quantize_groups.default, (x, *bounds, E4M3))
     torch.library.opcheck(ops.quantize_gated.default, (x, *bounds, "silu", E4M3, True, False))

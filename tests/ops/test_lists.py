@@ -113,7 +113,8 @@ def test_long_lists_equal_separate_calls(device, fp8_dtype, count, dtypes):
     used = ops.multi_quantize_delayed(xs, scales, amaxes, delayed)
 
     expected = torch.zeros_like(flat[0])
-    expected_amaxes, expected_used = before.clone(), []
+    expected_amaxes = before.clone()
+    expected_used = []
     for x, scale, amax, out in zip(xs, scales, expected_amaxes, expected.split(64), strict=True):
         row, _, scale_used = ops.quantize_delayed(x, scale, amax, fp8_dtype)
         out.view(torch.uint8)[: len(x)] = row.view(torch.uint8)
@@ -130,7 +131,8 @@ def test_long_lists_equal_separate_calls(device, fp8_dtype, count, dtypes):
 def test_columns_of_one_buffer_do_not_count_as_overlapping(device):
     """Slots of a state are columns of one buffer, so their memory ranges interleave."""
     buffer = torch.tensor([[0.5, 1.0], [0.25, 2.0]], device=device)
-    scales, amaxes = buffer[:, 0], buffer[:, 1]
+    scales = buffer[:, 0]
+    amaxes = buffer[:, 1]
     xs = [data(device, 6, 8), data(device, 3, 4)]
     outs = [torch.zeros(x.shape, dtype=E4M3, device=device) for x in xs]
     used = ops.multi_quantize_delayed(xs, scales, amaxes, outs)

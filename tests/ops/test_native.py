@@ -17,7 +17,9 @@ E4M3, E8M0, F32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
 
 def calls(x):
     """One argument and result of each kind. ``x`` is (2, 32)."""
-    unit_scale, scales, after = torch.ones(()), torch.ones(2, 1), torch.ones(1)
+    unit_scale = torch.ones(())
+    scales = torch.ones(2, 1)
+    after = torch.ones(1)
     return {
         "a tensor": lambda: ops.amax(x),
         "one that is copied": lambda: ops.amax(x.view(2, 2, 16).transpose(0, 1)),

@@ -21,7 +21,8 @@ from oracle.elements import E4M3, E5M2
 
 def samples(device):
     """Yield (operator, arguments) for every operator, each with several shapes."""
-    scale, amax = scalar(0.5, device), scalar(1.0, device)
+    scale = scalar(0.5, device)
+    amax = scalar(1.0, device)
     for shape in ((5, 7), (3,), (2, 3, 4), (0, 4)):
         for dtype in (torch.float32, torch.bfloat16):
             x = data(device, *shape, dtype=dtype)
@@ -42,7 +43,8 @@ def samples(device):
         yield ops.scale_from_amax, (data(device, *shape).abs(), E4M3, True, 0.0, 1)
     for shape in ((5, 7), (3,), (2, 3, 4), (0, 4)):
         x = data(device, *shape)
-        weight, delayed = data(device, shape[-1]), (scale, amax.clone())
+        weight = data(device, shape[-1])
+        delayed = (scale, amax.clone())
         for row, col in ((True, False), (False, True), (True, True)):
             yield ops._quantize_norm, (x, weight, None, row, 0.1, E4M3, row, col)
             yield ops._quantize_glu, (x, x, "silu", E4M3, row, col)
@@ -164,7 +166,8 @@ def test_compiled_bytes_equal_eager_bytes(device, dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (5, 9):
-        x, scale = data(device, rows, 12), scalar(0.25, device)
+        x = data(device, rows, 12)
+        scale = scalar(0.25, device)
         results = []
         for function in (step, compiled):
             amax = scalar(1.0, device)

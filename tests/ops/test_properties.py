@@ -60,7 +60,8 @@ class Input:
 
 @st.composite
 def inputs(draw, shapes=shapes, special=special):
-    shape, dtype = draw(shapes), draw(st.sampled_from(WIDE))
+    shape = draw(shapes)
+    dtype = draw(st.sampled_from(WIDE))
     x = data("cpu", *shape, dtype=dtype, seed=draw(st.integers(0, 1000)))
     if x.numel():
         where = st.integers(0, x.numel() - 1)
@@ -72,7 +73,8 @@ def inputs(draw, shapes=shapes, special=special):
 @examples(60)
 @given(x=inputs(), scale=scales, fp8_dtype=formats)
 def test_quantize_equals_the_reference(device, x, scale, fp8_dtype):
-    x, scale = x.on(device), scalar(scale, device)
+    x = x.on(device)
+    scale = scalar(scale, device)
     expected = tensorwise.quantize(x, scale, fp8_dtype)
     row, col = ops.quantize(x, scale, fp8_dtype, True, True)
     assert same(codes(row), expected)

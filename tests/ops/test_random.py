@@ -15,8 +15,12 @@ def philox(counter, key):
     a, b, c, d = counter
     k, l = key  # noqa: E741
     for _ in range(10):
-        x, y = a * 0xD2511F53, c * 0xCD9E8D57
-        a, b, c, d = (y >> 32) ^ b ^ k, y & 0xFFFFFFFF, (x >> 32) ^ d ^ l, x & 0xFFFFFFFF
+        x = a * 0xD2511F53
+        y = c * 0xCD9E8D57
+        a = (y >> 32) ^ b ^ k
+        b = y & 0xFFFFFFFF
+        c = (x >> 32) ^ d ^ l
+        d = x & 0xFFFFFFFF
         k, l = (k + 0x9E3779B9) & 0xFFFFFFFF, (l + 0xBB67AE85) & 0xFFFFFFFF  # noqa: E741
     return a, b, c, d
 
@@ -28,7 +32,8 @@ def expected(n, seed, offset, low, high, stream=0, step=0):
     for i in range(offset, offset + n):
         block = i >> 2
         words.append(philox((block & 0xFFFFFFFF, block >> 32, stream, step), key)[i & 3] >> 8)
-    low, high = torch.tensor(low), torch.tensor(high)
+    low = torch.tensor(low)
+    high = torch.tensor(high)
     return low + torch.tensor(words).float() * 2.0**-24 * (high - low)
 
 

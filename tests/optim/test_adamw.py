@@ -47,13 +47,15 @@ def exact(group, p, g, m, v, step):
     four roundings of at most |m| + |g|, and the denominator fewer than ten, none of which cancels.
     """
     p, g, m, v = (t.double() for t in (p, g, m, v))
-    (beta1, beta2), lr = group["betas"], group["lr"]
+    beta1, beta2 = group["betas"]
+    lr = group["lr"]
     g = -g if group["maximize"] else g
     largest = m.abs() + g.abs()
     w = p * (1 - lr * group["weight_decay"])
     m = m + (g - m) * (1 - beta1)
     v = v * beta2 + (1 - beta2) * g * g
-    size, denominator = lr / (1 - beta1**step), (v / (1 - beta2**step)).sqrt() + group["eps"]
+    size = lr / (1 - beta1**step)
+    denominator = (v / (1 - beta2**step)).sqrt() + group["eps"]
     bound = EPS32 / 2 * (3 * w.abs() + 15 * size * largest / denominator)
     return w - size * m / denominator, m, v, bound, EPS32 / 2 * 4 * largest
 
@@ -65,8 +67,10 @@ def test_plain_float32_is_within_its_rounding_error_of_the_exact_step(
     maximize, betas, weight_decay
 ):
     options = {"lr": 1e-2, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-    ours, theirs = parameter(normal((64, 33), 1)), parameter(normal((64, 33), 1))
-    a, b = AdamW([ours], **options), torch.optim.AdamW([theirs], **options)
+    ours = parameter(normal((64, 33), 1))
+    theirs = parameter(normal((64, 33), 1))
+    a = AdamW([ours], **options)
+    b = torch.optim.AdamW([theirs], **options)
     group = a.param_groups[0]
     m, v = torch.zeros(2, 64, 33)
     for step in range(1, 8):
@@ -82,7 +86,8 @@ def test_plain_float32_is_within_its_rounding_error_of_the_exact_step(
         assert ((state["exp_avg_sq"].double() - v).abs() <= 3 * EPS32 * v).all()
         # Start from equal values again, so that errors do not accumulate.
         theirs.data.copy_(ours.detach())
-        m, v = state["exp_avg"].clone(), state["exp_avg_sq"].clone()
+        m = state["exp_avg"].clone()
+        v = state["exp_avg_sq"].clone()
         b.state[theirs]["exp_avg"].copy_(m)
         b.state[theirs]["exp_avg_sq"].copy_(v)
 
@@ -92,7 +97,8 @@ def test_plain_float32_is_within_its_rounding_error_of_the_exact_step(
 @with_and_without_masters
 def test_low_precision_parameters_equal_the_rounded_float32_step(dtype, grad_dtype, masters):
     start = normal((40, 33), 1).to(dtype)
-    low, high = parameter(start.clone()), parameter(start.float())
+    low = parameter(start.clone())
+    high = parameter(start.float())
     a = AdamW([low], lr=1e-2, master_weights=masters)
     b = AdamW([high], lr=1e-2)
     for step in range(4):
@@ -107,8 +113,10 @@ def test_low_precision_parameters_equal_the_rounded_float32_step(dtype, grad_dty
 
 
 def test_bfloat16_moments_are_rounded_but_steps_use_them_unrounded():
-    p, q = parameter(normal((40, 33), 1)), parameter(normal((40, 33), 1))
-    a, b = AdamW([p], state_dtype=torch.bfloat16), AdamW([q])
+    p = parameter(normal((40, 33), 1))
+    q = parameter(normal((40, 33), 1))
+    a = AdamW([p], state_dtype=torch.bfloat16)
+    b = AdamW([q])
     for step in range(4):
         train(a, 1, seed=step)
         train(b, 1, seed=step)
@@ -161,7 +169,8 @@ def test_fp8_weights_equal_the_quantized_float32_step(
 @with_and_without_masters
 def test_strides_and_alignment_do_not_change_the_result(name, offset, masters):
     """A gradient may be transposed, or a view of a buffer as in FSDP2."""
-    weights_, optimizers = [], []
+    weights_ = []
+    optimizers = []
     for _ in range(3):
         weights_.append(parameter(QUANTIZERS[name](E4M3, "cpu")(normal((70, 36), 1))))
         optimizers.append(AdamW([weights_[-1]], lr=3e-2, master_weights=masters))
@@ -191,7 +200,8 @@ def test_plain_parameters_of_any_strides_are_updated_in_place(make):
     strided = parameter(make(values))
     dense = parameter(values.view(strided.shape).clone())
     assert not strided.is_contiguous()
-    a, b = AdamW([strided]), AdamW([dense])
+    a = AdamW([strided])
+    b = AdamW([dense])
     pointer = strided.data_ptr()
     train(a, 3)
     train(b, 3)
@@ -208,7 +218,8 @@ def test_plain_and_fp8_parameters_of_several_groups_step_together():
         params += [parameter(normal((5, 7), 90)), parameter(normal((9,), 91, torch.bfloat16))]
         return params
 
-    together, alone = model(), model()
+    together = model()
+    alone = model()
     optimizer = AdamW(
         [
             {"params": together[::2]},
@@ -274,7 +285,8 @@ def test_a_step_keeps_planes_consistent_and_writes_only_the_part(name, part, mas
     quantizer = QUANTIZERS[name](E4M3, "cpu")
     quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
     q = quantizer(torch.randn(64, 96, generator=torch.Generator().manual_seed(0)))
-    before, parameter = q.dequantize(), torch.nn.Parameter(take(q))
+    before = q.dequantize()
+    parameter = torch.nn.Parameter(take(q))
     # The largest error of a code. It also holds with a delayed scale, which does not depend on the
     # values.
     bound = before.abs().amax().item() / 8
@@ -294,7 +306,8 @@ def test_a_step_keeps_planes_consistent_and_writes_only_the_part(name, part, mas
 @with_and_without_masters
 def test_a_step_of_a_view_that_can_be_read_only_raises(take, masters):
     q = QUANTIZERS["32x32"](E4M3, "cpu")(normal((64, 96), 0))
-    before, parameter = bytes_of(q), torch.nn.Parameter(take(q))
+    before = bytes_of(q)
+    parameter = torch.nn.Parameter(take(q))
     optimizer = AdamW([parameter], master_weights=masters)
     parameter.grad = torch.ones(parameter.shape)
     with pytest.raises(NotImplementedError, match="consecutive elements"):
@@ -366,7 +379,8 @@ def test_masters_start_from_the_kept_values_which_are_then_dropped(name):
     weight = parameter(QUANTIZERS[name](E4M3, "cpu")(start))
     storage_of(weight).observer = Keeper(start.clone())
     plain = parameter(start.clone())
-    a, b = AdamW([weight]), AdamW([plain])
+    a = AdamW([weight])
+    b = AdamW([plain])
     train(a, 2)
     train(b, 2)
     assert torch.equal(a.state[weight]["master"], plain)
@@ -491,7 +505,8 @@ def test_stochastic_rounding_is_unbiased(fp8_dtype, way):
     optimizer.step()
     values = weight.detach().dequantize()
     assert set(values.unique().tolist()) == {1.0, 1 - spacing}
-    down, n = (values < 1).sum().item(), values.numel()
+    down = (values < 1).sum().item()
+    n = values.numel()
     assert abs(down - n * way) <= 5 * (n * way * (1 - way)) ** 0.5
 
 
@@ -737,7 +752,8 @@ def test_schedulers_clipping_and_closures_work():
 
 def test_a_learning_rate_may_be_a_tensor():
     for capturable in (False, True):
-        a, b = mixed(), mixed()
+        a = mixed()
+        b = mixed()
         lr = torch.tensor(3e-3)
         first = AdamW(a, lr=lr, capturable=capturable)
         second = AdamW(b, lr=float(lr))
@@ -783,7 +799,8 @@ def test_states_of_dtensors_are_dtensors(one_rank):
         # The first step of each is within its error bound of the exact step, which is about 1e-7.
         assert (p.full_tensor() - q.full_tensor()).abs().max() < 1e-6
         for name in ("exp_avg", "exp_avg_sq"):
-            a, b = ours.state[p][name], theirs.state[q][name]
+            a = ours.state[p][name]
+            b = theirs.state[q][name]
             assert isinstance(a, DTensor) and isinstance(b, DTensor)
             assert (a.placements, a.shape, a.device_mesh) == (b.placements, b.shape, b.device_mesh)
 
@@ -1021,7 +1038,8 @@ def test_options_of_a_later_group_are_checked_before_the_first_is_stepped():
 @pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3.0), torch.tensor(3)])
 def test_the_state_of_torchs_adamw_can_be_loaded(step):
     value = normal((8, 4), 1)
-    theirs, ours = parameter(value.clone()), parameter(value.clone())
+    theirs = parameter(value.clone())
+    ours = parameter(value.clone())
     reference = torch.optim.AdamW([theirs])
     optimizer = AdamW([ours])
     train(reference, 3)

@@ -35,7 +35,9 @@ class Run:
     """A model and its optimizer after some steps, with copies of both state dicts."""
 
     def __init__(self, model, optimizer, step):
-        self.model, self.optimizer, self.step = model, optimizer, step
+        self.model = model
+        self.optimizer = optimizer
+        self.step = step
         for n in range(2):
             step(n)
         self.weights = copy.deepcopy(model.state_dict())
@@ -81,7 +83,8 @@ def assert_begins_from(run, weights, masters):
         masters: The parameters that start from the masters of another run, by name.
     """
     run.stand_still()
-    values, actual = run.read_values(), run.read_masters()
+    values = run.read_values()
+    actual = run.read_masters()
     assert masters.keys() | weights.keys() == values.keys()
     for name, other in masters.items():
         if name in actual:

@@ -478,13 +478,15 @@ def masters(model, optimizers):
 @each_optimizer
 def test_shards_step_as_the_unsharded_weight_does(rig, recipe, hidden, name):
     reference, model = pair(rig, recipe, hidden)
-    reference_optimizers, optimizers = build(reference, name), build(model, name)
+    reference_optimizers = build(reference, name)
+    optimizers = build(model, name)
     for n in range(3):
         losses = [
             step(m, o, batch(rig, n))
             for m, o in ((reference, reference_optimizers), (model, optimizers))
         ]
-        wanted, actual = masters(reference, reference_optimizers), masters(model, optimizers)
+        wanted = masters(reference, reference_optimizers)
+        actual = masters(model, optimizers)
         assert wanted.keys() == actual.keys() == {f"{n}.weight" for n in linears(model)}
         if name != "Muon":
             assert same_bytes(*losses)
@@ -512,7 +514,8 @@ def test_the_maxima_of_a_step_are_reduced_together(rig):
 @each_weights
 def test_replicas_of_shards_step_equally(rig, recipe, weights):
     reference, model = pair(rig, recipe, WEIGHTS[weights], mesh=rig.mesh(2, 2))
-    reference_optimizers, optimizers = build(reference, "SGD"), build(model, "SGD")
+    reference_optimizers = build(reference, "SGD")
+    optimizers = build(model, "SGD")
     for n in range(2):
         for m, o in ((reference, reference_optimizers), (model, optimizers)):
             step(m, o, batch(rig, n))
@@ -532,11 +535,13 @@ def test_tensor_parallel_shards_step_as_the_unsharded_weight_does(rig, recipe, n
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], plan)
     shard(model, mesh=mesh["data"])
-    reference_optimizers, optimizers = build(reference, name), build(model, name)
+    reference_optimizers = build(reference, name)
+    optimizers = build(model, name)
     for n in range(2):
         for m, o in ((reference, reference_optimizers), (model, optimizers)):
             step(m, o, batch(rig, n))
-    wanted, actual = masters(reference, reference_optimizers), masters(model, optimizers)
+    wanted = masters(reference, reference_optimizers)
+    actual = masters(model, optimizers)
     assert wanted.keys() == actual.keys()
     for key, value in wanted.items():
         assert (actual[key] - value).abs().max() <= 0.05 * value.abs().max(), key
@@ -564,7 +569,8 @@ def test_training_resumes_from_a_torch_state_dict(rig, recipe, name, full_state)
     resumed = build(other, name)
     other.load_state_dict(weights)
     set_optimizer_state_dict(other, resumed, state, options=options)
-    wanted, actual = masters(model, optimizers), masters(other, resumed)
+    wanted = masters(model, optimizers)
+    actual = masters(other, resumed)
     assert wanted and all(same_bytes(actual[key], wanted[key]) for key in wanted)
     for n in range(2, 4):
         for m, o in ((model, optimizers), (other, resumed)):
@@ -611,10 +617,12 @@ class Nested(torch.optim.Optimizer):
 
 def test_a_state_in_containers_keeps_its_dtypes():
     weight = parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((8, 8), 0).bfloat16()))
-    optimizer, other = MasterWeights([weight], Nested), MasterWeights([weight], Nested)
+    optimizer = MasterWeights([weight], Nested)
+    other = MasterWeights([weight], Nested)
     train(optimizer, 2)
     other.load_state_dict(optimizer.state_dict())
-    wanted, actual = optimizer.state[weight], other.state[weight]
+    wanted = optimizer.state[weight]
+    actual = other.state[weight]
     for key, part in (("rows", 0), ("kept", "sum")):
         assert same_bytes(actual[key][part], wanted[key][part])
         assert actual[key][part] is not wanted[key][part]
@@ -666,7 +674,8 @@ def test_the_first_step_of_another_optimizer_warns_once(kind, init):
         optimizer = FOREIGN[kind](model.parameters())
         recorded_warnings = stepped(optimizer, model)
         assert len(recorded_warnings) == 1 and recorded_warnings[0].category is UserWarning
-        text, name = str(recorded_warnings[0].message), type(optimizer).__name__
+        text = str(recorded_warnings[0].message)
+        name = type(optimizer).__name__
         assert text.startswith(f"{name} steps 2 FP8 weights, and keeps no masters")
         assert "fp8rs.optim.AdamW" in text and f"fp8rs.optim.MasterWeights(params, {name}" in text
         assert recorded_warnings[0].filename == __file__

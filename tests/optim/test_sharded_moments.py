@@ -67,7 +67,8 @@ def step_on(model, optimizer, seed):
         generator = torch.Generator().manual_seed(100 * seed + i)
         grad = torch.randn(param.shape, generator=generator).to(param.device)
         if isinstance(param, DTensor):
-            mesh, placements = param.device_mesh, param.placements
+            mesh = param.device_mesh
+            placements = param.placements
             grad = distribute_tensor(grad, mesh, placements, src_data_rank=None)
         param.grad = grad
     optimizer.step()
@@ -83,7 +84,8 @@ def test_sharded_moments_equal_those_of_one_rank(rig, recipe, fp8_weights, maste
     options = {"recipe": RECIPES[recipe], "fp8_weights": fp8_weights, "device": rig.device}
     alone = make(**options)
     sharded = shard(make(**options), rig)
-    a, b = fp8_adamw(alone, masters), fp8_adamw(sharded, masters)
+    a = fp8_adamw(alone, masters)
+    b = fp8_adamw(sharded, masters)
     for seed in range(3):
         step_on(alone, a, seed)
         step_on(sharded, b, seed)
@@ -156,7 +158,8 @@ def test_float32_checkpoints_are_saved_and_loaded(rig, method):
     load(model, high_precision, folder, method)
     for name, value in state_by_name(model, high_precision).items():
         if name.endswith("exp_avg_sq") and name + "_codes" in before:
-            codes, ranges = before[name + "_codes"], before[name + "_range"]
+            codes = before[name + "_codes"]
+            ranges = before[name + "_range"]
             decoded = moments.decode(codes, ranges, moments.FORMATS["exp_avg_sq"])
             assert torch.equal(value, decoded), name
 

@@ -30,7 +30,8 @@ def test_benches_count_the_collectives_of_fp8_weights(rig: Any) -> None:
     config = LlamaConfig(vocabulary=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=128)
     model = Llama(config)
     model.init_weights(torch.Generator().manual_seed(0))
-    names, elements = converted_weights(model), parameter_count(model)
+    names = converted_weights(model)
+    elements = parameter_count(model)
     converted = sum(p.numel() for n, p in model.named_parameters() if n in names)
     convert_to_float8_training(
         model, recipe="current", filter_fqns=HIGH_PRECISION, fp8_weights=True

@@ -87,7 +87,8 @@ def scripts(page: Path) -> list[str]:
 
 def names_of(code: str) -> tuple[set[str], set[str]]:
     """Return the names that a text binds, and those that it reads without binding them."""
-    bound, read = set(), set()
+    bound = set()
+    read = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Name):
             (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)

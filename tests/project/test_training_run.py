@@ -88,7 +88,8 @@ def test_tokens_are_bytes_or_those_of_a_trained_tokenizer(
 def test_an_interrupted_run_resumes_with_equal_losses(
     bench: Any, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    uninterrupted, interrupted = tmp_path / "whole", tmp_path / "parts"
+    uninterrupted = tmp_path / "whole"
+    interrupted = tmp_path / "parts"
     for out in (uninterrupted, interrupted):
         bench.main(["data", str(out), "--roots", str(text), "--vocabulary", "256"])
     variant = "fp8-weights"
@@ -113,7 +114,8 @@ def test_an_interrupted_run_resumes_with_equal_losses(
         "| fp8rs current, FP8 weights",
     ]
     report = json.loads((interrupted / "report.json").read_text())
-    summary, runs = report["summary"], report["runs"]
+    summary = report["summary"]
+    runs = report["runs"]
     assert summary["bf16-0"]["above_bf16"] == pytest.approx(-summary["bf16-1"]["above_bf16"])
     assert (interrupted / "report.svg").read_text().startswith("<?xml")
 
@@ -195,7 +197,8 @@ def test_the_page_has_the_numbers_of_the_published_curves(bench: Any) -> None:
     for name, run in runs.items():
         held_out = [[step, loss] for step, loss in run["held_out"] if step <= 1050]
         at_1050[name] = run | {"step": 1050, "held_out": held_out}
-    summary, summary_at_1050 = bench.summary(runs), bench.summary(at_1050)
+    summary = bench.summary(runs)
+    summary_at_1050 = bench.summary(at_1050)
 
     results = (ROOT / "benches/RESULTS.md").read_text()
     section = results.split("### Training with 8-bit moments\n")[1].split("\n## ")[0]

@@ -180,7 +180,8 @@ def test_new_tensors_are_plain(device, format, planes):
 )
 def test_other_operations_dequantize(device, format, planes, operation):
     t = make(format, planes, device)
-    out, expected = operation(t), operation(t.dequantize())
+    out = operation(t)
+    expected = operation(t.dequantize())
     assert type(out) is torch.Tensor
     torch.testing.assert_close(out, expected)
 
@@ -222,7 +223,8 @@ def test_copies_between_usages(device, format, planes, of):
 
     Otherwise values are quantized again.
     """
-    t, src = make(format, planes, device), make(format, of, device, seed=1)
+    t = make(format, planes, device)
+    src = make(format, of, device, seed=1)
     t.copy_(src)
     if format in SQUARE or planes == of or of == "both":
         source = copy.copy(src).update_usage(**PLANES[planes]) if format in SQUARE else src
@@ -252,7 +254,8 @@ def test_in_place_operations_quantize_again(device, format, planes):
 @every_plane
 @pytest.mark.parametrize("wanted", ["rowwise", "columnwise"])
 def test_update_usage(device, format, planes, wanted):
-    t, two_planes = make(format, planes, device), make(format, "both", device)
+    t = make(format, planes, device)
+    two_planes = make(format, "both", device)
     before = values(t)
     if wanted in values(t) or format in SQUARE:
         assert t.update_usage(**{wanted: True}) is t
@@ -274,7 +277,8 @@ def test_update_usage(device, format, planes, wanted):
 
 @every_format
 def test_errors_name_the_missing_plane(device, format):
-    row, col = make(format, "rowwise", device), make(format, "columnwise", device)
+    row = make(format, "rowwise", device)
+    col = make(format, "columnwise", device)
     with pytest.raises(ValueError, match="a test needs the columnwise plane"):
         row.plane("columnwise", "a test")
     with pytest.raises(ValueError, match="a test needs the rowwise plane"):
@@ -322,7 +326,8 @@ def test_forward_equals_that_of_the_dequantized_weight(device, format, planes, g
 @pytest.mark.parametrize("planes", ["both", "rowwise"])
 def test_wgrad_reads_no_plane_of_the_weight(device, format, planes):
     layer, plain = pair(format, planes, device)
-    x, dy = data(device, 40, 96), data(device, 40, 160, seed=1)
+    x = data(device, 40, 96)
+    dy = data(device, 40, 160, seed=1)
     grads = []
     for module in (layer, plain):
         module(x).backward(dy)
@@ -377,7 +382,8 @@ def test_scales_of_another_shape_are_refused(device, format, name):
 
 
 def test_planes_of_other_dtypes_are_refused(device):
-    t, mx = make("128x128", "both", device), make("32x32", "both", device)
+    t = make("128x128", "both", device)
+    mx = make("32x32", "both", device)
     with pytest.raises(TypeError, match=r"Float8Tensor has scales of torch.float32"):
         type(t)(mx.rowwise, shape=t.shape, dtype=t.dtype)
     with pytest.raises(TypeError, match="rowwise is in format 'tensor', which has scales of"):

@@ -43,7 +43,8 @@ class Scales(TorchDispatchMode):
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        self.a = nn.Linear(16, 32, bias=False)
+        self.b = nn.Linear(32, 16, bias=False)
 
     def forward(self, x):
         return self.b(self.a(x))
@@ -307,7 +308,8 @@ def test_zeros_that_are_written_leave_the_history(device):
     model, state = build(device, fp8_weights=True)
     model(batch(device)).sum().backward()
     step(model)
-    scale, history = state.scale.clone(), state.history.clone()
+    scale = state.scale.clone()
+    history = state.history.clone()
     with torch.no_grad():
         model.a.weight.zero_()
     assert torch.equal(state.scale, scale)
@@ -330,7 +332,8 @@ def test_state_dicts_of_fp8_weights_resume_to_the_bit(device, method):
     optimizer, resumed = (AdamW(m.parameters(), lr=0.1) for m in (model, other))
     train_two(model, optimizer, device, 0)
     train_two(other, resumed, device, 7)
-    state, moments = model.state_dict(), copy.deepcopy(optimizer.state_dict())
+    state = model.state_dict()
+    moments = copy.deepcopy(optimizer.state_dict())
     if method == "torch.save":
         state = reloaded(state)
     else:
@@ -430,7 +433,8 @@ class Parts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.a = nn.Linear(16, 16)
+        self.b = nn.Linear(16, 16)
 
     def features(self, x):
         return self.b(self.a(x))
@@ -738,7 +742,8 @@ def test_buffers_at_another_layers_place_are_packed_again(device):
     model, _ = build(device)
     model(batch(device)).sum().backward()
     for name in ("fp8_scale", "fp8_amax", "fp8_amax_history"):
-        a, b = model.a._buffers, model.b._buffers
+        a = model.a._buffers
+        b = model.b._buffers
         a[name], b[name] = b[name], a[name]
     (pack,) = state_of(model.a).delayed.packs()
     assert torch.equal(pack.amax[0], model.a.fp8_amax)
@@ -870,7 +875,8 @@ def test_siblings_share_codes_and_keep_their_histories(device):
     class Siblings(nn.Module):
         def __init__(self):
             super().__init__()
-            self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.q = nn.Linear(16, 16)
+            self.k = nn.Linear(16, 16)
 
         def forward(self, x):
             return self.q(x) + self.k(x)
@@ -950,7 +956,8 @@ def test_checkpointed_blocks_record_once_with_one_scale(device):
     for _ in range(3):
         with Scales() as scales:
             model(batch(device).requires_grad_()).sum().backward()
-        forward, recomputed = scales.used[:4], scales.used[4:8]
+        forward = scales.used[:4]
+        recomputed = scales.used[4:8]
         assert all(torch.equal(a, b) for a, b in zip(forward, recomputed, strict=True))
         assert torch.equal(state.amax[X_A], amax(batch(device)))
         step(model)
@@ -984,7 +991,8 @@ def test_steps_roll_after_forwards_that_are_not_announced(device, rolls, part):
 def test_training_converges(device):
     model, _ = build(device)
     torch.manual_seed(1)
-    x, target = torch.randn(64, 16, device=device), torch.randn(64, 16, device=device)
+    x = torch.randn(64, 16, device=device)
+    target = torch.randn(64, 16, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-2)
     losses = []
     for _ in range(40):

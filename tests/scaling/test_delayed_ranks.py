@@ -56,7 +56,8 @@ def test_sharded_histories_do_not_depend_on_fp8_gathers(rig):
         losses = [step(model, different(rig, n), optimizer) for n in range(4)]
         scales = torch.stack([layer.fp8_scale[:, 0] for layer in linears(model).values()])
         # Histories are equal on all ranks.
-        mine, largest = scales.clone(), scales.clone()
+        mine = scales.clone()
+        largest = scales.clone()
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
         assert torch.equal(mine, largest)
         results.append((torch.stack(losses), scales))

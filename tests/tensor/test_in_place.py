@@ -167,7 +167,8 @@ def test_unwritten_elements_keep_their_values(device, case, view, way, exponents
     part = VIEWS[view](t)
     largest = case.x.abs().max().float()
     for exponent in exponents:
-        before, old = values(t), scales(t)
+        before = values(t)
+        old = scales(t)
         value = float((largest * 2.0**exponent * 1.1).to(t.dtype))
         mask = torch.zeros(part.shape, dtype=torch.bool)
         for _ in range(data.draw(st.integers(1, 2))):
@@ -180,7 +181,8 @@ def test_unwritten_elements_keep_their_values(device, case, view, way, exponents
         # This is the smallest normal number.
         smallest = 2.0 ** (-6 if case.fp8_dtype is E4M3 else -14)
         for name, actual in values(t).items():
-            scale, was = scales(t)[name], before[name]
+            scale = scales(t)[name]
+            was = before[name]
             # Slightly more than half a step of the subnormal numbers.
             half = 0.52 * step * smallest * scale
             assert torch.equal(torch.frexp(scale)[0], torch.frexp(old[name])[0]), name
@@ -270,7 +272,8 @@ def test_non_finite_values_are_stored_and_can_be_overwritten(device, format, pla
     t.mul_(1.0)
     assert all(torch.equal(x.isnan()[1:], nans[n][1:]) for n, x in values(t).items())
     t[0, 0] = before[next(iter(before))][0, 0]
-    read, without = t.dequantize(), {n: ~x.isnan() for n, x in values(t).items()}
+    read = t.dequantize()
+    without = {n: ~x.isnan() for n, x in values(t).items()}
     assert read[150, 7].isnan()
     t.nan_to_num_(nan=2.0)
     for name, actual in values(t).items():
@@ -299,7 +302,8 @@ def test_a_tensor_can_be_zeroed_and_written_again(device, format, planes):
 
 
 def test_partial_writes_keep_the_delayed_scale_and_update_the_amax(device):
-    scale, amax = torch.tensor(0.5, device=device), torch.tensor(0.0, device=device)
+    scale = torch.tensor(0.5, device=device)
+    amax = torch.tensor(0.0, device=device)
     quantizer = quantizer_of("tensor", E4M3, delayed=(scale, amax))
     t = quantizer(torch.linspace(-200, 200, 64 * 3, device=device).view(64, 3))
     before = t.dequantize()
@@ -338,7 +342,8 @@ WHOLE = {
 def test_a_write_of_new_values_to_the_whole_tensor_gives_the_quantizers_bytes(
     device, format, planes, write
 ):
-    t, plain = make(format, planes, device), torch.zeros(200, 320, device=device)
+    t = make(format, planes, device)
+    plain = torch.zeros(200, 320, device=device)
     for x in (t, plain):
         torch.manual_seed(3)
         WHOLE[write](x)
@@ -363,7 +368,8 @@ def test_an_optimizer_without_masters_does_not_inflate_weights(device, recipe, k
     layers = torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)
     model = torch.nn.Sequential(*layers).to(device)
     fp8rs.convert_to_float8_training(model, recipe=recipe, fp8_weights=True)
-    x, target = torch.randn(256, 64).to(device), torch.randn(256, 64).to(device) / 2
+    x = torch.randn(256, 64).to(device)
+    target = torch.randn(256, 64).to(device) / 2
     optimizer = OPTIMIZERS[kind](model.parameters())
     weights = model[0].weight, model[2].weight
     norms = [w.dequantize().norm() for w in weights]

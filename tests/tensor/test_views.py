@@ -355,7 +355,8 @@ def test_views_of_consecutive_elements_take_writes(device, format, planes, way):
     reached = torch.zeros(SHAPE, dtype=torch.bool, device=device)
     take(reached).fill_(True)
     where = reached.nonzero()
-    first, last = int(where[:, 0].min()), int(where[:, 0].max())
+    first = int(where[:, 0].min())
+    last = int(where[:, 0].max())
     outside[block_ranges(t, (first, last + 1), (0, COLS))] = False
     for name, value in values(t).items():
         assert torch.equal(value[outside], before[name][outside]), "beyond the blocks of its rows"
@@ -386,7 +387,8 @@ def test_a_copy_through_a_view_equals_that_of_plain_values(device, format, plane
 @pytest.mark.parametrize("write", list(WRITES))
 def test_writes_through_other_views_are_refused(device, format, planes, way, write):
     """The error comes before anything is written, also to another tensor of a list."""
-    t, other = make(format, planes, device), make(format, planes, device, seed=1)
+    t = make(format, planes, device)
+    other = make(format, planes, device, seed=1)
     before = t.clone(), other.clone()
     view = VIEWS[way](t)
     with pytest.raises(NotImplementedError, match=r"consecutive elements\. Write slices"):
@@ -480,7 +482,8 @@ def test_every_view_operator_of_aten_has_a_handler():
             continue
         for overload in packet.overloads():
             op = getattr(packet, overload)
-            arguments, returns = op._schema.arguments, op._schema.returns
+            arguments = op._schema.arguments
+            returns = op._schema.returns
             if not arguments or "Tensor" not in str(arguments[0].type):
                 continue
             writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)

@@ -43,7 +43,8 @@ class Mixer(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mixer = nn.LayerNorm(WIDTH), Mixer()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mixer = Mixer()
 
     def forward(self, x):
         return x + self.mixer(self.norm(x))

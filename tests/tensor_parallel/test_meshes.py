@@ -60,7 +60,8 @@ def train(model, mesh, rig, steps=3):
         sequence = torch.randn(4, 6, WIDTH, generator=torch.Generator().manual_seed(n)).to(
             rig.device
         )
-        x, target = sequence, sequence.roll(1, -1)
+        x = sequence
+        target = sequence.roll(1, -1)
         if mesh is not None:
             parts = mesh.size() // mesh["tensor"].size()
             part = rig.rank // mesh["tensor"].size()
@@ -165,7 +166,8 @@ def test_scales_are_reduced_over_shards_but_not_replicas(rig, recipe):
     """A replica with other values gets another scale. The shards of one weight share a scale."""
     for shape in ((1, 2, 2), (2, 1, 2)):
         model, mesh = over_three(rig, recipe, *shape)
-        layer, amaxes = model.mixer.wq, []
+        layer = model.mixer.wq
+        amaxes = []
         factor = 1 + 2 * mesh["replicas"].get_local_rank()
         amax = values(layer.weight).abs().max() * factor
         with torch.no_grad():
@@ -186,7 +188,8 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(96, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+        self.up = nn.Linear(WIDTH, 128)
+        self.down = nn.Linear(128, WIDTH)
         self.head = nn.Linear(WIDTH, 96, bias=False)
         self.tie()
 

@@ -157,7 +157,8 @@ def test_q_k_and_v_share_one_gather(rig, recipe):
         y = model(x)
     with Collectives() as backward:
         y.to_local().square().sum().backward()
-    rows, world = 2 * 8, rig.world_size
+    rows = 2 * 8
+    world = rig.world_size
     values = rows * WIDTH * 4  # fp32
 
     def of(collectives, kind):
@@ -250,7 +251,9 @@ def test_parallel_block_equals_one_process(rig, recipe, fp8_weights, sequence, l
     parallelize_module(split, mesh, plan(sequence))
     x = tokens(rig, length)
     local_x = distribute_tensor(x, mesh, [Shard(SEQUENCE)]) if sequence else x
-    exact, single, several = run(plain, x), run(reference, x), run(split, local_x)
+    exact = run(plain, x)
+    single = run(reference, x)
+    several = run(split, local_x)
     for name, value in exact.items():
         allowed = (single[name] - value).norm()
         error = (several[name] - value).norm()
