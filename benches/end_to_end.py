@@ -74,7 +74,7 @@ import torch._functorch.config
 import torch.distributed as dist
 from blocks import replace_blocks
 from launch import RankFailed, Report, launch
-from layouts import make_layout, parallelize, shard
+from layouts import make_layout, parallelize
 from meter import Meter, converted_weights, peak_memory
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
@@ -86,7 +86,7 @@ from traffic import converted_share, counted
 from fp8rs import convert_to_float8_training
 from fp8rs.comm import set_fsdp_comm
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
-from fp8rs.demo.train import HIGH_PRECISION
+from fp8rs.demo.train import HIGH_PRECISION, shard
 from fp8rs.optim import AdamW
 from fp8rs.quantize.recipes import RECIPES, resolve_recipe
 
@@ -306,7 +306,7 @@ def rank(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     after_step = _prepare(
         model, variant, arguments, device.type, recipe_options, tensor_mesh=layout.tensor
     )
-    shard(model, layout, DTYPES[arguments["reduce_dtype"]])
+    shard(model, layout.data, reduce_dtype=DTYPES[arguments["reduce_dtype"]])
     # FSDP2 refuses symmetric memory if set_fsdp_comm has set the reduce-scatters before.
     if arguments.get("torch_symm_mem"):
         for module in model.modules():

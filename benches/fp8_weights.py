@@ -108,7 +108,7 @@ def train(settings: Settings, recipe: Any, kind: str, report: Report) -> dict[st
         fp8_weights=fp8_weights,
         preserve_high_precision_init_val=masters,
     )
-    shard(model, settings.device, dist.get_world_size())
+    shard(model)
     if adamw_options is None:
         optimizer = make_optimizer(model, settings)
     else:

@@ -50,7 +50,7 @@ def training(variant: str, device: str, layers: int) -> tuple[Llama, torch.optim
     if "compiled" in settings:
         for block in model.blocks:
             block.compile()
-    shard(model, device, dist.get_world_size())
+    shard(model)
 
     optimizer: torch.optim.Optimizer
     if fp8_weights:

@@ -13,10 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -142,11 +140,3 @@ def _clone_output(embedding: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     compiled block, so the embedding would not be trained. torch 2.11 does.
     """
     return output.clone()
-
-
-def shard(model: Llama, layout: Layout, reduce_dtype: torch.dtype) -> None:
-    """Shard each block, then the rest, as `fp8rs.demo.train.shard` does on one mesh."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    for block in model.blocks:
-        fully_shard(block, mesh=layout.data, mp_policy=policy)
-    fully_shard(model, mesh=layout.data, mp_policy=policy)

@@ -86,7 +86,7 @@ def build(variant: str, width: int, layers: int, device: str, compiled: bool) ->
     if compiled:
         for block in model.blocks:
             block.compile()
-    shard(model, device, RANKS)
+    shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     return Trained(model, optimizer)
 

@@ -368,7 +368,7 @@ def train_variant(
     if options["compile"]:
         for block in model.blocks:
             block.compile()
-    shard(model, settings.device, ranks)
+    shard(model)
     optimizer = _optimizer(model, settings, variant)
 
     file = Path(out, f"{name}.json")

@@ -90,7 +90,7 @@ def main(argv=None):
         for parent in (block.attention, block.feed_forward):
             for name, layer in list(parent.named_children()):
                 setattr(parent, name, LoRA(layer, args.rank))
-    shard(model, device, ranks)  # calls fully_shard
+    shard(model)  # calls fully_shard
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=1e-2)
 

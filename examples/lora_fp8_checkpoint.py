@@ -12,6 +12,7 @@ frozen, so its layers compute no gradients of weights and save no inputs. The ad
 import argparse
 import inspect
 import os
+import shutil
 import tempfile
 import time
 
@@ -153,7 +154,9 @@ def main(argv=None):
     dist.destroy_process_group()
     if rank == 0 and args.save:
         merge(checkpoint, args.save, os.path.join(args.save, "merged"))
-    return {"losses": losses, "checkpoint": checkpoint}
+    if rank == 0 and args.checkpoint is None:
+        shutil.rmtree(checkpoint)
+    return {"losses": losses}
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def main(argv=None):
         fp8_weights=True,
         preserve_high_precision_init_val=True,
     )
-    shard(model, device, ranks)  # calls fully_shard
+    shard(model)  # calls fully_shard
     optimizer = AdamW(model.parameters(), lr=settings.learning_rate)
 
     state = {

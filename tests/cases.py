@@ -149,7 +149,8 @@ def all_codes(fp8_dtype, device, *shape):
 def calls(x, fp8_dtype):
     """Call every operator on ``x`` and return the results."""
     device = x.device
-    scale, amax = scalar(0.37, device), scalar(1.0, device)
+    scale = scalar(0.37, device)
+    amax = scalar(1.0, device)
     row, col = ops.quantize(x, scale, fp8_dtype, True, True)
     outs = [torch.empty_like(x, dtype=fp8_dtype, memory_format=torch.contiguous_format)]
     amaxes = torch.zeros(1, device=device)

@@ -87,9 +87,9 @@ def counting():
     dynamo.reset()
 
 
-def graphs(recipe, each):
-    """Return how many graphs a training compiles, if a step has ``each``.
+def graphs(recipe, count):
+    """Return how many graphs a training compiles, if a step has ``count``.
 
     Delayed scaling compiles its first steps separately.
     """
-    return 2 * each if recipe == "delayed" else each
+    return 2 * count if recipe == "delayed" else count

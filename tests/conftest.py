@@ -68,9 +68,9 @@ def pytest_collection_modifyitems(config, items):
             for item in items
             if (long or not _is_long(item)) and not (strength == 1 and _is_second_tier(item))
         ]
-        kept = set(map(id, _cover(short, strength, on_cpu)))
-        left_out = [item for item in items if id(item) not in kept]
-        items[:] = [item for item in items if id(item) in kept]
+        covered_ids = set(map(id, _cover(short, strength, on_cpu)))
+        left_out = [item for item in items if id(item) not in covered_ids]
+        items[:] = [item for item in items if id(item) in covered_ids]
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             config.stash[COVER] = (len(items), collected)
@@ -148,10 +148,12 @@ def _cover(items, strength, on_cpu):
             functions[_function(item), needed > 0, needed > gpus].append(item)
     for (function, gpu, _), cases in functions.items():
         file, _ = function
-        own = 1 if gpu and function in on_cpu and _folder(file) in THROUGH_OPERATORS else strength
+        case_strength = (
+            1 if gpu and function in on_cpu and _folder(file) in THROUGH_OPERATORS else strength
+        )
         # Restore the order of parametrization: pytest groups cases that share a fixture.
         cases.sort(key=lambda item: sorted(item.callspec.indices.items()))
-        for index in covering(_places([_choices(item) for item in cases]), own):
+        for index in covering(_places([_choices(item) for item in cases]), case_strength):
             yield cases[index]
 
 
@@ -205,9 +207,9 @@ def pytest_terminal_summary(terminalreporter, config):
     """Print the number of skipped tests for each reason, instead of hundreds of lines."""
     ran, collected = config.stash.get(COVER, (0, 0))
     if ran:
-        what = STRENGTHS[config.getoption("strength")]
+        cover = STRENGTHS[config.getoption("strength")]
         terminalreporter.line(
-            f"tests: {ran} of {collected}, a cover of {what} of parameters (all: --full)"
+            f"tests: {ran} of {collected}, a cover of {cover} of parameters (all: --full)"
         )
     skipped = terminalreporter.stats.get("skipped", [])
     other = Counter(_reason(report) for report in skipped if not _is_gpu_report(report))

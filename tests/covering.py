@@ -30,15 +30,20 @@ def covering(rows: Sequence[Row], strength: int = 2) -> list[int]:
     redundant rows are removed, oldest first.
     """
     meetings = [_meetings(row, strength) for row in rows]
-    held: set[_Meeting] = set()
+    covered: set[_Meeting] = set()
     chosen = []
     by_age = sorted(range(len(rows)), key=lambda index: _age(rows[index], strength))
     for _, same_age in groupby(by_age, lambda index: _age(rows[index], strength)):
-        left = {index: meetings[index] for index in same_age}
-        while left := {index: new for index, all_ in left.items() if (new := all_ - held)}:
-            best = min(left, key=lambda i: (-len(left[i]), sum(rows[i]), rows[i]))
+        uncovered = {index: meetings[index] for index in same_age}
+        while True:
+            # A row whose combinations are all covered is not needed.
+            uncovered = {index: new - covered for index, new in uncovered.items()}
+            uncovered = {index: new for index, new in uncovered.items() if new}
+            if not uncovered:
+                break
+            best = min(uncovered, key=lambda i: (-len(uncovered[i]), sum(rows[i]), rows[i]))
             chosen.append(best)
-            held |= left[best]
+            covered |= uncovered[best]
     times = Counter(meeting for index in chosen for meeting in meetings[index])
     for index in chosen[:]:
         if all(times[meeting] > 1 for meeting in meetings[index]):

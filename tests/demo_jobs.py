@@ -52,7 +52,7 @@ def pages(arguments: dict[str, Any], report: Any) -> dict[str, str | list[float]
         the variable ``model``.
     """
     os.chdir(arguments["folder"])
-    found: dict[str, str | list[float]] = {}
+    results: dict[str, str | list[float]] = {}
     # The ranks are initialized already, and all blocks share their process group.
     with (
         mock.patch.object(dist, "init_process_group"),
@@ -64,11 +64,11 @@ def pages(arguments: dict[str, Any], report: Any) -> dict[str, str | list[float]
                 for text in texts:
                     exec(compile(text, name, "exec", dont_inherit=True), names)
             except Exception:
-                found[name] = traceback.format_exc(limit=-1)
+                results[name] = traceback.format_exc(limit=-1)
                 continue
             parameters = names["model"].parameters() if "model" in names else ()
-            found[name] = [_bytes_at_rest(p) for p in parameters if _is_quantized(p)]
-    return found
+            results[name] = [_bytes_at_rest(p) for p in parameters if _is_quantized(p)]
+    return results
 
 
 def examples(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def examples(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
 
     def run(name: str, *options: Any) -> dict[str, Any]:
         example = runpy.run_path(str(Path(arguments["examples"], f"{name}.py")))
-        found: dict[str, Any] = example["main"]([str(option) for option in options])
-        return found
+        result: dict[str, Any] = example["main"]([str(option) for option in options])
+        return result
 
     # The ranks are initialized already, and all examples share their process group.
     with (
@@ -94,7 +94,8 @@ def examples(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         frozen = [p for p in lora.pop("model").parameters() if not p.requires_grad]
         lora["bytes"] = [_bytes_at_rest(p) for p in frozen if _is_quantized(p)]
         stream = run("rl_weight_stream", "--updates", 12)
-        policy, engine = stream.pop("policy"), stream.pop("engine")
+        policy = stream.pop("policy")
+        engine = stream.pop("engine")
         for name, tensor in tensors(policy, format="fp8-row"):
             if engine is not None:
                 engine.receive(name, tensor)

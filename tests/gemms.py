@@ -43,10 +43,10 @@ def counted_gemms():
 
         return counting_gemm
 
-    def counting_quantize(spec, role, x, rowwise, columnwise, *rest):
+    def counting_quantize(spec, role, x, rowwise, columnwise, *options):
         if role == function.GRAD:
             count.directions.append((rowwise, columnwise))
-        return quantize_operand(spec, role, x, rowwise, columnwise, *rest)
+        return quantize_operand(spec, role, x, rowwise, columnwise, *options)
 
     with pytest.MonkeyPatch.context() as patch, Count() as count:
         for name in ("scaled_mm", "high_precision_dgrad", "high_precision_wgrad"):

@@ -75,23 +75,25 @@ def make(
 
 def values(t: QuantizedTensor) -> dict[str, Tensor]:
     """Return the values of each plane."""
-    found = {}
+    values_by_plane = {}
     if t.rowwise is not None:
-        found["rowwise"] = t.rowwise.dequantize(torch.float32)
+        values_by_plane["rowwise"] = t.rowwise.dequantize(torch.float32)
     if t.columnwise is not None:
         matrix = t.columnwise.dequantize(torch.float32).t()
-        found["columnwise"] = matrix.contiguous().view(t.shape)
-    return found
+        values_by_plane["columnwise"] = matrix.contiguous().view(t.shape)
+    return values_by_plane
 
 
 def scales(t: QuantizedTensor) -> dict[str, Tensor]:
     """Return the scale of each element, for each plane."""
-    found = {}
+    scales_by_plane = {}
     if t.rowwise is not None:
-        found["rowwise"] = t.rowwise.expand_scale().expand(t.shape).clone()
+        scales_by_plane["rowwise"] = t.rowwise.expand_scale().expand(t.shape).clone()
     if t.columnwise is not None:
-        found["columnwise"] = t.columnwise.expand_scale().expand(t.shape[::-1]).t().clone()
-    return found
+        scales_by_plane["columnwise"] = (
+            t.columnwise.expand_scale().expand(t.shape[::-1]).t().clone()
+        )
+    return scales_by_plane
 
 
 def same_values(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
@@ -109,7 +111,8 @@ def same_bytes(got: QuantizedTensor, want: QuantizedTensor) -> None:
     assert type(got) is type(want)
     assert got.shape == want.shape
     for name in ("rowwise", "columnwise"):
-        a, b = getattr(got, name), getattr(want, name)
+        a = getattr(got, name)
+        b = getattr(want, name)
         assert (a is None) == (b is None), name
         if a is not None:
             assert a.format == b.format

@@ -51,15 +51,16 @@ LAYOUTS = {
 }
 
 
-def lay_out(rig, layout, recipe, kept, hidden, seed=0):
+def lay_out(rig, layout, recipe, weight_kind, hidden, seed=0):
     """Return a model and its optimizer in a layout, with the process group of its ranks.
 
     If a layout has fewer ranks than there are, several copies of the model exist on disjoint sets
     of ranks.
     """
-    fp8_weights, optimizer = KEPT[kept]
+    fp8_weights, optimizer = KEPT[weight_kind]
     model = make_any(hidden, device=rig.device, recipe=recipe, seed=seed, fp8_weights=fp8_weights)
-    group, shape = None, LAYOUTS[layout]
+    group = None
+    shape = LAYOUTS[layout]
     if layout == "FSDP of 2 x TP of 2":
         mesh = rig.mesh(*shape, names=("data", "tensor"))
         for block in model.blocks:
@@ -69,9 +70,11 @@ def lay_out(rig, layout, recipe, kept, hidden, seed=0):
     elif shape is not None and math.prod(shape) == rig.world_size:
         shard_any(model, mesh=rig.mesh(*shape))
     else:
-        each = shape[0] if shape else 1
-        ranks = [list(range(i, i + each)) for i in range(0, rig.world_size, each)]
-        group = [dist.new_group(of) for of in ranks][rig.rank // each]
+        ranks_per_copy = shape[0] if shape else 1
+        ranks = [
+            list(range(i, i + ranks_per_copy)) for i in range(0, rig.world_size, ranks_per_copy)
+        ]
+        group = [dist.new_group(of) for of in ranks][rig.rank // ranks_per_copy]
         if shape is not None:
             shard_any(model, mesh=DeviceMesh.from_group(group, rig.device_type))
     return model, optimizer(model.parameters()), group
@@ -95,12 +98,12 @@ def group_of(count):
     return dist.new_group(range(count or 1))
 
 
-def model_on(rig, count, recipe, kept, hidden, seed):
+def model_on(rig, count, recipe, weight_kind, hidden, seed):
     """Return a model, its optimizer and its group on the first ranks, and None on others."""
     group = group_of(count)
     if rig.rank >= (count or 1):
         return None
-    fp8_weights, optimizer = KEPT[kept]
+    fp8_weights, optimizer = KEPT[weight_kind]
     model = make_any(hidden, device=rig.device, recipe=recipe, seed=seed, fp8_weights=fp8_weights)
     if count is not None:
         shard_any(model, mesh=DeviceMesh.from_group(group, rig.device_type))
@@ -115,7 +118,7 @@ def state_dicts_of(model, optimizer):
     }
 
 
-def whole(value, local=None):
+def full_value(value, local=None):
     """Return the full tensor. Its bytes may differ between ranks."""
     local = local_of(value.detach()) if local is None else local
     if not isinstance(value, DTensor):
@@ -126,12 +129,12 @@ def whole(value, local=None):
 
 def contents(model, optimizer):
     """Return copies of the training state: codes, the scale of each element, moments."""
-    found = {}
+    values = {}
     for name, p in model.named_parameters():
         local = local_of(p)
         if not isinstance(local, QuantizedTensor):
             local = getattr(local, "high_precision", local)
-            found[name] = whole(p.detach(), local.detach().clone())
+            values[name] = full_value(p.detach(), local.detach().clone())
             continue
         planes = local.planes
         for kind, plane in zip(("codes", "columnwise"), planes, strict=True):
@@ -141,16 +144,16 @@ def contents(model, optimizer):
             size = (*local.shape[:-2], *local.shape[:-3:-1]) if transposed else local.shape
             codes = plane.data.view(torch.uint8) if local.numel() else torch.empty(size)
             scale = plane.expand_scale().expand(size) if local.numel() else torch.empty(size)
-            for what, t in ((kind, codes.to(torch.uint8)), (f"{kind}' scales", scale.float())):
-                found[f"{name} {what}"] = whole(p, (t.mT if transposed else t).contiguous())
+            for part, t in ((kind, codes.to(torch.uint8)), (f"{kind}' scales", scale.float())):
+                values[f"{name} {part}"] = full_value(p, (t.mT if transposed else t).contiguous())
     for name, p in model.named_parameters():
         for key, value in optimizer.state[p].items():
             if isinstance(value, torch.Tensor):
-                found[f"{name} {key}"] = whole(value)
+                values[f"{name} {key}"] = full_value(value)
     for name, layer in linears(model).items():
         for buffer in BUFFERS if "fp8_scale" in layer._buffers else ():
-            found[f"{name} {buffer}"] = layer.get_buffer(buffer).clone()
-    return found
+            values[f"{name} {buffer}"] = layer.get_buffer(buffer).clone()
+    return values
 
 
 def spoil(model):

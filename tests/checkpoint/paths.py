@@ -6,7 +6,6 @@ A table of docs/saving.md has the outcomes, and test_paths.py compares them.
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -152,37 +151,38 @@ WAYS = {
 CODES = ("codes", "columnwise")
 
 
-def values_of(found):
+def values_of(tensors):
     """The values of quantized weights in place of codes and scales, and everything else."""
-    values = {n: t for n, t in found.items() if not n.endswith((*CODES, "scales"))}
-    for name in found:
+    values = {n: t for n, t in tensors.items() if not n.endswith((*CODES, "scales"))}
+    for name in tensors:
         if name.endswith(CODES):
-            codes = found[name].view(torch.float8_e4m3fn).float()
-            values[name] = codes * found[f"{name}' scales"]
+            codes = tensors[name].view(torch.float8_e4m3fn).float()
+            values[name] = codes * tensors[f"{name}' scales"]
     return values
 
 
-def rounded(found, expected):
+def rounded(actual, expected):
     """Whether values differ by half a step of E4M3 at most, which has 3 bits after the point."""
     step = expected.abs().clamp(min=expected.abs().max() / 2**14) / 16
-    return bool(((found - expected).abs() <= step).all())
+    return bool(((actual - expected).abs() <= step).all())
 
 
-def compare(found, expected):
+def compare(actual, expected):
     """The outcome of a load, from the `contents` of what was saved and what was loaded."""
-    assert found.keys() == expected.keys()
-    equal = {name: same_bytes(found[name], t) for name, t in expected.items()}
+    assert actual.keys() == expected.keys()
+    equal = {name: same_bytes(actual[name], t) for name, t in expected.items()}
     histories = [name for name in equal if name.split()[-1].startswith("fp8_")]
-    kept = {equal.pop(name) for name in histories} <= {True}
+    same_histories = {equal.pop(name) for name in histories} <= {True}
     if all(equal.values()):
-        return Outcome(EXACT, kept)
-    before, after = values_of(expected), values_of(found)
+        return Outcome(EXACT, same_histories)
+    before = values_of(expected)
+    after = values_of(actual)
     close = (
         rounded(after[n], t) if n.endswith(CODES) else same_bytes(after[n], t)
         for n, t in before.items()
         if n not in histories
     )
-    return Outcome(ROUNDED if all(close) else LOST, kept)
+    return Outcome(ROUNDED if all(close) else LOST, same_histories)
 
 
 def attempt(action):
@@ -196,12 +196,13 @@ def attempt(action):
         if isinstance(error, CheckpointException) and error.failures:  # of DCP, one for each rank
             error = next(iter(error.failures.values()))[0]
         mine = Outcome(REFUSED, error=f"{type(error).__name__}: {error}")
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return max((one for one in found if one), key=lambda one: one.rank, default=None)
+    results = [None] * dist.get_world_size()
+    dist.all_gather_object(results, mine)
+    outcomes_of_ranks = [result for result in results if result]
+    return max(outcomes_of_ranks, key=lambda result: result.rank, default=None)
 
 
-def outcome(rig, recipe, kept, way, trained, saved, loaded):
+def outcome(rig, recipe, weight_kind, way, trained, saved, loaded):
     """Save on the first ranks, load on as many others.
 
     Args:
@@ -211,7 +212,7 @@ def outcome(rig, recipe, kept, way, trained, saved, loaded):
     """
     folder = shared_folder(rig)
     saver = group_of(saved)  # of its own: the thread of an asynchronous save uses it
-    made = model_on(rig, loaded, recipe, kept, UNEVEN, seed=1)
+    target = model_on(rig, loaded, recipe, weight_kind, UNEVEN, seed=1)
     expected = [contents(*trained) if trained else None]
     dist.broadcast_object_list(expected)
 
@@ -223,34 +224,29 @@ def outcome(rig, recipe, kept, way, trained, saved, loaded):
                 saving.result()
 
     def load():
-        if made is None:
+        if target is None:
             return None
-        way.load(*made[:2], folder, made[2])
-        return compare(contents(*made[:2]), expected[0])
+        way.load(*target[:2], folder, target[2])
+        return compare(contents(*target[:2]), expected[0])
 
-    result = attempt(save) or attempt(load)
-    if rig.rank == 0:
-        shutil.rmtree(folder)
-    return result
+    return attempt(save) or attempt(load)
 
 
-def outcomes(rig, recipe, kept):
+def outcomes(rig, recipe, weight_kind):
     """The worst outcome of each way and each of `MOVES`."""
     warnings.filterwarnings("ignore", message=".*FP8 weights, and keeps no masters")
     trained = {}
     for count in (1, 2):
-        made = model_on(rig, count, recipe, kept, UNEVEN, seed=0)
-        trained[count] = made and made[:2]
-        if made is not None:
+        sharded_model = model_on(rig, count, recipe, weight_kind, UNEVEN, seed=0)
+        trained[count] = sharded_model and sharded_model[:2]
+        if sharded_model is not None:
             train(*trained[count], [batch(rig, n) for n in range(3)])
-    return {
-        (name, move): max(
-            (
-                outcome(rig, recipe, kept, way, trained[saved], saved, loaded)
-                for saved, loaded in counts
-            ),
-            key=lambda one: one.rank,
-        )
-        for name, way in WAYS.items()
-        for move, counts in MOVES.items()
-    }
+    worst = {}
+    for name, way in WAYS.items():
+        for move, counts in MOVES.items():
+            results = []
+            for saved, loaded in counts:
+                model = trained[saved]
+                results.append(outcome(rig, recipe, weight_kind, way, model, saved, loaded))
+            worst[name, move] = max(results, key=lambda result: result.rank)
+    return worst

@@ -34,8 +34,8 @@ def same(left, right):
     return left.keys() == right.keys() and all(same_bytes(left[n], right[n]) for n in left)
 
 
-def trained(rig, recipe="delayed", kept=FP8, seed=0):
-    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed)
+def trained(rig, recipe="delayed", weight_kind=FP8, seed=0):
+    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, weight_kind, UNEVEN, seed)
     train(model, optimizer, [batch(rig, n) for n in range(2)])
     return model, optimizer
 
@@ -91,14 +91,14 @@ DAMAGE = {
 
 
 @ranks(2)
-@pytest.mark.parametrize("kept", [FP8, "master weights, torch's AdamW"])
+@pytest.mark.parametrize("weight_kind", [FP8, "master weights, torch's AdamW"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_damaged_checkpoint_raises_on_all_ranks_and_leaves_the_model(rig, kept):
+def test_a_damaged_checkpoint_raises_on_all_ranks_and_leaves_the_model(rig, weight_kind):
     folder = shared_folder(rig)
-    checkpoint.save(state_of(*trained(rig, kept=kept)), f"{folder}/whole")
-    model, optimizer = trained(rig, kept=kept, seed=1)
+    checkpoint.save(state_of(*trained(rig, weight_kind=weight_kind)), f"{folder}/whole")
+    model, optimizer = trained(rig, weight_kind=weight_kind, seed=1)
     before = contents(model, optimizer)
-    for number, (what, damage) in enumerate(DAMAGE.items()):
+    for number, (damage_name, damage) in enumerate(DAMAGE.items()):
         copy = f"{folder}/{number}"
         if rig.rank == 0:
             shutil.copytree(f"{folder}/whole", copy)
@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_raises_on_all_ranks_and_leaves_the_model(rig, kept
         dist.barrier()
         with pytest.raises(CheckpointError, match=f"{copy} was not loaded\\n.*DamagedError"):
             checkpoint.load(state_of(model, optimizer), copy)
-        assert same(contents(model, optimizer), before), what
+        assert same(contents(model, optimizer), before), damage_name
     checkpoint.load(state_of(model, optimizer), f"{folder}/whole")
     assert not same(contents(model, optimizer), before)
 
@@ -125,21 +125,21 @@ def test_loading_a_directory_that_does_not_exist_names_it_on_all_ranks(rig):
     assert torch.equal(state["a"], torch.ones(2))
 
 
-def saved(how, state, folder, group):
-    if how == "save":
+def saved(method, state, folder, group):
+    if method == "save":
         checkpoint.save(state, folder)
     else:
         checkpoint.async_save(state, folder, process_group=group).result()
 
 
 @ranks(2)
-@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("method", ["save", "async_save"])
 @pytest.mark.parametrize("full", ["a disk", "the disk, at the metadata"])
-def test_a_full_disk_leaves_the_previous_checkpoint(rig, how, full):
+def test_a_full_disk_leaves_the_previous_checkpoint(rig, method, full):
     folder = shared_folder(rig)
     model, optimizer = trained(rig)
     checkpoint.save(state_of(model, optimizer), f"{folder}/first")
-    kept = contents(model, optimizer)
+    previous = contents(model, optimizer)
     train(model, optimizer, [batch(rig, 7)])
     original = filesystem.FileSystem.create_stream
     group = dist.new_group(backend="gloo")
@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(rig, how, full):
     try:
         state = state_of(model, optimizer)
         with pytest.raises(CheckpointError, match=r"second was not saved[^!]*No space left"):
-            saved(how, state, f"{folder}/second", group)
+            saved(method, state, f"{folder}/second", group)
     finally:
         filesystem.FileSystem.create_stream = original
     dist.barrier()
@@ -166,15 +166,16 @@ def test_a_full_disk_leaves_the_previous_checkpoint(rig, how, full):
     checkpoint.save(state_of(model, optimizer), f"{folder}/second")
     other, resumed = trained(rig, seed=1)
     checkpoint.load(state_of(other, resumed), f"{folder}/first")
-    assert same(contents(other, resumed), kept)
+    assert same(contents(other, resumed), previous)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("method", ["save", "async_save"])
 @pytest.mark.parametrize("place", ["path", "memory://"])
-def test_a_second_save_to_a_name_leaves_the_unfinished_one(tmp_path, monkeypatch, how, place):
+def test_a_second_save_to_a_name_leaves_the_unfinished_one(tmp_path, monkeypatch, method, place):
     folder = tmp_path / "saved" if place == "path" else f"memory://{tmp_path}/saved"
-    writing, finish = threading.Event(), Writer.finish
+    writing = threading.Event()
+    finish = Writer.finish
 
     def slow_finish(*args, **kwargs):
         writing.set()
@@ -185,7 +186,7 @@ def test_a_second_save_to_a_name_leaves_the_unfinished_one(tmp_path, monkeypatch
     first = checkpoint.async_save({"x": torch.ones(3)}, folder, process_group=None)
     assert writing.wait(60)
     with pytest.raises(CheckpointError, match="checkpoints are not overwritten"):
-        saved(how, {"x": torch.zeros(3)}, folder, None)
+        saved(method, {"x": torch.zeros(3)}, folder, None)
     first.result()
     state = {"x": torch.zeros(3)}
     checkpoint.load(state, folder)
@@ -194,7 +195,8 @@ def test_a_second_save_to_a_name_leaves_the_unfinished_one(tmp_path, monkeypatch
 
 @ranks(2)
 def test_two_asynchronous_saves_share_a_process_group(rig):
-    folder, group = shared_folder(rig), dist.new_group(backend="gloo")
+    folder = shared_folder(rig)
+    group = dist.new_group(backend="gloo")
     prepare = Writer.set_up_storage_writer
 
     def slow_on_one_rank(self, *args, **kwargs):
@@ -265,15 +267,16 @@ class Failing:
 @ranks(2)
 def test_an_object_that_fails_on_one_rank_raises_on_both(rig):
     model, _, _ = lay_out(rig, "FSDP of 2", "current", FP8, UNEVEN)
-    folder, state = shared_folder(rig), {"x": Failing(rig.rank), "model": checkpoint.Model(model)}
+    folder = shared_folder(rig)
+    state = {"x": Failing(rig.rank), "model": checkpoint.Model(model)}
     group = dist.new_group(backend="gloo")
     checkpoint.save({"x": {"value": 2}}, f"{folder}/saved", process_group=group)
-    said = "not {}\nrank 1: (RuntimeError: )?NoState: loader"
-    with pytest.raises(CheckpointError, match=said.format("saved")):
+    message = "not {}\nrank 1: (RuntimeError: )?NoState: loader"
+    with pytest.raises(CheckpointError, match=message.format("saved")):
         checkpoint.save(state, f"{folder}/second", process_group=group)
-    with pytest.raises(CheckpointError, match=said.format("saved")):
+    with pytest.raises(CheckpointError, match=message.format("saved")):
         checkpoint.async_save(state, f"{folder}/second", process_group=group)
-    with pytest.raises(CheckpointError, match=said.format("loaded")):
+    with pytest.raises(CheckpointError, match=message.format("loaded")):
         checkpoint.load(state, f"{folder}/saved", process_group=group)
     assert os.listdir(folder) == ["saved"]
 
@@ -294,7 +297,8 @@ def test_checksums_that_are_off_are_refused_before_a_save(tmp_path):
 def test_an_asynchronous_save_to_a_relative_path_keeps_its_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write = Writer.write_data
-    entered, moved = threading.Event(), threading.Event()
+    entered = threading.Event()
+    moved = threading.Event()
 
     def late(self, *args):
         entered.set()
@@ -420,7 +424,8 @@ def test_ranks_create_the_directory_after_an_unfinished_save_is_removed(tmp_path
     folder = tmp_path / "saved"
     folder.mkdir()
     (folder / "__7_0.distcp").touch()
-    coordinator, other = Writer(folder), Writer(folder)
+    coordinator = Writer(folder)
+    other = Writer(folder)
     mkdir = os.mkdir
 
     def mkdir_while_coordinator_starts(path, *args, **kwargs):

@@ -38,24 +38,24 @@ LOADS = pytest.mark.parametrize(
 #: The file of a checkpoint with its tensors.
 FILE = "__0_0.distcp"
 
-places = st.floats(0, 1, exclude_max=True)
+positions = st.floats(0, 1, exclude_max=True)
 #: The offsets to change with their new bytes, and the length to truncate to.
 changes = st.tuples(
-    st.lists(st.tuples(places, st.integers(1, 255)), max_size=4),
-    st.one_of(st.just(1.0), places),
+    st.lists(st.tuples(positions, st.integers(1, 255)), max_size=4),
+    st.one_of(st.just(1.0), positions),
     st.binary(max_size=3),
 )
 
 
 def changed(data, change):
-    flips, left, more = change
-    found = bytearray(data)
+    flips, fraction, more = change
+    damaged = bytearray(data)
     for place, mask in flips:
-        found[int(place * len(found))] ^= mask
-    return bytes(found[: int(left * len(found))]) + more
+        damaged[int(place * len(damaged))] ^= mask
+    return bytes(damaged[: int(fraction * len(damaged))]) + more
 
 
-def each(inputs, data, tried):
+def check_changes(inputs, data, tried):
     """Call ``tried`` with the given number of damaged copies of the data."""
     count = 0
 
@@ -115,7 +115,8 @@ def check_read(data, length, value):
 
 
 def stored_tensor():
-    buffer, value = io.BytesIO(), torch.randn(20, 10)
+    buffer = io.BytesIO()
+    value = torch.randn(20, 10)
     torch.save(value, buffer)
     return buffer.getvalue(), value
 
@@ -124,37 +125,42 @@ def stored_tensor():
 def test_a_damaged_tensor_file_loads_its_values_or_raises(inputs):
     data, value = stored_tensor()
     assert find_damage(data, len(data)) is None
-    each(inputs, data, lambda found: check_read(found, len(data), value))
+    check_changes(inputs, data, lambda damaged: check_read(damaged, len(data), value))
 
 
 def test_no_single_bit_changes_a_tensor_unnoticed():
     data, value = stored_tensor()
     for place in range(len(data)):
         for bit in range(8):
-            found = bytearray(data)
-            found[place] ^= 1 << bit
-            check_read(bytes(found), len(data), value)
+            damaged = bytearray(data)
+            damaged[place] ^= 1 << bit
+            check_read(bytes(damaged), len(data), value)
 
 
 @LOADS
 def test_a_load_restores_what_was_saved_or_leaves_the_model(saved, tmp_path, inputs):
-    folder, state = tmp_path / "copy", trained(1)
+    folder = tmp_path / "copy"
+    state = trained(1)
     shutil.copytree(saved, folder)
-    expected, model, before = trained(0), state["model"].model, contents(state)
+    expected = trained(0)
+    model = state["model"].model
+    before = contents(state)
     checkpoint.load(expected, saved)
     after = contents(expected)
 
-    def tried(found):
-        (folder / FILE).write_bytes(found)
+    def tried(damaged):
+        (folder / FILE).write_bytes(damaged)
         try:
             checkpoint.load(state, folder)
         except CheckpointError:
             assert same(contents(state), before)
             return
         assert same(contents(state), after)
-        state["model"], state["optimizer"] = (fresh := trained(1))["model"], fresh["optimizer"]
+        fresh = trained(1)
+        state["model"] = fresh["model"]
+        state["optimizer"] = fresh["optimizer"]
 
-    each(inputs, (saved / FILE).read_bytes(), tried)
+    check_changes(inputs, (saved / FILE).read_bytes(), tried)
     assert isinstance(model, torch.nn.Module)
 
 
@@ -164,14 +170,14 @@ def test_a_damaged_pickle_of_a_quantized_tensor_loads_or_raises(recipe, inputs):
     buffer = io.BytesIO()
     torch.save(trained(0, recipe)["model"].model[0].weight, buffer)
 
-    def tried(found):
+    def tried(damaged):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                value = torch.load(io.BytesIO(found), weights_only=True)
+                value = torch.load(io.BytesIO(damaged), weights_only=True)
                 if isinstance(value, fp8rs.QuantizedTensor):
                     value.dequantize()
         except Exception:
             return
 
-    each(inputs, buffer.getvalue(), tried)
+    check_changes(inputs, buffer.getvalue(), tried)

@@ -29,18 +29,19 @@ def start(ranks, folder, steps, every):
 
 def losses_of(process, until=None):
     """Return the losses by step of a run whose ranks are all killed at a step."""
-    found, first = {}, ""
+    losses = {}
+    first = ""
     for line in process.stdout:
         first = first or line
         match = STEP.search(line)
         if match:
-            found[int(match[1])] = float(match[2])
+            losses[int(match[1])] = float(match[2])
             if int(match[1]) == until:
                 os.killpg(process.pid, signal.SIGKILL)
                 break
     process.stdout.close()
     process.wait(60)
-    return found, first
+    return losses, first
 
 
 @pytest.mark.long

@@ -44,54 +44,55 @@ MOVES_OF_8 = [
 #: Moves of batched weights, which tensor parallelism does not shard.
 BATCHED_MOVES = [move for move in MOVES if " x TP" not in move[0]]
 
-hows = pytest.mark.parametrize("how", ["save", "async_save"])
+each_method = pytest.mark.parametrize("method", ["save", "async_save"])
 
 
 @ranks(4, seconds=40)
 @pytest.mark.parametrize(("saved", "loaded"), MOVES)
 @each_recipe("delayed", "block", "mxfp8 of 1x32", of=RECIPES)
-@pytest.mark.parametrize("kept", list(KEPT))
-@hows
+@pytest.mark.parametrize("weight_kind", list(KEPT))
+@each_method
 @shardings
 def test_a_checkpoint_restores_every_bit_in_another_layout(
-    rig, saved, loaded, recipe, kept, how, hidden
+    rig, saved, loaded, recipe, weight_kind, method, hidden
 ):
-    check_move(rig, saved, loaded, recipe, kept, how, HIDDEN[hidden])
+    check_move(rig, saved, loaded, recipe, weight_kind, method, HIDDEN[hidden])
 
 
 @ranks(8, cpu=False)
 @pytest.mark.parametrize(("saved", "loaded"), MOVES_OF_8)
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8 of 1x32"])
 @pytest.mark.parametrize(
-    "kept", ["master weights, torch's AdamW", "FP8 weights, AdamW with masters"]
+    "weight_kind", ["master weights, torch's AdamW", "FP8 weights, AdamW with masters"]
 )
 def test_a_checkpoint_of_8_ranks_restores_every_bit_in_another_layout(
-    rig, saved, loaded, recipe, kept
+    rig, saved, loaded, recipe, weight_kind
 ):
-    check_move(rig, saved, loaded, recipe, kept, "save", HIDDEN["uneven"])
+    check_move(rig, saved, loaded, recipe, weight_kind, "save", HIDDEN["uneven"])
 
 
 @ranks(4, seconds=40)
 @pytest.mark.parametrize(("saved", "loaded"), BATCHED_MOVES)
 @each_recipe("current", "block", "mxfp8 of 1x32", of=RECIPES)
-@pytest.mark.parametrize("kept", list(KEPT))
-@hows
+@pytest.mark.parametrize("weight_kind", list(KEPT))
+@each_method
 @pytest.mark.parametrize("batch", list(SAVED_BATCHES))
 def test_a_checkpoint_of_batched_weights_restores_every_bit_in_another_layout(
-    rig, saved, loaded, recipe, kept, how, batch
+    rig, saved, loaded, recipe, weight_kind, method, batch
 ):
-    check_move(rig, saved, loaded, recipe, kept, how, SAVED_BATCHES[batch])
+    check_move(rig, saved, loaded, recipe, weight_kind, method, SAVED_BATCHES[batch])
 
 
-def check_move(rig, saved, loaded, recipe, kept, how, hidden):
+def check_move(rig, saved, loaded, recipe, weight_kind, method, hidden):
     warnings.filterwarnings("ignore", message=".*FP8 weights, and keeps no masters")
     warnings.filterwarnings("ignore", message=".*tensor parallelism cuts")
     folder = shared_folder(rig)
-    model, optimizer, group = lay_out(rig, saved, recipe, kept, hidden)
+    model, optimizer, group = lay_out(rig, saved, recipe, weight_kind, hidden)
     train(model, optimizer, [batch(rig, n) for n in range(3)])
-    state, expected = state_of(model, optimizer), [contents(model, optimizer)]
+    state = state_of(model, optimizer)
+    expected = [contents(model, optimizer)]
     names = state["model"].state_dict()
-    weights = {f"{name}.weight" for name in linears(model)} if KEPT[kept][0] else set()
+    weights = {f"{name}.weight" for name in linears(model)} if KEPT[weight_kind][0] else set()
     cut = {name for name in weights if name + "_scale" not in names}
     assert not cut or " x TP" in saved
     # If the layout has several copies of the model, the first one is saved.
@@ -99,21 +100,21 @@ def check_move(rig, saved, loaded, recipe, kept, how, hidden):
     members = list(range(rig.world_size))
     if group is not None:
         members = dist.get_process_group_ranks(group)
-    if how == "save" and 0 in members:
+    if method == "save" and 0 in members:
         checkpoint.save(state, f"{folder}/saved", process_group=group)
     elif 0 in members:
-        own = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        saving = checkpoint.async_save(state, f"{folder}/saved", process_group=own)
+        gloo_group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        saving = checkpoint.async_save(state, f"{folder}/saved", process_group=gloo_group)
         # This training is not part of the checkpoint.
         train(model, optimizer, [batch(rig, 9)])
         saving.result()
     dist.barrier()
-    other, resumed, group = lay_out(rig, loaded, recipe, kept, hidden, seed=1)
+    other, resumed, group = lay_out(rig, loaded, recipe, weight_kind, hidden, seed=1)
     spoil(other)
     checkpoint.load(state_of(other, resumed), f"{folder}/saved", process_group=group)
-    found = contents(other, resumed)
+    actual = contents(other, resumed)
     for name, value in expected[0].items():
         if name.split()[0] not in cut or not name.endswith(("codes", "scales", "columnwise")):
-            assert same_bytes(found[name], value), name
+            assert same_bytes(actual[name], value), name
     losses = train(other, resumed, [batch(rig, n) for n in range(3, 5)])
     assert torch.tensor(losses).isfinite().all()

@@ -88,9 +88,9 @@ def test_stages_load_as_one_model_and_one_model_loads_as_stages(rig):
     steps(rig, model, optimizer, range(2))
     checkpoint.save(state_of(model, optimizer), f"{folder}/stages")
     mesh = init_device_mesh(rig.device_type, (2,))
-    whole, of_whole = stage(rig, range(4), "current", True, 1, mesh)
-    checkpoint.load(state_of(whole, of_whole), f"{folder}/stages")
-    checkpoint.save(state_of(whole, of_whole), f"{folder}/whole")
+    full_model, full_optimizer = stage(rig, range(4), "current", True, 1, mesh)
+    checkpoint.load(state_of(full_model, full_optimizer), f"{folder}/stages")
+    checkpoint.save(state_of(full_model, full_optimizer), f"{folder}/whole")
     other, resumed = stage(rig, layers, "current", True, 2, None)
     checkpoint.load(state_of(other, resumed), f"{folder}/whole")
     assert steps(rig, other, resumed, range(2, 4)) == steps(rig, model, optimizer, range(2, 4))
@@ -140,7 +140,8 @@ def test_a_name_that_no_rank_has_is_refused(rig):
 
 
 def test_a_key_that_the_checkpoint_lacks_is_named_with_its_own(tmp_path):
-    saved, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    saved = nn.Linear(4, 4)
+    model = nn.Linear(4, 4)
     checkpoint.save({"model": Model(saved), "step": 1}, tmp_path / "ours")
     dcp.save(saved.state_dict(), checkpoint_id=tmp_path / "torchs")
     with pytest.raises(
@@ -154,9 +155,11 @@ def test_a_key_that_the_checkpoint_lacks_is_named_with_its_own(tmp_path):
 
 
 def test_a_partial_load_refuses_a_key_without_entries_in_the_checkpoint(tmp_path):
-    saved, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    saved = nn.Linear(4, 4)
+    model = nn.Linear(4, 4)
     checkpoint.save({"model": Model(saved), "step": 1}, tmp_path / "saved")
-    state, before = {"wrong": Model(model), "step": 0}, model.weight.detach().clone()
+    state = {"wrong": Model(model), "step": 0}
+    before = model.weight.detach().clone()
     with pytest.raises(CheckpointError, match="no 'wrong': its names begin with 'model', 'st"):
         checkpoint.load(state, tmp_path / "saved", strict=False)
     assert state["step"] == 0 and torch.equal(model.weight, before)
@@ -190,8 +193,8 @@ OPTIMIZERS = {
 }
 
 
-def with_unused(kept, seed, unused="unused"):
-    fp8_weights, optimizer = OPTIMIZERS[kept]
+def with_unused(weight_kind, seed, unused="unused"):
+    fp8_weights, optimizer = OPTIMIZERS[weight_kind]
     model = WithUnused(seed, unused)
     fp8rs.convert_to_float8_training(model, recipe="current", fp8_weights=fp8_weights)
     return model, optimizer(model.parameters())
@@ -209,32 +212,32 @@ def go(model, optimizer, numbers):
     return losses
 
 
-def whole(model, optimizer):
+def local_values(model, optimizer):
     """Return copies of the values and of the optimizer state."""
-    found = {}
+    values = {}
     for name, p in model.named_parameters():
         local = p.detach()
         exact = isinstance(local, fp8rs.QuantizedTensor)
-        found[name] = local.dequantize().clone() if exact else local.clone()
+        values[name] = local.dequantize().clone() if exact else local.clone()
         for key, value in optimizer.state.get(p, {}).items():
             if isinstance(value, torch.Tensor):
-                found[f"{name} {key}"] = value.clone()
-    return found
+                values[f"{name} {key}"] = value.clone()
+    return values
 
 
 def without_master(model, optimizer):
-    found = whole(model, optimizer)
-    found.pop("unused.weight master", None)
-    return found
+    values = local_values(model, optimizer)
+    values.pop("unused.weight master", None)
+    return values
 
 
-@pytest.mark.parametrize("kept", list(OPTIMIZERS))
+@pytest.mark.parametrize("weight_kind", list(OPTIMIZERS))
 @pytest.mark.parametrize("stepped", [False, True])
-def test_a_parameter_without_gradients_resumes_without_a_state(kept, stepped, tmp_path):
-    model, optimizer = with_unused(kept, 0)
+def test_a_parameter_without_gradients_resumes_without_a_state(weight_kind, stepped, tmp_path):
+    model, optimizer = with_unused(weight_kind, 0)
     go(model, optimizer, range(3))
     checkpoint.save(state_of(model, optimizer), tmp_path / "saved")
-    other, resumed = with_unused(kept, 1)
+    other, resumed = with_unused(weight_kind, 1)
     if stepped:
         go(other, resumed, range(1))
     checkpoint.load(state_of(other, resumed), tmp_path / "saved", strict=False)
@@ -250,39 +253,40 @@ def test_a_parameter_without_gradients_resumes_without_a_state(kept, stepped, tm
     assert same(without_master(other, resumed), without_master(model, optimizer))
 
 
-@pytest.mark.parametrize("kept", ["torch's AdamW", "fp8rs's AdamW"])
-def test_a_missing_optimizer_state_is_refused_before_the_model_is_written(kept, tmp_path):
-    model, optimizer = with_unused(kept, 0)
+@pytest.mark.parametrize("weight_kind", ["torch's AdamW", "fp8rs's AdamW"])
+def test_a_missing_optimizer_state_is_refused_before_the_model_is_written(weight_kind, tmp_path):
+    model, optimizer = with_unused(weight_kind, 0)
     go(model, optimizer, range(1))
     checkpoint.save(state_of(model, optimizer), tmp_path / "saved")
-    other, resumed = with_unused(kept, 1)
+    other, resumed = with_unused(weight_kind, 1)
     state = state_of(other, resumed)
     # torch initializes missing states with zeros.
     state["optimizer"].state_dict()
-    before = whole(other, resumed)
+    before = local_values(other, resumed)
     with pytest.raises(CheckpointError, match=r"state.unused.weight.*not in the check") as e:
         checkpoint.load(state, tmp_path / "saved")
     assert "strict=False" in str(e.value)
-    assert same(whole(other, resumed), before)
+    assert same(local_values(other, resumed), before)
 
 
-@pytest.mark.parametrize("kept", list(OPTIMIZERS))
-def test_a_partial_load_keeps_what_the_checkpoint_does_not_contain(kept, tmp_path):
-    model, optimizer = with_unused(kept, 0, "first")
+@pytest.mark.parametrize("weight_kind", list(OPTIMIZERS))
+def test_a_partial_load_keeps_what_the_checkpoint_does_not_contain(weight_kind, tmp_path):
+    model, optimizer = with_unused(weight_kind, 0, "first")
     go(model, optimizer, range(2))
     checkpoint.save({**state_of(model, optimizer), "extra": {"a": 1}}, tmp_path / "saved")
-    other, resumed = with_unused(kept, 1, "second")
+    other, resumed = with_unused(weight_kind, 1, "second")
     go(other, resumed, range(3))
     other.second(torch.ones(16, 64)).sum().backward()
     resumed.step()
     resumed.zero_grad()
-    before, expected = whole(other, resumed), whole(model, optimizer)
+    before = local_values(other, resumed)
+    expected = local_values(model, optimizer)
     extra = {"a": 0, "b": [torch.ones(2), 7], "c": torch.ones(2), 5: [{"d": torch.ones(1)}]}
     state = {**state_of(other, resumed), "extra": extra, "more": torch.full((2,), 3.0)}
     checkpoint.load(state, tmp_path / "saved", strict=False)
     # The masters of the other parameters are read from their weights again.
     before = {n: v for n, v in before.items() if n != "second.weight master"}
-    after = {n: v for n, v in whole(other, resumed).items() if n != "second.weight master"}
+    after = {n: v for n, v in local_values(other, resumed).items() if n != "second.weight master"}
     assert after.keys() == before.keys()
     for name, value in after.items():
         assert same_bytes(value, (before if name.startswith("second") else expected)[name]), name
@@ -294,16 +298,16 @@ def test_a_partial_load_keeps_what_the_checkpoint_does_not_contain(kept, tmp_pat
     go(other, resumed, range(3, 5))
 
 
-@pytest.mark.parametrize("kept", ["torch's AdamW", "fp8rs's AdamW"])
-def test_a_partial_load_still_refuses_another_shape_or_dtype(kept, tmp_path):
-    model, optimizer = with_unused(kept, 0)
+@pytest.mark.parametrize("weight_kind", ["torch's AdamW", "fp8rs's AdamW"])
+def test_a_partial_load_still_refuses_another_shape_or_dtype(weight_kind, tmp_path):
+    model, optimizer = with_unused(weight_kind, 0)
     checkpoint.save({"model": Model(model)}, tmp_path / "saved")
-    other, _ = with_unused(kept, 1)
+    other, _ = with_unused(weight_kind, 1)
     other.unused.bias = nn.Parameter(torch.zeros(32))
-    before = whole(other, optimizer)
+    before = local_values(other, optimizer)
     with pytest.raises(CheckpointError, match=r"unused.bias: float32 \(64,\) in the checkpoint"):
         checkpoint.load({"model": Model(other)}, tmp_path / "saved", strict=False)
-    assert same(whole(other, optimizer), before)
+    assert same(local_values(other, optimizer), before)
 
 
 def test_a_model_on_the_meta_device_is_refused(tmp_path):
@@ -342,37 +346,38 @@ def test_a_master_missing_from_the_checkpoint_is_read_from_the_loaded_weight(tmp
 
 
 @ranks(2)
-@pytest.mark.parametrize("kept", [FP8, MASTERS])
-def test_a_checkpoint_of_another_recipe_is_refused_in_one_short_message(rig, kept):
+@pytest.mark.parametrize("weight_kind", [FP8, MASTERS])
+def test_a_checkpoint_of_another_recipe_is_refused_in_one_short_message(rig, weight_kind):
     folder = shared_folder(rig)
-    model, optimizer, _ = lay_out(rig, "FSDP of 2", "delayed", kept, UNEVEN)
+    model, optimizer, _ = lay_out(rig, "FSDP of 2", "delayed", weight_kind, UNEVEN)
     train(model, optimizer, [batch(rig, 0)])
     checkpoint.save(state_of(model, optimizer), f"{folder}/saved")
     for recipe in ("current", "block"):
-        other, resumed, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed=1)
+        other, resumed, _ = lay_out(rig, "FSDP of 2", recipe, weight_kind, UNEVEN, seed=1)
         state = state_of(other, resumed)
         with pytest.raises(CheckpointError) as raised:
             checkpoint.load(state, f"{folder}/saved")
         message = str(raised.value)
         saved = Model(model).state_dict()
         # With delayed scaling, the optimizer keeps scales.
-        if kept == FP8:
+        if weight_kind == FP8:
             saved |= Optimizer(model, optimizer).state_dict()["state"]
-        left = 3 * sum(name.endswith(".fp8_scale") for name in saved)
-        left += sum("scale" in value for value in saved.values() if isinstance(value, dict))
-        assert f"In the checkpoint, but not in the state of any rank ({left}):" in message
+        unexpected = 3 * sum(name.endswith(".fp8_scale") for name in saved)
+        unexpected += sum("scale" in value for value in saved.values() if isinstance(value, dict))
+        assert f"In the checkpoint, but not in the state of any rank ({unexpected}):" in message
         assert "histories of delayed scaling" in message
-        needs_recipe = recipe == "block" and kept == FP8
+        needs_recipe = recipe == "block" and weight_kind == FP8
         assert ("convert the model with the recipe" in message) == needs_recipe, message
         assert ("strict=False" in message) != needs_recipe, message
         lines = message.splitlines()
         assert len(lines) <= 3 + 5 * (2 if needs_recipe else 1), message
         assert len(set(lines)) == len(lines)
-        assert len(raised.value.causes[0].differences) >= left
+        assert len(raised.value.causes[0].differences) >= unexpected
         # The suggested fix works.
         if not needs_recipe:
             checkpoint.load(state, f"{folder}/saved", strict=False)
-            loaded, trained = contents(other, resumed), contents(model, optimizer)
+            loaded = contents(other, resumed)
+            trained = contents(model, optimizer)
             assert len(loaded) > len(list(model.parameters()))
             assert same(loaded, {name: trained[name] for name in loaded})
 
@@ -392,16 +397,18 @@ def test_a_difference_is_listed_once_with_the_ranks_that_see_it(rig):
 
 @ranks(2)
 @each_recipe("delayed", of=RECIPES)
-@pytest.mark.parametrize("kept", list(KEPT))
+@pytest.mark.parametrize("weight_kind", list(KEPT))
 @pytest.mark.filterwarnings("ignore:.*FP8 weights, and keeps no masters")
-def test_a_resumed_training_saves_a_checkpoint_that_resumes(rig, recipe, kept):
+def test_a_resumed_training_saves_a_checkpoint_that_resumes(rig, recipe, weight_kind):
     """A load adds no options to the param groups."""
     folder = shared_folder(rig)
-    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN)
+    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, weight_kind, UNEVEN)
     train(model, optimizer, [batch(rig, 0)])
     for number in range(2):
         checkpoint.save(state_of(model, optimizer), f"{folder}/{number}")
-        model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed=1 + number)
+        model, optimizer, _ = lay_out(
+            rig, "FSDP of 2", recipe, weight_kind, UNEVEN, seed=1 + number
+        )
         checkpoint.load(state_of(model, optimizer), f"{folder}/{number}")
 
 
@@ -421,7 +428,8 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_a_missing_parameter_is_reported_if_its_name_ends_in_scale(tmp_path, fp8_weights):
-    saved, loading = Scaled(scale=False), Scaled()
+    saved = Scaled(scale=False)
+    loading = Scaled()
     for model in (saved, loading):
         fp8rs.convert_to_float8_training(model, recipe="current", fp8_weights=fp8_weights)
     checkpoint.save({"model": Model(saved)}, tmp_path / "saved")

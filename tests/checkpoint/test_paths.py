@@ -38,21 +38,25 @@ SOME = [
         *(pytest.param(n, marks=pytest.mark.long) for n in list(RECIPES)[2:]),
     ],
 )
-@pytest.mark.parametrize("kept", SOME)
-def test_the_page_has_the_outcome_of_each_way(rig, recipe, kept):
+@pytest.mark.parametrize("weight_kind", SOME)
+def test_the_page_has_the_outcome_of_each_way(rig, recipe, weight_kind):
     """A cell has the worst outcome of all recipes."""
-    found = outcomes(rig, recipe, kept)
+    results = outcomes(rig, recipe, weight_kind)
     (_, _, *columns), _, *rows = table_of_ways()
-    assert [tuple(row[:2]) for row in rows] == list(found)
+    assert [tuple(row[:2]) for row in rows] == list(results)
     for way, move, *cells in rows:
-        one = found[way, move]
-        cell = cells[columns.index(kept)].partition(" (")[0]
-        assert one.values == cell or (one.values, cell) == (EXACT, ROUNDED), (way, move, one)
+        result = results[way, move]
+        cell = cells[columns.index(weight_kind)].partition(" (")[0]
+        assert result.values == cell or (result.values, cell) == (EXACT, ROUNDED), (
+            way,
+            move,
+            result,
+        )
         if recipe == "delayed":
             histories, _, note = cells[-1].partition(" (")
             kept_here = histories == "kept"
             if histories == "kept with FP8 weights":
-                kept_here = KEPT[kept][0] and one.values != REFUSED
+                kept_here = KEPT[weight_kind][0] and result.values != REFUSED
             if note == "3)":
-                kept_here = kept_here and kept != "FP8 weights, torch's AdamW"
-            assert one.histories == kept_here, (way, move)
+                kept_here = kept_here and weight_kind != "FP8 weights, torch's AdamW"
+            assert result.histories == kept_here, (way, move)

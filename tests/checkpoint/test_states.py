@@ -39,14 +39,14 @@ def same(left, right):
 
 @ranks(2)
 @each_kind_of_recipe
-@pytest.mark.parametrize("kept", SOME)
-def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(rig, recipe, kept):
+@pytest.mark.parametrize("weight_kind", SOME)
+def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(rig, recipe, weight_kind):
     warnings.filterwarnings("ignore", message=".*FP8 weights, and keeps no masters")
     folder = shared_folder(rig)
-    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN)
+    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, weight_kind, UNEVEN)
     train(model, optimizer, [batch(rig, n) for n in range(3)])
     checkpoint.save(state_of(model, optimizer), f"{folder}/saved")
-    other, resumed, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed=1)
+    other, resumed, _ = lay_out(rig, "FSDP of 2", recipe, weight_kind, UNEVEN, seed=1)
     checkpoint.load(state_of(other, resumed), f"{folder}/saved")
     batches = [batch(rig, n) for n in range(3, 7)]
     assert train(other, resumed, batches) == train(model, optimizer, batches)
@@ -59,10 +59,10 @@ def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(rig, recipe, 
 def test_a_checkpoint_of_the_unconverted_model_loads(rig, recipe, fp8_weights):
     """DCP saved it without histories and scales. The loaded values are quantized."""
     folder = shared_folder(rig)
-    kept = FP8 if fp8_weights else "master weights, torch's AdamW"
+    weight_kind = FP8 if fp8_weights else "master weights, torch's AdamW"
     plain, _, _ = lay_out(rig, "FSDP of 2", None, "master weights, torch's AdamW", UNEVEN)
     dcp.save({"model": get_model_state_dict(plain)}, checkpoint_id=f"{folder}/saved")
-    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed=1)
+    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, weight_kind, UNEVEN, seed=1)
     train(model, optimizer, [batch(rig, n) for n in range(3)])
     checkpoint.load({"model": Model(model)}, f"{folder}/saved")
     reference = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device, fp8_weights=fp8_weights)
@@ -72,18 +72,19 @@ def test_a_checkpoint_of_the_unconverted_model_loads(rig, recipe, fp8_weights):
 
 @ranks(2)
 @each_kind_of_recipe
-@pytest.mark.parametrize("kept", SOME[1:])
-def test_rank_0_broadcasts_a_full_state_of_model_and_optimizer(rig, recipe, kept):
-    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN)
+@pytest.mark.parametrize("weight_kind", SOME[1:])
+def test_rank_0_broadcasts_a_full_state_of_model_and_optimizer(rig, recipe, weight_kind):
+    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, weight_kind, UNEVEN)
     train(model, optimizer, [batch(rig, n) for n in range(2)])
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    full = get_model_state_dict(model, options=whole)
-    moments = get_optimizer_state_dict(model, optimizer, options=whole)
-    other, resumed, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed=1)
+    full_options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_model_state_dict(model, options=full_options)
+    moments = get_optimizer_state_dict(model, optimizer, options=full_options)
+    other, resumed, _ = lay_out(rig, "FSDP of 2", recipe, weight_kind, UNEVEN, seed=1)
     around = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, full if rig.rank == 0 else {}, options=around)
     set_optimizer_state_dict(other, resumed, moments if rig.rank == 0 else {}, options=around)
-    before, after = contents(model, optimizer), contents(other, resumed)
+    before = contents(model, optimizer)
+    after = contents(other, resumed)
     assert before.keys() == after.keys()
     compared = 0
     for name, value in before.items():
@@ -119,7 +120,8 @@ for folder, (rows, columns) in json.loads(sys.argv[1]).items():
 
 def test_files_contain_plain_one_byte_tensors_that_load_without_fp8rs(tmp_path):
     """One process reads the files of all recipes, because it takes seconds to import torch."""
-    folders, weights = {}, {}
+    folders = {}
+    weights = {}
     for recipe in RECIPES:
         height, width = resolve_recipe(RECIPES[recipe]).block_format("weight").block
         block = (512 if height == -1 else height, 256 if width == -1 else width)
@@ -161,16 +163,16 @@ def test_one_error_lists_everything_that_does_not_fit_and_nothing_is_written(rig
     before = contents(other, resumed)
     with pytest.raises(CheckpointError) as raised:
         checkpoint.load(state, f"{folder}/saved")
-    found = "\n".join(raised.value.causes[0].differences)
+    differences = "\n".join(raised.value.causes[0].differences)
     for line in (
         "model.head.weight_scale: float8_e8m0fnu (1, 1) in the checkpoint, float32 (1, 1) here",
         f"model.blocks.1.up.weight: float8_e4m3fn ({UNEVEN[1]}, 32) in the checkpoint, "
         f"float8_e4m3fn ({hidden[1]}, 32) here",
         "model.extra: not in the checkpoint, float32 (3,) here",
     ):
-        assert line in found, found
+        assert line in differences, differences
     # The load did not request the optimizer.
-    assert "optimizer." not in found
+    assert "optimizer." not in differences
     assert same(contents(other, resumed), before)
     # The error lists entries that the model does not have as well.
     master, _, _ = lay_out(rig, "FSDP of 2", "delayed", "master weights, torch's AdamW", UNEVEN)
@@ -193,15 +195,17 @@ OTHER_RULES = {
 @pytest.mark.parametrize("rule", list(OTHER_RULES))
 def test_a_partial_load_refuses_another_update_rule(rig, rule):
     folder = shared_folder(rig)
-    kept, (optimizer, message) = "master weights, torch's AdamW", OTHER_RULES[rule]
-    model, _, _ = lay_out(rig, "FSDP of 2", None, kept, UNEVEN)
+    weight_kind = "master weights, torch's AdamW"
+    optimizer, message = OTHER_RULES[rule]
+    model, _, _ = lay_out(rig, "FSDP of 2", None, weight_kind, UNEVEN)
     saved = optimizer(model.parameters())
     train(model, saved, [batch(rig, 0)])
     checkpoint.save(state_of(model, saved), f"{folder}/saved")
-    other, _, _ = lay_out(rig, "FSDP of 2", None, kept, UNEVEN, seed=1)
+    other, _, _ = lay_out(rig, "FSDP of 2", None, weight_kind, UNEVEN, seed=1)
     resumed = AdamW(other.parameters(), lr=0.5)
     train(other, resumed, [batch(rig, 1)])
-    before, state = contents(other, resumed), state_of(other, resumed)
+    before = contents(other, resumed)
+    state = state_of(other, resumed)
     if message is None:
         checkpoint.load(state, f"{folder}/saved", strict=False)
         assert same(contents(other, resumed), contents(model, saved))
@@ -223,10 +227,10 @@ def test_a_quantized_tensor_in_a_state_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("call", [checkpoint.save, checkpoint.async_save, checkpoint.load])
-@pytest.mark.parametrize("given", ["Model", "str"])
-def test_a_state_that_is_not_a_dictionary_is_refused(call, given, tmp_path):
-    state = checkpoint.Model(torch.nn.Linear(8, 8)) if given == "Model" else str(tmp_path)
-    with pytest.raises(TypeError, match=f"state must be a dictionary such as .*, not {given}"):
+@pytest.mark.parametrize("type_name", ["Model", "str"])
+def test_a_state_that_is_not_a_dictionary_is_refused(call, type_name, tmp_path):
+    state = checkpoint.Model(torch.nn.Linear(8, 8)) if type_name == "Model" else str(tmp_path)
+    with pytest.raises(TypeError, match=f"state must be a dictionary such as .*, not {type_name}"):
         call(state, tmp_path / "saved", process_group=None)
     assert not any(tmp_path.iterdir())
 
@@ -332,14 +336,14 @@ def fresh(optimizer, recipe="delayed", seed=0):
 
 
 def losses(model, optimizer, steps=range(3)):
-    found = []
+    step_losses = []
     for n in steps:
         loss = model(torch.randn(8, 32, generator=torch.Generator().manual_seed(n))).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        step_losses.append(loss.item())
+    return step_losses
 
 
 @each_fresh
@@ -347,7 +351,9 @@ def losses(model, optimizer, steps=range(3)):
 def test_a_checkpoint_from_before_the_first_step_changes_no_training(tmp_path, optimizer):
     """torch creates the state of a fresh optimizer by a step, which must not count as one."""
     wanted = losses(*fresh(optimizer))
-    saved, failed, resumed = fresh(optimizer), fresh(optimizer), fresh(optimizer, seed=1)
+    saved = fresh(optimizer)
+    failed = fresh(optimizer)
+    resumed = fresh(optimizer, seed=1)
     checkpoint.save(state_of(*saved), tmp_path / "saved")
     assert losses(*saved) == wanted
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -362,7 +368,8 @@ def test_a_checkpoint_from_before_the_first_step_changes_no_training(tmp_path, o
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8 of 1x32"])
 def test_a_model_and_its_optimizer_load_one_after_the_other(tmp_path, optimizer, recipe):
     recipe = RECIPES[recipe]
-    trained, resumed = fresh(optimizer, recipe), fresh(optimizer, recipe, seed=1)
+    trained = fresh(optimizer, recipe)
+    resumed = fresh(optimizer, recipe, seed=1)
     losses(*trained)
     checkpoint.save(state_of(*trained), tmp_path / "saved")
     for key, value in state_of(*resumed).items():
@@ -374,7 +381,8 @@ def test_a_model_and_its_optimizer_load_one_after_the_other(tmp_path, optimizer,
 @each_fresh
 @pytest.mark.filterwarnings("ignore:.*FP8 weights, and keeps no masters")
 def test_gradients_do_not_keep_an_optimizer_from_loading(tmp_path, optimizer):
-    trained, resumed = fresh(optimizer), fresh(optimizer, seed=1)
+    trained = fresh(optimizer)
+    resumed = fresh(optimizer, seed=1)
     losses(*trained)
     checkpoint.save(state_of(*trained), tmp_path / "saved")
     resumed[0](torch.ones(8, 32)).sum().backward()
@@ -399,7 +407,8 @@ def test_a_parameter_without_a_gradient_before_the_save_has_no_state_after_the_l
         fp8rs.convert_to_float8_training(model, recipe=recipe, fp8_weights=True)
         return model, AdamW(model.parameters(), lr=1e-2)
 
-    trained, resumed = make_two(0), make_two(1)
+    trained = make_two(0)
+    resumed = make_two(1)
     losses(trained[0][0], trained[1])
     checkpoint.save(state_of(*trained), tmp_path / "saved")
     checkpoint.load(state_of(*resumed), tmp_path / "saved", strict=False)

@@ -27,8 +27,8 @@ def same(left, right):
     return left.keys() == right.keys() and all(same_bytes(left[n], right[n]) for n in left)
 
 
-def saved(how, state, directory, group):
-    if how == "save":
+def saved(method, state, directory, group):
+    if method == "save":
         checkpoint.save(state, directory)
     else:
         checkpoint.async_save(state, directory, process_group=group).result()
@@ -48,14 +48,14 @@ def files(url):
     return sorted(name.rpartition("/")[2] for name in store.find(path))
 
 
-@pytest.mark.parametrize("how", ["save", "async_save"])
-def test_a_store_returns_what_was_saved(store, how, tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", ["save", "async_save"])
+def test_a_store_returns_what_was_saved(store, method, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     state = {"weights": torch.randn(8, 8), "step": 3}
-    saved(how, state, f"{store}/1", None)
-    again = {"weights": torch.zeros(8, 8), "step": 0}
-    checkpoint.load(again, f"{store}/1")
-    assert torch.equal(again["weights"], state["weights"]) and again["step"] == 3
+    saved(method, state, f"{store}/1", None)
+    loaded = {"weights": torch.zeros(8, 8), "step": 0}
+    checkpoint.load(loaded, f"{store}/1")
+    assert torch.equal(loaded["weights"], state["weights"]) and loaded["step"] == 3
     assert files(f"{store}/1") == [".metadata", "__0_0.distcp"]
     # No local folder "memory:" is created.
     assert os.listdir(tmp_path) == []
@@ -67,7 +67,8 @@ def test_torch_loads_our_checkpoints_from_a_store_and_we_load_torchs(store):
     values = torch.randn(8)
     checkpoint.save({"a": values}, f"{store}/ours")
     dcp.save({"a": values}, checkpoint_id=f"{store}/torchs")
-    read, ours = {"a": torch.zeros(8)}, {"a": torch.zeros(8)}
+    read = {"a": torch.zeros(8)}
+    ours = {"a": torch.zeros(8)}
     dcp.load(read, checkpoint_id=f"{store}/ours")
     checkpoint.load(ours, f"{store}/torchs")
     assert torch.equal(read["a"], values) and torch.equal(ours["a"], values)
@@ -173,12 +174,14 @@ def test_a_file_url_is_a_local_directory(rig):
 
 
 @ranks(2, cuda=False)
-@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("method", ["save", "async_save"])
 @pytest.mark.parametrize("where", ["disks", "memory"])
-def test_a_save_to_an_unshared_path_fails_on_all_ranks(rig, how, where):
+def test_a_save_to_an_unshared_path_fails_on_all_ranks(rig, method, where):
     """Each rank has its own disk, or fsspec's store in its own memory."""
     folder = shared_folder(rig)
-    own = f"{folder}/disk-of-{rig.rank}/saved" if where == "disks" else f"memory://{folder}/saved"
+    rank_path = (
+        f"{folder}/disk-of-{rig.rank}/saved" if where == "disks" else f"memory://{folder}/saved"
+    )
     model, optimizer, _ = lay_out(rig, "FSDP of 2", "current", FP8, UNEVEN)
     state = state_of(model, optimizer)
     error = r"1 of 2 files in [^ ]* are not visible to the first rank: __1_0.distcp \(rank 1, 0 of"
@@ -187,6 +190,6 @@ def test_a_save_to_an_unshared_path_fails_on_all_ranks(rig, how, where):
         CheckpointError,
         match=error + r" \d+ bytes\). Pass a directory on a file system that all ranks share",
     ):
-        saved(how, state, own, group)
+        saved(method, state, rank_path, group)
     if where == "disks":
-        assert os.listdir(os.path.dirname(own)) == []
+        assert os.listdir(os.path.dirname(rank_path)) == []

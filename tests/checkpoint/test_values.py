@@ -86,24 +86,25 @@ SAVES = {
 }
 
 
-@pytest.mark.parametrize("how", list(SAVES))
+@pytest.mark.parametrize("method", list(SAVES))
 @pytest.mark.parametrize("name", list(LOADS))
-def test_a_value_is_loaded_as_it_was_saved(name, how, tmp_path):
+def test_a_value_is_loaded_as_it_was_saved(name, method, tmp_path):
     saved, other = LOADS[name]
     state = {"model": torch.ones(3), "extra": {"value": saved}}
-    SAVES[how](state, tmp_path / "saved")
-    again = {"model": torch.zeros(3), "extra": {"value": other}}
-    weights = again["model"]
-    checkpoint.load(again, tmp_path / "saved")
-    assert equal(again["extra"]["value"], saved), again["extra"]["value"]
-    assert again["model"] is weights and torch.equal(weights, torch.ones(3))
+    SAVES[method](state, tmp_path / "saved")
+    loaded = {"model": torch.zeros(3), "extra": {"value": other}}
+    weights = loaded["model"]
+    checkpoint.load(loaded, tmp_path / "saved")
+    assert equal(loaded["extra"]["value"], saved), loaded["extra"]["value"]
+    assert loaded["model"] is weights and torch.equal(weights, torch.ones(3))
 
 
 @pytest.mark.parametrize(
     "value", [np.zeros(3), ([np.zeros(3)],), {1}], ids=["array", "tuple", "set"]
 )
 def test_an_asynchronous_save_copies_values_that_training_changes(value, monkeypatch, tmp_path):
-    changed, flatten = threading.Event(), SavePlanner.set_up_planner
+    changed = threading.Event()
+    flatten = SavePlanner.set_up_planner
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
         changed.wait()
@@ -118,17 +119,18 @@ def test_an_asynchronous_save_copies_values_that_training_changes(value, monkeyp
         (value if isinstance(value, np.ndarray) else value[0][0])[:] = 7
     changed.set()
     saving.result()
-    again = {"value": None}
-    checkpoint.load(again, tmp_path / "saved")
-    assert equal(again["value"], before), again
+    loaded = {"value": None}
+    checkpoint.load(loaded, tmp_path / "saved")
+    assert equal(loaded["value"], before), loaded
 
 
 def test_tensors_in_lists_and_under_int_keys_are_written_in_place(tmp_path):
     checkpoint.save({"a": [torch.ones(2), 1], "b": {7: torch.ones(2)}}, tmp_path / "saved")
-    first, second = torch.zeros(2), torch.zeros(2)
-    again = {"a": [first, 0], "b": {7: second}}
-    checkpoint.load(again, tmp_path / "saved")
-    assert again["a"][0] is first and again["b"][7] is second
+    first = torch.zeros(2)
+    second = torch.zeros(2)
+    loaded = {"a": [first, 0], "b": {7: second}}
+    checkpoint.load(loaded, tmp_path / "saved")
+    assert loaded["a"][0] is first and loaded["b"][7] is second
     assert first.sum() == second.sum() == 2
 
 
@@ -145,12 +147,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("method", ["save", "async_save"])
 @pytest.mark.parametrize("kind", list(REFUSED))
-def test_save_refuses_what_load_would_refuse(kind, how, tmp_path):
+def test_save_refuses_what_load_would_refuse(kind, method, tmp_path):
     state = {"model": torch.ones(3), "extra": [{"value": REFUSED[kind]}]}
     with pytest.raises(CheckpointError, match="was not saved") as raised:
-        SAVES[how](state, tmp_path / "saved")
+        SAVES[method](state, tmp_path / "saved")
     message = str(raised.value)
     assert f"extra.0.value: {kind} (" in message, message
     assert "torch.serialization.add_safe_globals" in message
@@ -161,19 +163,19 @@ def test_save_refuses_what_load_would_refuse(kind, how, tmp_path):
 def test_load_names_the_value_that_it_refuses_and_writes_nothing(kind, tmp_path):
     """torch's own save pickles any value."""
     dcp.save({"model": torch.ones(3), "x": {"y": REFUSED[kind]}}, checkpoint_id=tmp_path / "saved")
-    again = {"model": torch.zeros(3), "x": {"y": None}}
+    loaded = {"model": torch.zeros(3), "x": {"y": None}}
     with pytest.raises(CheckpointError, match=r"x\.y cannot be loaded safely: .*add_safe_globals"):
-        checkpoint.load(again, tmp_path / "saved")
-    assert torch.equal(again["model"], torch.zeros(3)) and again["x"] == {"y": None}
+        checkpoint.load(loaded, tmp_path / "saved")
+    assert torch.equal(loaded["model"], torch.zeros(3)) and loaded["x"] == {"y": None}
 
 
 def test_a_type_registered_with_torch_is_saved_and_loaded(tmp_path):
     before = torch.serialization.get_safe_globals()
     with torch.serialization.safe_globals([Config, np.ndarray]):
         checkpoint.save({"config": Config(0.5), "array": np.ones(2)}, tmp_path / "saved")
-        again = {"config": Config(), "array": None}
-        checkpoint.load(again, tmp_path / "saved")
-        assert again["config"] == Config(0.5)
+        loaded = {"config": Config(), "array": None}
+        checkpoint.load(loaded, tmp_path / "saved")
+        assert loaded["config"] == Config(0.5)
         # The user's own registration remains.
         assert np.ndarray in torch.serialization.get_safe_globals()
     assert set(torch.serialization.get_safe_globals()) == set(before)

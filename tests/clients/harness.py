@@ -124,8 +124,8 @@ def run_file(
             raise AssertionError(
                 f"{path.name} ended with {code}:{''.join(sorted(errors)) or output[-8000:]}"
             )
-        found = [json.loads(Path(folder, f"{r}.json").read_text()) for r in range(ranks)]
-    return _merged(found, output)
+        results_of_ranks = [json.loads(Path(folder, f"{r}.json").read_text()) for r in range(ranks)]
+    return _merged(results_of_ranks, output)
 
 
 @functools.cache
@@ -224,21 +224,21 @@ def _environment(more: dict[str, str]) -> dict[str, str]:
     }
 
 
-def _merged(found: list[dict[str, Any]], output: str) -> Run:
+def _merged(results_of_ranks: list[dict[str, Any]], output: str) -> Run:
     names: dict[str, dict[str, bool]] = {}
-    for rank in found:
+    for rank in results_of_ranks:
         for name, parameter in rank["parameters"].items():
             entry = names.setdefault(name, {"trainable": parameter["trainable"], "moved": False})
             entry["moved"] |= parameter["moved"]
     trainable = {n for n, p in names.items() if p["trainable"]}
     moved = {n for n, p in names.items() if p["moved"]}
     return Run(
-        returned=found[0]["returned"],
-        by_rank=[rank["returned"] for rank in found],
-        gathered=found[0]["gathered"],
+        returned=results_of_ranks[0]["returned"],
+        by_rank=[rank["returned"] for rank in results_of_ranks],
+        gathered=results_of_ranks[0]["gathered"],
         moved=moved & trainable,
         still=trainable - moved,
         frozen_moved=moved - trainable,
-        converted=found[0]["converted"],
+        converted=results_of_ranks[0]["converted"],
         output=output,
     )

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 class Kept(DummyLogger):
     def __init__(self):
         super().__init__()
-        self.steps, self.names = [], []
+        self.steps = []
+        self.names = []
 
     def log_metrics(self, metrics, step=None):
         self.steps.append(step)
@@ -29,10 +30,11 @@ def main(argv):
     for code in ((ROOT / "examples/lightning_fsdp2.py").read_text(), block):
         exec(code.replace("every=100", "every=2"), names)
     callbacks = [names["Watch"]()]
+    logger = Kept()
     options = {"max_steps": 4, "accumulate_grad_batches": 2, "limit_val_batches": 0, "devices": 2}
-    options |= {"enable_checkpointing": False, "callbacks": callbacks, "logger": (kept := Kept())}
+    options |= {"enable_checkpointing": False, "callbacks": callbacks, "logger": logger}
     data = DataLoader((torch.arange(64) + torch.arange(400)[:, None]) % 256, batch_size=4)
     lightning.Trainer(strategy=ModelParallelStrategy(2, 1), **options).fit(
         names["Llama"]("current"), data
     )
-    return {"steps": kept.steps, "names": kept.names}
+    return {"steps": logger.steps, "names": logger.names}

@@ -94,13 +94,13 @@ class Watch:
         from fp8rs.nn.linear import Float8Linear
 
         ranks = int(os.environ["WORLD_SIZE"])
-        found = {}
+        numel_by_layer = {}
         for n, m in self.root.named_modules() if self.root is not None else ():
             for name in getattr(m, "_fp8_params", ()):
                 weight = m._parameters[name]
                 numel = -(-weight.shape[0] // ranks) * ranks * weight.shape[1:].numel()
-                found[n if isinstance(m, Float8Linear) else f"{n}.{name}"] = numel
-        return found
+                numel_by_layer[n if isinstance(m, Float8Linear) else f"{n}.{name}"] = numel
+        return numel_by_layer
 
 
 def local(p: torch.Tensor) -> torch.Tensor:
@@ -112,11 +112,11 @@ def local(p: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     folder, path, *arguments = sys.argv[1:]
     try:
-        found = observed(path, arguments)
+        result = observed(path, arguments)
     except BaseException:
         Path(folder, f"{os.environ['RANK']}.error").write_text(traceback.format_exc())
         raise
-    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(result))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -132,7 +132,8 @@ def observed(path: str, arguments: list[str]) -> dict[str, Any]:
     # Pickles and data loader workers find the classes of the file by this name.
     sys.modules["example"] = module
     spec.loader.exec_module(module)
-    watch, gathers = Watch(), Gathers()
+    watch = Watch()
+    gathers = Gathers()
     with gathers if os.environ.get("OBSERVE_GATHERS") != "0" else contextlib.nullcontext():
         returned = module.main(arguments)
     return {

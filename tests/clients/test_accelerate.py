@@ -43,16 +43,16 @@ def test_losses_agree_with_bf16_and_every_parameter_moves(recipe):
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, recipe):
-    whole = reference_run(EXAMPLE, "--recipe", recipe, "--steps", str(STEPS)).returned
+    uninterrupted = reference_run(EXAMPLE, "--recipe", recipe, "--steps", str(STEPS)).returned
     first = run_example(EXAMPLE, "--recipe", recipe, "--steps", "3", "--save", str(tmp_path))
-    assert first.returned["losses"] == whole["losses"][:3]
+    assert first.returned["losses"] == uninterrupted["losses"][:3]
     saved = str(tmp_path / "step_3")
     options = ("--recipe", recipe, "--steps", str(STEPS), "--resume", saved)
     second = run_example(EXAMPLE, *options).returned
     # Histories are not saved, so the first steps after a resume use current scales.
-    same = pytest.approx if recipe == "delayed" else lambda value, rel: value
-    assert second["losses"] == same(whole["losses"][3:], rel=0.02)
-    assert second["evaluation"] == same(whole["evaluation"], rel=0.02)
+    approx = pytest.approx if recipe == "delayed" else lambda value, rel: value
+    assert second["losses"] == approx(uninterrupted["losses"][3:], rel=0.02)
+    assert second["evaluation"] == approx(uninterrupted["evaluation"], rel=0.02)
 
 
 def test_gradients_accumulate_over_micro_batches():
@@ -99,37 +99,37 @@ def test_sharded_state_dicts_equal_those_of_the_unconverted_model(tmp_path):
     run = run_example(EXAMPLE, "--steps", "3", "--save", str(tmp_path))
     saved = str(tmp_path / "step_3")
     resumed = run_example(EXAMPLE, *BF16[:2], "--steps", "6", "--resume", saved).returned
-    whole = reference_run(EXAMPLE, *FP8).returned
-    assert resumed["losses"] == pytest.approx(whole["losses"][3:], rel=0.02)
-    assert run.returned["losses"] == whole["losses"][:3]
+    uninterrupted = reference_run(EXAMPLE, *FP8).returned
+    assert resumed["losses"] == pytest.approx(uninterrupted["losses"][3:], rel=0.02)
+    assert run.returned["losses"] == uninterrupted["losses"][:3]
 
 
 def test_fp8_weights_train_as_master_weights_do(tmp_path):
     """torch's AdamW steps masters of equal values. The run is saved and resumed as well."""
-    whole = reference_run(EXAMPLE, *FP8).returned
+    uninterrupted = reference_run(EXAMPLE, *FP8).returned
     options = ("--fp8-weights", "--save", str(tmp_path))
     first = run_example(EXAMPLE, "--steps", "3", *options)
-    assert first.returned["losses"] == whole["losses"][:3]
+    assert first.returned["losses"] == uninterrupted["losses"][:3]
     saved = str(tmp_path / "step_3")
     second = run_example(EXAMPLE, *FP8, "--fp8-weights", "--resume", saved)
-    assert second.returned["losses"] == whole["losses"][3:]
-    assert second.returned["evaluation"] == whole["evaluation"]
+    assert second.returned["losses"] == uninterrupted["losses"][3:]
+    assert second.returned["evaluation"] == uninterrupted["evaluation"]
 
 
 @pytest.mark.parametrize("weights", [(), ("--fp8-weights",)], ids=["masters", "FP8 weights"])
 def test_8_bit_moments_train_and_resume(tmp_path, weights):
     """Losses follow those of fp32 moments. The run is saved and resumed as well."""
     reference = reference_run(EXAMPLE, *FP8).returned
-    whole = run_example(EXAMPLE, *FP8, "--fp8-moments", *weights).returned
-    assert whole["losses"] == pytest.approx(reference["losses"], rel=0.01)
+    uninterrupted = run_example(EXAMPLE, *FP8, "--fp8-moments", *weights).returned
+    assert uninterrupted["losses"] == pytest.approx(reference["losses"], rel=0.01)
     options = ("--fp8-moments", *weights, "--save", str(tmp_path))
     first = run_example(EXAMPLE, "--steps", "3", *options).returned
-    assert first["losses"] == whole["losses"][:3]
+    assert first["losses"] == uninterrupted["losses"][:3]
     saved = str(tmp_path / "step_3")
     names = FileSystemReader(f"{saved}/optimizer_0").read_metadata().state_dict_metadata
     assert sum(name.endswith("exp_avg_codes") for name in names) == 2 * 7
     second = run_example(EXAMPLE, *FP8, "--fp8-moments", *weights, "--resume", saved).returned
-    assert second["losses"] == whole["losses"][3:]
+    assert second["losses"] == uninterrupted["losses"][3:]
 
 
 # --- mixed_precision="fp8" -----------------------------------------------------------------------

@@ -24,19 +24,20 @@ def run(recipe: str, experts: str) -> Run:
     [("current", "fp8"), ("rowwise", "fp8"), ("delayed", "auto"), ("mxfp8", "auto")],
 )
 def test_losses_agree_with_bf16_and_experts_are_gathered_in_fp8(recipe, experts):
-    found = run(recipe, experts)
+    fp8_run = run(recipe, experts)
     reference = reference_run(EXAMPLE, "--recipe", "bf16", "--steps", str(STEPS))
-    assert_losses_close(found, reference)
-    assert not found.still
-    names = {n for n in found.converted if ".experts." in n}
+    assert_losses_close(fp8_run, reference)
+    assert not fp8_run.still
+    names = {n for n in fp8_run.converted if ".experts." in n}
     assert len(names) == 2 * LAYERS
-    assert sum(found.converted[n] for n in names) == WEIGHTS
+    assert sum(fp8_run.converted[n] for n in names) == WEIGHTS
     # A forward and a backward per step, and the scales of the experts.
-    saved = reference.gathered_bytes - found.gathered_bytes
-    assert saved == pytest.approx(2 * STEPS * sum(found.converted.values()), rel=0.04)
+    saved = reference.gathered_bytes - fp8_run.gathered_bytes
+    assert saved == pytest.approx(2 * STEPS * sum(fp8_run.converted.values()), rel=0.04)
 
 
 def test_without_experts_their_weights_are_gathered_in_bf16():
-    found, off = run("current", "auto"), run("current", "off")
-    saved = off.gathered_bytes - found.gathered_bytes
+    fp8_run = run("current", "auto")
+    off = run("current", "off")
+    saved = off.gathered_bytes - fp8_run.gathered_bytes
     assert saved == pytest.approx(2 * STEPS * WEIGHTS, rel=0.01)

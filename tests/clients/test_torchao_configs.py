@@ -83,8 +83,8 @@ def test_a_trained_model_is_quantized_by_torchao(config, back, fp8_weights):
     plain = convert_to_high_precision(copy.deepcopy(model))
     if back:
         convert_to_high_precision(model)
-    for one in (plain, model):
-        quantization.quantize_(one, getattr(quantization, config)())
+    for module in (plain, model):
+        quantization.quantize_(module, getattr(quantization, config)())
     x = torch.randn(32, 64)
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))

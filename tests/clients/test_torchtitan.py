@@ -30,14 +30,14 @@ def run(folder: Path, *arguments: str, steps: int = STEPS, ranks: int = 2, **env
 def reference(tmp_path_factory):
     """Return the bf16 run with the same options. It runs once for each set of options."""
 
-    def known(*arguments: str, ranks: int = 2) -> Run:
+    def run_once(*arguments: str, ranks: int = 2) -> Run:
         key = (*arguments, ranks)
         if key not in _runs:
             folder = tmp_path_factory.mktemp("bf16")
             _runs[key] = run(folder, "--recipe", "bf16", *arguments, ranks=ranks)
         return _runs[key]
 
-    return known
+    return run_once
 
 
 def losses(run: Run) -> list[float]:
@@ -57,33 +57,33 @@ def assert_agree(run: Run, reference: Run) -> None:
 
 
 def test_a_run_is_monitored_as_the_page_shows(reference, tmp_path):
-    found = run(tmp_path, "--recipe", "current", TEST_WATCHED="1")
-    assert_agree(found, reference())
-    steps, counts = zip(*found.returned["logged"], strict=True)
+    watched = run(tmp_path, "--recipe", "current", TEST_WATCHED="1")
+    assert_agree(watched, reference())
+    steps, counts = zip(*watched.returned["logged"], strict=True)
     assert steps == (2, 4)
     assert set(counts) == {2 * 5 * 3 * 5}, "five statistics of three operands of each layer"
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
 def test_it_trains_with_selective_checkpointing_and_the_chunked_loss(recipe, reference, tmp_path):
-    found = run(tmp_path, "--recipe", recipe)
-    assert_agree(found, reference())
+    fp8_run = run(tmp_path, "--recipe", recipe)
+    assert_agree(fp8_run, reference())
     if recipe == "current":
         # A checkpointed block is gathered for its forward and its backward. The evaluation adds one
         # forward.
-        assert_gathers_are_fp8(found, reference(), passes=2 * STEPS + 1)
+        assert_gathers_are_fp8(fp8_run, reference(), passes=2 * STEPS + 1)
 
 
 @pytest.mark.timeout(900)
 def test_8_bit_moments_train_and_resume(reference, tmp_path):
     """The factory of `OptimizersContainer` that docs/optim.md shows."""
     options = ("--recipe", "current", "--fp8-moments", "--save-every", "2")
-    whole = run(tmp_path / "whole", *options)
-    assert_agree(whole, reference())
+    uninterrupted = run(tmp_path / "whole", *options)
+    assert_agree(uninterrupted, reference())
     first = run(tmp_path / "resumed", *options, steps=2)
-    assert losses(first) == losses(whole)[:2]
+    assert losses(first) == losses(uninterrupted)[:2]
     second = run(tmp_path / "resumed", *options)
-    assert losses(second) == losses(whole)[2:]
+    assert losses(second) == losses(uninterrupted)[2:]
 
 
 def test_it_compiles_with_fullgraph(reference, tmp_path):
@@ -103,24 +103,24 @@ def test_tensor_parallelism(backend, reference, tmp_path):
 
     Otherwise they are DTensors.
     """
-    found = run(tmp_path, "--tp", "2", TEST_SPMD_BACKEND=backend)
-    assert_agree(found, reference("--tp", "2"))
+    fp8_run = run(tmp_path, "--tp", "2", TEST_SPMD_BACKEND=backend)
+    assert_agree(fp8_run, reference("--tp", "2"))
 
 
 def test_hsdp_and_tensor_parallelism_with_fsdp(reference, tmp_path):
     for options in (("--replicas", "2"), ("--tp", "2")):
-        found = run(tmp_path / options[0], *options, ranks=4)
-        assert_agree(found, reference(*options, ranks=4))
-        assert found.gathered["uint8"] > 0
+        fp8_run = run(tmp_path / options[0], *options, ranks=4)
+        assert_agree(fp8_run, reference(*options, ranks=4))
+        assert fp8_run.gathered["uint8"] > 0
 
 
 def test_a_checkpoint_is_resumed(tmp_path):
-    whole = run(tmp_path / "whole", "--save-every", "2")
+    uninterrupted = run(tmp_path / "whole", "--save-every", "2")
     first = run(tmp_path / "parts", "--save-every", "2", steps=2)
     second = run(tmp_path / "parts", "--save-every", "2")
     assert second.returned["step"] == STEPS
     # The learning rate depends on the length of the training, so only the first steps are equal.
-    assert losses(first)[0] == losses(whole)[0]
+    assert losses(first)[0] == losses(uninterrupted)[0]
     assert len(losses(second)) == STEPS - 2
     assert losses(second)[0] < losses(first)[-1]
 
@@ -134,17 +134,17 @@ def test_experts_of_the_example_are_gathered_in_fp8(experts, ranks, options, tmp
     """With more ranks than experts, torchtitan shards experts on Shard(1)."""
     environment = {"TEST_EXAMPLE": "experts_torchtitan", "TEST_EXPERTS": str(experts)}
     reference = run(tmp_path, "--recipe", "bf16", *options, ranks=ranks, **environment)
-    found = run(tmp_path, "--experts", "fp8", *options, ranks=ranks, **environment)
+    fp8_run = run(tmp_path, "--experts", "fp8", *options, ranks=ranks, **environment)
     expected = losses(reference)
     assert expected[-1] < 0.9 * expected[0]
-    assert losses(found) == pytest.approx(expected, rel=0.01)
-    assert not found.still
-    names = {name for name in found.converted if "experts" in name}
+    assert losses(fp8_run) == pytest.approx(expected, rel=0.01)
+    assert not fp8_run.still
+    names = {name for name in fp8_run.converted if "experts" in name}
     assert len(names) == 2 * 3, "w1, w2 and w3 of two layers"
-    saved = reference.gathered_bytes - found.gathered_bytes
+    saved = reference.gathered_bytes - fp8_run.gathered_bytes
     if not options:
         weights = 2 * 3 * experts * 256 * 96
-        weights += sum(n for name, n in found.converted.items() if name not in names)
+        weights += sum(n for name, n in fp8_run.converted.items() if name not in names)
         # On Shard(0), the scales of matrices are gathered.
         scales = 2 * 3 * experts * 4 if ranks <= experts else 0
         # Each layer is gathered for its forward and its backward. The evaluation adds one forward.
@@ -212,7 +212,8 @@ def test_experts_run_on_fp8_operands(recipe):
     for p in experts.parameters():
         torch.nn.init.normal_(p, std=0.1)
     fp8rs.convert_to_float8_training(experts, recipe=recipe, experts="fp8")
-    x, counts = torch.randn(40, 64).bfloat16(), torch.tensor([7, 0, 20, 13])
+    x = torch.randn(40, 64).bfloat16()
+    counts = torch.tensor([7, 0, 20, 13])
     offs = counts.cumsum(0, dtype=torch.int32)
     weights = (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)
     w1, w2, w3 = (w.detach().bfloat16() for w in weights)

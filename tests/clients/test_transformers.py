@@ -29,7 +29,8 @@ def trained(tmp_path_factory):
 
 
 def test_losses_agree_with_bf16_and_every_parameter_moves(trained):
-    (reference, _), (run, _) = trained["bf16"], trained["current"]
+    reference, _ = trained["bf16"]
+    run, _ = trained["current"]
     assert_losses_close(run, reference)
     assert not run.still
     assert run.moved == reference.moved
@@ -41,12 +42,12 @@ def test_converted_weights_are_gathered_in_fp8(trained):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(trained, tmp_path):
-    whole, folder = trained["current"]
+    uninterrupted, folder = trained["current"]
     resume = str(folder / "checkpoint-3")
     options = ("--steps", str(STEPS), "--output", str(tmp_path), "--resume", resume)
     run = run_example(EXAMPLE, *options)
     # log_history also contains the steps before the checkpoint.
-    assert run.returned == whole.returned
+    assert run.returned == uninterrupted.returned
     state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())
     assert state["global_step"] == 3
 
@@ -55,14 +56,14 @@ def test_checkpoints_equal_those_of_the_unconverted_model(trained):
     """The Trainer writes the file of `save_pretrained`. Compare names, shapes and dtypes."""
     from safetensors import safe_open
 
-    found = []
+    results = []
     for recipe in ("bf16", "current"):
         path = trained[recipe][1] / f"checkpoint-{STEPS}" / "model.safetensors"
         with safe_open(path, "pt") as file:
             tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
-        found.append({n: (t.shape, t.dtype) for n, t in tensors.items()})
+        results.append({n: (t.shape, t.dtype) for n, t in tensors.items()})
         assert all(t.isfinite().all() for t in tensors.values())
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 def test_gradients_accumulate(tmp_path):
@@ -75,21 +76,21 @@ def test_gradients_accumulate(tmp_path):
 
 def test_fp8_weights_train_as_master_weights_do(trained, tmp_path):
     """torch's AdamW steps masters of equal values. The run is saved and resumed as well."""
-    whole, _ = trained["current"]
+    reference, _ = trained["current"]
     options = ("--steps", str(STEPS), "--fp8-weights", "--output")
     run = run_example(EXAMPLE, *options, str(tmp_path / "first"))
-    assert run.returned == whole.returned
+    assert run.returned == reference.returned
     resume = str(tmp_path / "first" / "checkpoint-3")
-    again = run_example(EXAMPLE, *options, str(tmp_path / "second"), "--resume", resume)
-    assert again.returned == whole.returned
+    resumed = run_example(EXAMPLE, *options, str(tmp_path / "second"), "--resume", resume)
+    assert resumed.returned == reference.returned
 
 
 def test_8_bit_moments_train_and_resume(trained, tmp_path):
     """`optimizer_cls_and_kwargs`, as docs/optim.md shows. Losses follow those of fp32 moments."""
-    whole, _ = trained["current"]
+    reference, _ = trained["current"]
     options = ("--steps", str(STEPS), "--fp8-moments", "--output")
     run = run_example(EXAMPLE, *options, str(tmp_path / "first"))
-    assert run.returned["losses"] == pytest.approx(whole.returned["losses"], rel=0.01)
+    assert run.returned["losses"] == pytest.approx(reference.returned["losses"], rel=0.01)
     resume = str(tmp_path / "first" / "checkpoint-3")
     saved = torch.load(f"{resume}/optimizer.bin", weights_only=True)
     assert sum("exp_avg_codes" in state for state in saved["state"].values()) == 2 * 7

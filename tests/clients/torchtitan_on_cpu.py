@@ -113,7 +113,8 @@ def adapt(config: titan.Trainer.Config) -> None:
     config.training.seq_len = LENGTH
     config.training.disable_cuda_graphs = True
     config.compile.backend = "aot_eager"
-    config.dataloader, config.tokenizer = Data.Config(), NoTokenizer.Config()
+    config.dataloader = Data.Config()
+    config.tokenizer = NoTokenizer.Config()
     config.validator.enable = False
     config.debug.enable_structured_logging = False
     if backend := os.environ.get("TEST_SPMD_BACKEND"):
@@ -155,7 +156,8 @@ def watched() -> type[titan.Trainer]:
         r"```python\n([^`]*class WatchedTrainer.*?)```", page.read_text(), re.DOTALL
     )
     names: dict[str, Any] = {"__name__": __name__}
-    theirs, titan.Trainer = titan.Trainer, CpuTrainer
+    theirs = titan.Trainer
+    titan.Trainer = CpuTrainer
     exec(compile(block.replace("every=100", "every=2"), page, "exec", dont_inherit=True), names)
     titan.Trainer = theirs
 
@@ -198,5 +200,5 @@ def main(argv: list[str]) -> dict[str, Any]:
     with trainer.train_context():
         evaluated = evaluate(trainer.model_parts[0])
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    found = {"losses": losses, "step": trainer.step, "evaluated": evaluated, "graphs": graphs}
-    return {**found, "logged": logged}
+    results = {"losses": losses, "step": trainer.step, "evaluated": evaluated, "graphs": graphs}
+    return {**results, "logged": logged}

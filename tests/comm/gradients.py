@@ -56,15 +56,17 @@ def grads_of(model):
 
 def check_same_gradients(model, expected):
     """Check that two models have equal bytes in all gradients."""
-    found, expected = grads_of(model), grads_of(expected)
-    assert expected and found.keys() == expected.keys()
+    actual = grads_of(model)
+    expected = grads_of(expected)
+    assert expected and actual.keys() == expected.keys()
     for name, grad in expected.items():
-        assert same_bytes(found[name], grad), name
+        assert same_bytes(actual[name], grad), name
 
 
 def check(rig, build, run=backward):
     """Check the gradients after ``set_fsdp_comm`` against `SumInOrder`; return what it chose."""
-    expected, model = build(), build()
+    expected = build()
+    model = build()
     sum_in_order(expected)
     comm = set_fsdp_comm(model)
     run(expected, rig)

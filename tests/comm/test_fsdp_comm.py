@@ -147,10 +147,10 @@ def losses(rig, settings, recipe, with_comm, turn=0):
     model = build_model(settings)
     if recipe is not None:
         convert_to_float8_training(model, recipe=recipe, filter_fqns=HIGH_PRECISION)
-    shard_demo(model, rig.device_type, rig.world_size)
+    shard_demo(model)
     comm = set_fsdp_comm(model) if with_comm else None
     optimizer = make_optimizer(model, settings)
-    seen = []
+    step_losses = []
     for step in range(settings.steps):
         rows = corpus.batch(settings.seed, step, settings.rows, settings.length)
         for group in optimizer.param_groups:
@@ -160,22 +160,22 @@ def losses(rig, settings, recipe, with_comm, turn=0):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(loss.detach())
+        step_losses.append(loss.detach())
     if comm is not None:  # With newer torch, gradients of norms are float32.
         nbytes = comm.reduce_scatter_bytes
         assert nbytes["bfloat16"] > 10 * nbytes["float32"]
-    mean = torch.stack(seen).double()  # In float64, the order of ranks does not matter.
+    mean = torch.stack(step_losses).double()  # In float64, the order of ranks does not matter.
     dist.all_reduce(mean)
     return mean / rig.world_size
 
 
 def check_training(rig, settings, recipe):
-    expected, found = (losses(rig, settings, recipe, with_comm) for with_comm in (False, True))
-    assert math.isfinite(found[-1]) and found[-1] < found[0]
+    expected, actual = (losses(rig, settings, recipe, with_comm) for with_comm in (False, True))
+    assert math.isfinite(actual[-1]) and actual[-1] < actual[0]
     if rig.world_size == 2:  # A sum of two numbers has one order.
-        assert same_bytes(expected, found)
+        assert same_bytes(expected, actual)
     else:
-        difference = (expected - found).abs() / expected
+        difference = (expected - actual).abs() / expected
         print(f"largest difference of losses: {difference.max():.2g}", file=sys.stderr)
         assert difference[:20].max() <= BOUND
         if difference.max() > LATE_BOUND:

@@ -51,10 +51,10 @@ def test_bf16_gradients_are_sent_as_half_the_bytes(rig):
     fsdp2, model = (shard(make(EVEN, device=rig.device), rig, mp_policy=BF16) for _ in range(2))
     set_fsdp_comm(model)
     sent = []
-    for one in (fsdp2, model):
-        with Collectives() as seen:
-            backward(one, rig)
-        sent.append(sum(c.nbytes for c in seen.seen))
+    for module in (fsdp2, model):
+        with Collectives() as collectives:
+            backward(module, rig)
+        sent.append(sum(c.nbytes for c in collectives.calls))
     elements = sum(p.numel() for p in model.parameters())
     assert sent[0] - sent[1] == 2 * elements
 
@@ -337,10 +337,10 @@ def test_a_model_trains_after_a_backward_that_raised_on_all_ranks(rig):
     hidden.remove()
     del x
     fresh = shard(make(EVEN, device=rig.device), rig, mp_policy=BF16)
-    again = set_fsdp_comm(fresh)
+    fresh_comm = set_fsdp_comm(fresh)
     backward(fresh, rig)
     assert comm.reduce_scatters["bfloat16"] < 3
-    assert again.reduce_scatters == {"bfloat16": 3}
+    assert fresh_comm.reduce_scatters == {"bfloat16": 3}
 
 
 @ranks(2)

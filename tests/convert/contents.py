@@ -34,12 +34,12 @@ def values_of(parameter):
 
 def contents(model):
     """Return everything that a conversion changes in a model: attributes by id, and values."""
-    found = {}
+    entries = {}
     for name, module in model.named_modules():
-        found[name, "class"] = type(module)
+        entries[name, "class"] = type(module)
         for attribute, value in module.__dict__.items():
             items = value.items() if isinstance(value, dict) else [("", value)]
-            found[name, attribute] = [(key, id(item)) for key, item in items]
+            entries[name, attribute] = [(key, id(item)) for key, item in items]
     for name, p in model.named_parameters():
-        found[name, "values"] = type(p), values_of(p), list(p.__dict__)
-    return found
+        entries[name, "values"] = type(p), values_of(p), list(p.__dict__)
+    return entries

@@ -99,11 +99,11 @@ def test_recipes_by_object_and_name():
 
 def test_hooks_and_training_mode_are_kept(device):
     model = Model().to(device).eval()
-    seen = []
-    model.head.register_forward_hook(lambda *_: seen.append("head"))
+    calls = []
+    model.head.register_forward_hook(lambda *_: calls.append("head"))
     convert(model)
     model(torch.arange(3, device=device))
-    assert seen == ["head"]
+    assert calls == ["head"]
     assert not model.head.training
 
 
@@ -159,14 +159,14 @@ def test_a_filter_that_matches_nothing_warns():
 
 
 def test_module_filter_fn_receives_module_and_name():
-    seen = []
+    names = []
 
     def keep(module, fqn):
-        seen.append(fqn)
+        names.append(fqn)
         return module.out_features == 32
 
     assert converted(convert(Model(), module_filter_fn=keep)) == ["blocks.0.0", "blocks.1.0"]
-    assert seen == ALL
+    assert names == ALL
 
 
 def layers_of(**shapes):
@@ -181,10 +181,10 @@ def test_min_speedup_keeps_small_layers_in_high_precision(recipe):
         model = layers_of(**shapes)
         keep = fp8rs.min_speedup(tokens, 1.02, recipe=recipe)
         assert [name for name, layer in model.items() if keep(layer, name)] == expected
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as recorded_warnings:
             warnings.simplefilter("always")
             assert converted(convert(model, recipe=recipe, module_filter_fn=keep)) == expected
-        assert bool(seen) == (not expected)
+        assert bool(recorded_warnings) == (not expected)
     squares = layers_of(**{f"of {n}": (n, n) for n in (1024, 2048, 3072, 4096, 8192)})
     fast = [
         name
@@ -285,9 +285,9 @@ def test_subclasses_that_inherit_their_forward_are_converted(device):
     convert(reference, recipe="current")
     x = torch.ones(4, 16, device=device)
     assert torch.equal(model(x), reference(x))
-    for again in (copy.deepcopy(model), reloaded(model, weights_only=False)):
-        assert type(again[0]) is type(model[0])
-        assert torch.equal(again(x), model(x))
+    for copied in (copy.deepcopy(model), reloaded(model, weights_only=False)):
+        assert type(copied[0]) is type(model[0])
+        assert torch.equal(copied(x), model(x))
 
 
 def test_subclasses_with_their_own_forward_are_not_converted(device):
@@ -354,7 +354,8 @@ def test_a_second_conversion_with_another_gather_is_refused(earlier, requested):
 
 def test_converting_twice_changes_nothing():
     model = convert(Model(), recipe="current")
-    state, hooks = state_of(model.head), len(model._forward_pre_hooks)
+    state = state_of(model.head)
+    hooks = len(model._forward_pre_hooks)
     convert(model, recipe="current")
     assert state_of(model.head) is state
     assert len(model._forward_pre_hooks) == hooks
@@ -519,10 +520,10 @@ def test_warnings_about_a_float64_model_name_its_dtype():
 
 def test_layers_converted_by_torchao_stay_with_a_warning():
     """The layers are recognized by their module's name, since torchao need not be installed."""
-    own = {"forward": lambda self, x: x, "__module__": "torchao.float8.float8_linear"}
+    namespace = {"forward": lambda self, x: x, "__module__": "torchao.float8.float8_linear"}
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     for layer in model:
-        layer.__class__ = type("Float8Linear", (nn.Linear,), own)
+        layer.__class__ = type("Float8Linear", (nn.Linear,), namespace)
     says = r"2 layers are not converted \(the first is 0\).* Remove torchao's conversion"
     with (
         pytest.warns(UserWarning, match=says),
@@ -534,11 +535,12 @@ def test_layers_converted_by_torchao_stay_with_a_warning():
 def weights_under_another_recipe(device, before, **options):
     """Return an unconverted model whose FP8 weights have the format of the recipe ``before``."""
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)).to(device)
-    convert(made, recipe=before, fp8_weights=True, enable_fsdp_float8_all_gather=None)
+    source = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)).to(device)
+    convert(source, recipe=before, fp8_weights=True, enable_fsdp_float8_all_gather=None)
     model = nn.Sequential(*(nn.Linear(128, 128, device="meta") for _ in range(2)))
-    for layer, old in zip(model, made, strict=True):
-        layer.weight, layer.bias = old.weight, old.bias
+    for layer, old in zip(model, source, strict=True):
+        layer.weight = old.weight
+        layer.bias = old.bias
     return model
 
 
@@ -950,37 +952,38 @@ def assert_converts(model):
     model(torch.arange(3)).sum().backward()
 
 
-@pytest.mark.parametrize("held", ["loss", "weak reference"])
-def test_weights_that_cannot_be_replaced_are_refused(held):
+@pytest.mark.parametrize("holder", ["loss", "weak reference"])
+def test_weights_that_cannot_be_replaced_are_refused(holder):
     model = Model()
     handle = model.head.register_forward_pre_hook(lambda module, args: None)
     before = contents(model)
-    what = model(torch.arange(3)).sum() if held == "loss" else weakref.ref(model.head.weight)
+    reference = model(torch.arange(3)).sum() if holder == "loss" else weakref.ref(model.head.weight)
     with pytest.raises(
         RuntimeError, match="cannot become FP8 in place while something holds its tensor"
     ):
         convert_to_float8_training(model, fp8_weights=True)
     assert contents(model) == before
-    if held == "loss":
+    if holder == "loss":
         # The refused conversion does not break the graph.
-        what.backward()
+        reference.backward()
         assert all(p.grad is not None for p in model.parameters())
     handle.remove()
     assert not model.head._forward_pre_hooks
-    del what
+    del reference
     assert_converts(model)
 
 
 @pytest.mark.filterwarnings("error:filter_fqns has")
 @pytest.mark.parametrize("way", FAILURES, ids=lambda way: way.__name__)
 def test_a_conversion_that_fails_changes_nothing(way):
-    model, arguments, held = way()
-    before, state = contents(model), list(model.state_dict())
+    model, arguments, references = way()
+    before = contents(model)
+    state = list(model.state_dict())
     with pytest.raises((ValueError, TypeError, RuntimeError, UserWarning), match=FAILURES[way]):
         convert_to_float8_training(model, **arguments)
     assert contents(model) == before
     assert list(model.state_dict()) == state
-    del held
+    del references
 
 
 @ranks(2, cuda=False)

@@ -29,6 +29,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from internals import gemms_of, handle_of, handles_of, run_in_high_precision
 from internals import local_of as local_tensor
 from language_models import mixture, tiny_mixture, train_on
+from saved_tensors import saved_tensors
 
 KINDS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 FP8_RECIPES = ["current", "delayed", "rowwise", "rowwise_with_gw_hp"]
@@ -102,12 +103,12 @@ def test_a_conversion_leaves_the_model_config_alone(kind, options):
     convert(model, **options)
     copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     tokens = torch.arange(64).view(2, 32)
-    for one in (model, *copies):
-        assert vars(one.config) == before
-        experts = one.model.layers[-1].mlp.experts
-        assert experts.config.config is one.config
-        assert experts.config.hidden_size == one.config.hidden_size
-        assert torch.equal(one(tokens).logits, model(tokens).logits)
+    for module in (model, *copies):
+        assert vars(module.config) == before
+        experts = module.model.layers[-1].mlp.experts
+        assert experts.config.config is module.config
+        assert experts.config.hidden_size == module.config.hidden_size
+        assert torch.equal(module(tokens).logits, model(tokens).logits)
     copies[0].set_experts_implementation("eager")
     assert model.model.layers[-1].mlp.experts.config._experts_implementation == "fp8rs"
     assert copies[0].model.layers[-1].mlp.experts.config._experts_implementation == "eager"
@@ -131,8 +132,9 @@ def test_the_report_of_a_model_is_that_of_its_conversion(kind, mode, recipe):
         for n, p in model.named_parameters()
         if p.dim() == 3 and "1.mlp.experts.d" not in n
     )
-    whole = fp8rs.report(model, world_size=2, **{**options, "experts": "off"})
-    assert planned.converted_parameters - whole.converted_parameters == experts * (mode != "off")
+    without_experts = fp8rs.report(model, world_size=2, **{**options, "experts": "off"})
+    difference = planned.converted_parameters - without_experts.converted_parameters
+    assert difference == experts * (mode != "off")
     convert(model, **options)
     assert fp8rs.report(model, world_size=2) == planned
 
@@ -151,8 +153,8 @@ def test_the_report_of_a_sharded_model_is_that_of_its_conversion(rig, mode):
 def test_a_sharded_model_that_is_not_converted_has_a_report(rig):
     model = Titan().to(rig.device)
     fully_shard(model, mesh=rig.mesh())
-    (left,) = fp8rs.report(model).left
-    assert left.reason == "it is sharded already" and len(left.names) == 3
+    (group,) = fp8rs.report(model).left
+    assert group.reason == "it is sharded already" and len(group.names) == 3
 
 
 class Mlp(nn.Module):
@@ -160,7 +162,8 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden=64, width=48):
         super().__init__()
-        self.up, self.down = nn.Linear(hidden, width), nn.Linear(width, hidden)
+        self.up = nn.Linear(hidden, width)
+        self.down = nn.Linear(width, hidden)
 
 
 def block_with(**modules):
@@ -171,8 +174,8 @@ def block_with(**modules):
 
 def in_high_precision(model):
     """Return the reasons of layers, by name."""
-    left = fp8rs.report(model).left
-    return {name: group.reason for group in left for name in group.names}
+    groups = fp8rs.report(model).left
+    return {name: group.reason for group in groups for name in group.names}
 
 
 ROUTER = "it is a router: its outputs select experts"
@@ -276,9 +279,9 @@ def test_excluded_experts_are_reported_with_the_reason(options, reason):
         router = nn.Linear(1024, 16, bias=False)
         model = nn.ModuleDict({"experts": Titan(4, 1024, 1024), "router": router})
     planned = fp8rs.report(model, **options)
-    (left,) = planned.left
-    assert left.reason == reason
-    assert left.names == tuple(n for n, _ in model.named_parameters() if "experts" in n)
+    (group,) = planned.left
+    assert group.reason == reason
+    assert group.names == tuple(n for n, _ in model.named_parameters() if "experts" in n)
     convert(model, **options)
     assert fp8rs.report(model) == planned
     assert ("experts='off'; " in str(planned)) == (options == {"experts": "off"})
@@ -291,17 +294,17 @@ def test_the_log_and_the_report_count_alike(caplog):
         caplog.clear()
         with caplog.at_level(logging.INFO, "fp8rs"):
             convert(model, filter_fqns=filters)
-        found = fp8rs.report(model)
+        report = fp8rs.report(model)
         assert f"1 linear layer and {count} converted" in caplog.text
-        assert f"converted: 1 linear layer and {count} " in str(found)
-        names = [name for left in found.left if "filter" in left.reason for name in left.names]
+        assert f"converted: 1 linear layer and {count} " in str(report)
+        names = [name for group in report.left if "filter" in group.reason for name in group.names]
         assert f"; {len(names)} left in high precision" in caplog.text
 
 
 def test_the_report_names_experts_that_a_filter_excludes():
     report = fp8rs.report(mixture("mixtral"), filter_fqns=["down_proj"])
-    (left,) = [one for one in report.left if one.reason == "named by filter_fqns"]
-    assert left.names and all(name.endswith("down_proj") for name in left.names)
+    (excluded,) = [group for group in report.left if group.reason == "named by filter_fqns"]
+    assert excluded.names and all(name.endswith("down_proj") for name in excluded.names)
 
 
 def test_auto_converts_known_experts_only():
@@ -526,7 +529,7 @@ def test_a_weight_that_a_conversion_left_out_stays_with_a_reason():
     model = convert(nn.ModuleDict({"titan": Titan()}), filter_fqns=["w1_EFD"])
     model["head"] = nn.Linear(32, 32)
     convert(model)
-    reasons = {name: left.reason for left in fp8rs.report(model).left for name in left.names}
+    reasons = {name: group.reason for group in fp8rs.report(model).left for name in group.names}
     assert reasons["titan.w1_EFD"] == "its module is converted already"
 
 
@@ -553,9 +556,9 @@ def test_tied_and_integer_parameters_stay_as_they_are():
 @pytest.mark.parametrize("build", [Titan, lambda: mixture("mixtral").model.layers[0].mlp])
 def test_copies_are_converted(build, way):
     model = convert(build(), experts="fp8")
-    again = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
-    assert converted(again) == converted(model)
-    for module, other in zip(again.modules(), model.modules(), strict=True):
+    copied = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert converted(copied) == converted(model)
+    for module, other in zip(copied.modules(), model.modules(), strict=True):
         assert type(module) is type(other)
         for name in handles_of(module):
             assert handle_of(module, name).module is module
@@ -638,13 +641,13 @@ def test_experts_are_gathered_at_half_of_the_bytes_of_bf16(rig, recipe, dim):
         fully_shard(
             module, mesh=rig.mesh(), mp_policy=policy, shard_placement_fn=lambda p: Shard(dim)
         )
-    with Collectives() as seen:
+    with Collectives() as collectives:
         for module in experts_of(model):
             module.unshard()
     for module in experts_of(model):
         assert all(isinstance(p, QuantizedTensor) for p in module.parameters())
     # An all-reduce of scales sends and receives as much as two gathers of its size.
-    nbytes = seen.nbytes("gather") + 2 * seen.nbytes("reduce")
+    nbytes = collectives.nbytes("gather") + 2 * collectives.nbytes("reduce")
     assert 0.5 <= nbytes / (2 * numel) <= 0.52
 
 
@@ -709,7 +712,8 @@ def test_fp8_weights_of_experts_train_sharded_as_unsharded(rig, kind, recipe):
 )
 def test_compiled_blocks_read_gathered_weights(rig, kind, mode, recipe):
     """Nothing is compiled again after an optimizer step or for another number of tokens."""
-    results, frames = [], []
+    results = []
+    frames = []
     for compiled in (False, True):
         torch._dynamo.reset()
         model = mixture(kind, rig.device)
@@ -742,12 +746,11 @@ def test_other_clients_use_gathered_codes(rig, client, mode):
     rows = torch.randn(40, 64, device=rig.device, dtype=torch.bfloat16)
     counts = torch.tensor([7, 0, 20, 13], device=rig.device)
     if client == "titan":
-        model, given = Titan(dtype=torch.bfloat16), counts
+        model = Titan(dtype=torch.bfloat16)
+        routing = counts
     else:
-        model, given = (
-            fp8rs.nn.GroupedLinear(4, 64, 32, dtype=torch.bfloat16),
-            counts.cumsum(0).int(),
-        )
+        model = fp8rs.nn.GroupedLinear(4, 64, 32, dtype=torch.bfloat16)
+        routing = counts.cumsum(0).int()
     model.to(rig.device)
     reference = copy.deepcopy(model)
     if mode == "fp8":
@@ -766,7 +769,7 @@ def test_other_clients_use_gathered_codes(rig, client, mode):
     results = []
     for module in (model, reference):
         x = rows.clone().requires_grad_()
-        y = module(x, given)
+        y = module(x, routing)
         y.float().square().sum().backward()
         grads = [p.grad for p in module.parameters()]
         results.append(
@@ -785,14 +788,8 @@ def test_other_clients_use_gathered_codes(rig, client, mode):
 def test_no_values_of_gathered_weights_are_saved_for_the_backward(rig, mode, recipe):
     model = Titan(dtype=torch.bfloat16).to(rig.device)
     fully_shard(convert(model, recipe=recipe, experts=mode), mesh=rig.mesh())
-    saved = []
-
-    def pack(t):
-        saved.append(t)
-        return t
-
     x = torch.randn(40, 64, device=rig.device, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with saved_tensors() as saved:
         model(x, torch.tensor([7, 0, 20, 13], device=rig.device)).sum().backward()
     assert saved and all(t.dim() < 3 for t in saved)
     assert x.grad.any()
@@ -826,9 +823,9 @@ def test_fp8_weights_do_not_depend_on_whether_expert_parallelism_came_first(rig)
                 # The largest value of a block may have been rounded to the end of its binade. Parts
                 # are distributed as values, so the block's exponent may then be one smaller.
                 continue
-            for one, other in zip(planes_of(a), planes_of(b), strict=True):
-                assert same_bytes(one.data, other.data), (recipe, name)
-                assert same_bytes(one.scale, other.scale), (recipe, name)
+            for plane, other in zip(planes_of(a), planes_of(b), strict=True):
+                assert same_bytes(plane.data, other.data), (recipe, name)
+                assert same_bytes(plane.scale, other.scale), (recipe, name)
 
         results = []
         for model in models:
@@ -855,31 +852,31 @@ def planes_of(parameter):
 def test_ranks_of_expert_parallelism_compute_their_own_experts(rig, mode, dim, first):
     """The weights are DTensors over the ranks that have other experts, as in torchtitan."""
     torch.manual_seed(0)
-    whole = Titan(experts=6, dtype=torch.bfloat16).to(rig.device)
+    reference = Titan(experts=6, dtype=torch.bfloat16).to(rig.device)
     mesh = init_device_mesh(rig.device.type, (2, 2), mesh_dim_names=("efsdp", "ep"))
-    model = copy.deepcopy(whole)
+    model = copy.deepcopy(reference)
     if first == "conversion":
         convert(model, experts=mode)
-    for name, p in whole.named_parameters():
+    for name, p in reference.named_parameters():
         part = distribute_tensor(p.detach(), mesh["ep"], [Shard(0)])
         model.register_parameter(name, nn.Parameter(part))
     convert(model, experts=mode)
     fully_shard(model, mesh=mesh["efsdp"], shard_placement_fn=lambda p: Shard(dim))
-    own = Titan(experts=3, dtype=torch.bfloat16).to(rig.device)
+    local_experts = Titan(experts=3, dtype=torch.bfloat16).to(rig.device)
     with torch.no_grad():
-        for p, values in zip(own.parameters(), whole.parameters(), strict=True):
+        for p, values in zip(local_experts.parameters(), reference.parameters(), strict=True):
             p.copy_(values.chunk(2)[mesh["ep"].get_local_rank()])
             if mode == "gather":
                 codes, _, scale = torch.ops.fp8rs.quantize_current(
                     p, torch.float8_e4m3fn, True, False, batched=True
                 )
                 p.copy_(codes.float() * scale.view(-1, 1, 1))
-    convert(own, experts=mode)
+    convert(local_experts, experts=mode)
     x = torch.randn(40, 64, device=rig.device, dtype=torch.bfloat16)
     x[33:] = torch.nan  # rows without an expert
     counts = torch.tensor([7, 0, 26], device=rig.device)
     results = []
-    for module in (model, own):
+    for module in (model, local_experts):
         y = module(x, counts)[:33]
         y.float().square().sum().backward()
         grads = [p.grad for p in module.parameters()]
@@ -941,16 +938,18 @@ def test_another_experts_implementation_multiplies_dequantized_weights(rig, othe
     model = convert(mixture("mixtral", rig.device), experts="fp8", filter_fqns=["lm_head"])
     gather = convert(mixture("mixtral", rig.device), experts="gather", filter_fqns=["lm_head"])
     shard(model, rig), shard(gather, rig)
-    before, planned = loss_of(model, rig), fp8rs.report(model)
+    before = loss_of(model, rig)
+    planned = fp8rs.report(model)
     model.set_experts_implementation(other)
-    loss, expected = loss_of(model, rig), loss_of(gather, rig)
+    loss = loss_of(model, rig)
+    expected = loss_of(gather, rig)
     torch.testing.assert_close(loss, expected)
     assert loss != before
     loss.backward()
-    found = fp8rs.report(model)
+    report = fp8rs.report(model)
     reason = f"the experts implementation '{other}' was selected after the conversion"
-    assert set(found.gemm_reasons.values()) == {reason}
-    assert {text for by in found.gemms.values() for text in by.values()} == {"high precision"}
+    assert set(report.gemm_reasons.values()) == {reason}
+    assert {text for by in report.gemms.values() for text in by.values()} == {"high precision"}
     for name in ("grouped_mm", "fp8rs"):
         model.set_experts_implementation(name)
         assert fp8rs.report(model) == planned
@@ -980,13 +979,13 @@ def distribute(model, **sizes):
 def test_a_converted_model_trains_under_expert_parallelism_of_transformers(rig, recipe, mode):
     model = mixture("qwen3_moe", rig.device)
     options = {"recipe": recipe, "experts": mode, "filter_fqns": ["lm_head"]}
-    whole, parallel = (convert(copy.deepcopy(model), **options) for _ in range(2))
+    reference, parallel = (convert(copy.deepcopy(model), **options) for _ in range(2))
     distribute(parallel, fsdp_size=2, ep_size=2)
     results = []
-    for one in (shard(whole, rig), parallel):
-        loss = loss_of(one, rig)
+    for module in (shard(reference, rig), parallel):
+        loss = loss_of(module, rig)
         loss.backward()
-        gradients = {n: p.grad.full_tensor() for n, p in one.named_parameters()}
+        gradients = {n: p.grad.full_tensor() for n, p in module.named_parameters()}
         results.append((loss.detach(), gradients))
     torch.testing.assert_close(*results)
 
@@ -1004,12 +1003,12 @@ def test_a_model_that_transformers_has_sharded_is_refused(rig):
 def test_experts_are_converted_after_tensor_parallelism_of_transformers(rig):
     """It replaces the forwards of linear layers, which stay in high precision with a warning."""
     model = mixture("qwen3_moe", rig.device)
-    whole = convert(copy.deepcopy(model), experts="fp8", filter_fqns=["lm_head", "attn"])
+    reference = convert(copy.deepcopy(model), experts="fp8", filter_fqns=["lm_head", "attn"])
     distribute(model, tp_size=2, ep_size=2)
     with pytest.warns(UserWarning, match="for example tensor parallelism of transformers"):
         convert(model, experts="fp8", filter_fqns=["lm_head"])
-    assert converted(model) == converted(whole)
-    torch.testing.assert_close(loss_of(model, rig), loss_of(whole, rig))
+    assert converted(model) == converted(reference)
+    torch.testing.assert_close(loss_of(model, rig), loss_of(reference, rig))
 
 
 def test_a_saved_model_computes_in_another_process(tmp_path):
@@ -1043,7 +1042,7 @@ def test_sharded_modules_are_recognized_by_their_own_class(rig):
         model = Model()
         if sharded:
             fully_shard(model.part, mesh=rig.mesh())
-        reasons = {name: left.reason for left in fp8rs.report(model).left for name in left.names}
+        reasons = {name: group.reason for group in fp8rs.report(model).left for name in group.names}
         assert reasons["part.batch"] == "not known as experts, see experts='gather'"
     with pytest.raises(ValueError, match=r"part\.batch is sharded already: convert before"):
         convert(model, experts="gather", filter_fqns=["head"])

@@ -56,17 +56,18 @@ def train(model, device):
     optimizer.zero_grad()
 
 
-def without_weights(found, model):
+def without_weights(entries, model):
     """Return `contents` without the values of parameters."""
     names = {name for name, _ in model.named_parameters()}
-    return {key: value for key, value in found.items() if key[0] not in names}
+    return {key: value for key, value in entries.items() if key[0] not in names}
 
 
 @recipes
 def test_master_weights_converted_back_are_those_before(device, recipe):
     """Classes, parameter objects, hooks, buffers and attributes are equal, and so are outputs."""
     model = build(device)
-    before, y = contents(model), model(inputs(device))
+    before = contents(model)
+    y = model(inputs(device))
     fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe])
     assert not torch.equal(model(inputs(device)), y)
     assert fp8rs.convert_to_high_precision(model) is model
@@ -221,7 +222,8 @@ def test_layers_that_were_changed_are_refused(change, message, fp8_weights):
 
 def test_fp8_weights_with_a_weak_reference_are_refused():
     model = fp8rs.convert_to_float8_training(build("cpu"), fp8_weights=True)
-    before, reference = contents(model), weakref.ref(model.down.weight)
+    before = contents(model)
+    reference = weakref.ref(model.down.weight)
     with pytest.raises(RuntimeError, match=r"of down cannot be dequantized in place while .* Free"):
         fp8rs.convert_to_high_precision(model)
     assert contents(model) == before

@@ -18,7 +18,8 @@ from oracle.compare import relative
 class Two(nn.Module):
     def __init__(self, width=32):
         super().__init__()
-        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+        self.a = nn.Linear(width, width)
+        self.b = nn.Linear(width, width)
 
     def forward(self, x):
         return self.b(self.a(x).relu())
@@ -102,8 +103,8 @@ def test_a_parametrized_fp8_weight_trains(device, way, recipe, ours):
     model = two(device, recipe, fp8_weights=True)
     weight = model.a.weight
     way(model.a)
-    found = [p for p in model.a.parameters() if isinstance(p, QuantizedTensor)]
-    assert len(found) == 1 and storage_of(found[0]) is storage_of(weight)
+    quantized = [p for p in model.a.parameters() if isinstance(p, QuantizedTensor)]
+    assert len(quantized) == 1 and storage_of(quantized[0]) is storage_of(weight)
     kind = fp8rs.optim.AdamW if ours else torch.optim.AdamW
     x = same_batch(device)
     losses = train(model, kind(model.parameters(), lr=0.01), [x] * 4)
@@ -154,7 +155,7 @@ def test_a_weight_tied_after_the_conversion_trains(device, recipe):
 def test_a_tied_weight_is_sharded_once(rig, recipe):
     """The weight is quantized once, gathered once, and trains as it does unsharded."""
     x = same_batch(rig.device)
-    found = []
+    results = []
     for sharded in (False, True):
         model = two(rig.device, recipe)
         model.b.weight = model.a.weight
@@ -162,14 +163,14 @@ def test_a_tied_weight_is_sharded_once(rig, recipe):
             fully_shard(model, mesh=rig.mesh())
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         if sharded and recipe == "current":
-            with Collectives() as seen:
+            with Collectives() as collectives:
                 y = model(x)
-            assert reduces(seen) == [4], "one amax"
+            assert reduces(collectives) == [4], "one amax"
             assert model.b.weight is model.a.weight
             y.sum().backward()
             optimizer.zero_grad()
-        found.append(train(model, optimizer, [x] * 5))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+        results.append(train(model, optimizer, [x] * 5))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
 @ranks(2)
@@ -177,11 +178,11 @@ def test_a_tied_weight_is_sharded_once(rig, recipe):
 def test_a_tied_weight_has_equal_codes_in_both_layers(rig, recipe):
     model = two(rig.device, recipe)
     model.b.weight = model.a.weight
-    whole = model.a.weight.detach().clone()
+    weight = model.a.weight.detach().clone()
     fully_shard(model, mesh=rig.mesh())
     model(batch(rig)).sum()
     for layer in (model.a, model.b):
-        assert same_bytes(layer.weight.rowwise.data, whole_planes(whole, recipe)[0])
+        assert same_bytes(layer.weight.rowwise.data, whole_planes(weight, recipe)[0])
 
 
 # --- siblings on two streams ---------------------------------------------------------------------
@@ -201,18 +202,18 @@ def test_siblings_on_two_streams_share_no_planes_without_an_event(recipe):
         torch.cuda.synchronize()
         streams = [torch.cuda.Stream() for _ in range(2)]
         for n in range(20):
-            own = x.clone()
+            copied_x = x.clone()
             torch.cuda.synchronize()
             order = (0, 1) if n % 2 else (1, 0)
-            found = [None, None]
+            outputs = [None, None]
             for i in order:
                 with torch.cuda.stream(streams[i]):
                     if i == order[0]:
                         # Delay the planes that the first stream computes.
                         torch.cuda._sleep(2_000_000)
-                    found[i] = (model.a, model.b)[i](own)
+                    outputs[i] = (model.a, model.b)[i](copied_x)
             torch.cuda.synchronize()
-            assert all(torch.equal(y, e) for y, e in zip(found, expected, strict=True))
+            assert all(torch.equal(y, e) for y, e in zip(outputs, expected, strict=True))
 
 
 # --- in-place operations on outputs --------------------------------------------------------------
@@ -222,7 +223,7 @@ def test_siblings_on_two_streams_share_no_planes_without_an_event(recipe):
 @pytest.mark.parametrize("shape", [(32,), (4, 32), (2, 3, 32), (2, 2, 2, 32), (0, 3, 32)])
 @pytest.mark.parametrize("change", ["relu", "add", "mul", "index"])
 def test_outputs_may_be_changed_in_place(device, change, shape, recipe):
-    found = []
+    results = []
     for in_place in (True, False):
         model = two(device, recipe)
         generator = torch.Generator().manual_seed(1)
@@ -239,8 +240,8 @@ def test_outputs_may_be_changed_in_place(device, change, shape, recipe):
         else:
             y = y * (torch.arange(32, device=device) >= 4)
         model.b(y).square().sum().backward()
-        found.append((y.detach(), x.grad, model.a.weight.grad, model.b.weight.grad))
-    for mine, expected in zip(*found, strict=True):
+        results.append((y.detach(), x.grad, model.a.weight.grad, model.b.weight.grad))
+    for mine, expected in zip(*results, strict=True):
         assert torch.equal(mine, expected)
 
 

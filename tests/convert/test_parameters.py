@@ -129,7 +129,8 @@ def test_shards_have_real_storage_of_their_own(rig):
 def test_an_average_created_before_or_after_the_conversion_follows_the_weights(device, recipe):
     # Delayed scaling adds buffers, which AveragedModel would pair as well.
     if recipe == "delayed":
-        before = AveragedModel(model := plain(device))
+        model = plain(device)
+        before = AveragedModel(model)
         with pytest.raises(ValueError, match=r"zip\(\) argument 2 is longer"):
             before.update_parameters(convert(model, recipe))
     averages = []
@@ -156,7 +157,8 @@ class TwoViews(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.a = nn.Linear(32, 32)
+        self.b = nn.Linear(32, 32)
         self.penalized = [self.a.weight, self.b.weight]
 
     def forward(self, x):
@@ -407,11 +409,11 @@ def test_a_converted_parameter_behaves_as_a_plain_one(device, use, recipe):
 @pytest.mark.parametrize("use", USES)
 def test_a_converted_shard_behaves_as_a_plain_one(rig, use):
     """accelerate, safetensors and optimizers in C++ use the local tensor."""
-    found = []
+    results = []
     for recipe in (None, "current"):
         model = shard(make(UNEVEN, recipe=recipe, device=rig.device), rig)
-        found.append([globals()[use](local(layer.weight)) for layer in linears(model).values()])
-    assert found[0] == found[1]
+        results.append([globals()[use](local(layer.weight)) for layer in linears(model).values()])
+    assert results[0] == results[1]
 
 
 def test_a_converted_model_moves_to_shared_memory():
@@ -463,7 +465,7 @@ def test_optimizers_use_foreach_for_the_whole_group(device, recipe):
 @ranks(2)
 def test_foreach_and_fused_steps_of_shards_equal_those_of_plain_shards(rig):
     for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
-        found = []
+        results = []
         for recipe in (None, "current"):
             model = shard(make(UNEVEN, recipe=recipe, device=rig.device), rig)
             for p in model.parameters():
@@ -471,8 +473,8 @@ def test_foreach_and_fused_steps_of_shards_equal_those_of_plain_shards(rig):
             optimizer = torch.optim.AdamW(model.parameters(), 0.1, **options)
             with Lists() as lists:
                 optimizer.step()
-            found.append((full_weights(model), lists.lengths))
-        (expected, lengths), (weights, own_lengths) = found
+            results.append((full_weights(model), lists.lengths))
+        (expected, lengths), (weights, own_lengths) = results
         assert all(same_bytes(weights[n], expected[n]) for n in expected), options
         assert own_lengths == lengths, options
 
@@ -543,18 +545,20 @@ def test_fsdp1_trains_in_mixed_precision(rig):
 def test_the_first_sharded_forward_may_be_in_inference_mode(rig, hidden, recipe):
     model = shard(make(hidden, recipe=RECIPES[recipe], device=rig.device), rig)
     other = shard(make(hidden, recipe=RECIPES[recipe], device=rig.device), rig)
-    whole = full_weights(model)
+    weights = full_weights(model)
     with torch.no_grad():
         expected = other(batch(rig))
-    seen = {}
-    watch_weights(model, lambda name, w: seen.update({name: w.rowwise.map(torch.clone)}))
+    gathered_weights = {}
+    watch_weights(
+        model, lambda name, w: gathered_weights.update({name: w.rowwise.map(torch.clone)})
+    )
     with torch.inference_mode():
         for _ in range(2):
             assert torch.equal(model(batch(rig)), expected)
-    for name, weight in whole.items():
+    for name, weight in weights.items():
         codes, scale, *_ = whole_planes(weight, recipe)
-        assert same_bytes(seen[name].data, codes), name
-        assert same_bytes(seen[name].scale, scale), name
+        assert same_bytes(gathered_weights[name].data, codes), name
+        assert same_bytes(gathered_weights[name].scale, scale), name
 
 
 class Linears(nn.Module):
@@ -602,17 +606,17 @@ def test_state_dicts_of_shards_in_inference_mode_behave_as_plain_ones(rig, recip
 
     With `keep_vars` it does not need to.
     """
-    found = []
+    results = []
     for chosen in (None, RECIPES[recipe]):
         model = shard(make(UNEVEN, recipe=chosen, device=rig.device), rig)
-        found.append(
+        results.append(
             (
                 outcome(lambda: list(model.state_dict())),  # noqa: B023
                 outcome(lambda: list(model.state_dict(keep_vars=True))),  # noqa: B023
             )
         )
-    assert found[0] == found[1]
-    assert found[1][1] == list(model.state_dict())
+    assert results[0] == results[1]
+    assert results[1][1] == list(model.state_dict())
 
 
 @ranks(2)
@@ -624,12 +628,12 @@ def test_state_dicts_load_in_inference_mode(rig, recipe):
         model.load_state_dict(state)
     loaded = model.state_dict()
     assert all(torch.equal(local(loaded[n]), local(p)) for n, p in state.items())
-    whole = full_weights(model)
-    seen = {}
-    watch_weights(model, lambda name, w: seen.update({name: w.rowwise.data.clone()}))
+    weights = full_weights(model)
+    gathered_weights = {}
+    watch_weights(model, lambda name, w: gathered_weights.update({name: w.rowwise.data.clone()}))
     model(batch(rig)).sum().backward()
-    for name, weight in whole.items():
-        assert same_bytes(seen[name], whole_planes(weight, recipe)[0]), name
+    for name, weight in weights.items():
+        assert same_bytes(gathered_weights[name], whole_planes(weight, recipe)[0]), name
 
 
 @recipes
@@ -659,12 +663,12 @@ def test_training_continues_after_an_inference_forward(rig, reshard, recipe):
     shard(model, rig, reshard_after_forward=reshard)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = train(model, optimizer, [batch(rig)])
-    whole = full_weights(model)
-    seen = {}
-    watch_weights(model, lambda name, w: seen.update({name: w.rowwise.data.clone()}))
+    weights = full_weights(model)
+    gathered_weights = {}
+    watch_weights(model, lambda name, w: gathered_weights.update({name: w.rowwise.data.clone()}))
     with torch.inference_mode():
         assert model(batch(rig)).isfinite().all()
     if recipe != "delayed":
-        for name, weight in whole.items():
-            assert same_bytes(seen[name], whole_planes(weight, recipe)[0]), name
+        for name, weight in weights.items():
+            assert same_bytes(gathered_weights[name], whole_planes(weight, recipe)[0]), name
     assert train(model, optimizer, [batch(rig)])[0] != before[0]

@@ -40,8 +40,8 @@ def stack(hidden: tuple[int, ...] = (64, 48)) -> Stack:
         return Stack(hidden)
 
 
-def shares(found: fp8rs.convert.report.Report) -> dict[str, int]:
-    return {left.reason: left.parameters for left in found.left}
+def shares(report: fp8rs.convert.report.Report) -> dict[str, int]:
+    return {group.reason: group.parameters for group in report.left}
 
 
 def test_a_report_does_not_change_the_model() -> None:
@@ -75,15 +75,15 @@ def test_it_lists_the_layers_that_a_conversion_converts() -> None:
 def test_every_parameter_is_counted_once_with_a_reason() -> None:
     with torch.device("meta"):
         model = Experts()
-    found = fp8rs.report(model)
-    assert found.converted == ()
-    assert shares(found) == {
+    report = fp8rs.report(model)
+    assert report.converted == ()
+    assert shares(report) == {
         "it is a router: its outputs select experts": 256 * 4,
         "its weight is tied to another module's": 64 * 256,
         "not known as experts, see experts='gather'": 4 * 1024 * 256,
     }
-    assert found.converted_parameters + sum(shares(found).values()) == found.parameters
-    assert "experts" in str(found)
+    assert report.converted_parameters + sum(shares(report).values()) == report.parameters
+    assert "experts" in str(report)
     total = fp8rs.report(stack(), filter_fqns=["head"])
     assert total.converted_parameters + sum(shares(total).values()) == total.parameters
     assert shares(total)["named by filter_fqns"] == 32 * 32 + 32
@@ -123,9 +123,9 @@ def test_a_model_with_several_recipes_is_refused() -> None:
 def test_layers_outside_a_converted_part_are_not_planned() -> None:
     model = stack()
     fp8rs.convert_to_float8_training(model.blocks)
-    found = fp8rs.report(model)
-    assert len(found.converted) == 4
-    assert {n: left.reason for left in found.left for n in left.names}["head"] == (
+    report = fp8rs.report(model)
+    assert len(report.converted) == 4
+    assert {n: group.reason for group in report.left for n in group.names}["head"] == (
         "not part of a conversion"
     )
 
@@ -136,7 +136,7 @@ def test_reasons_survive_copies_and_wrappers() -> None:
     assert fp8rs.report(copy.deepcopy(model)) == planned
     model.blocks[0].up = checkpoint_wrapper(model.blocks[0].up)
     model.head = nn.Sequential(model.head, nn.Linear(32, 32))
-    reasons = {name: left.reason for left in fp8rs.report(model).left for name in left.names}
+    reasons = {name: group.reason for group in fp8rs.report(model).left for name in group.names}
     assert reasons["blocks.0.up._checkpoint_wrapped_module"] == "named by filter_fqns"
     assert reasons["head.0"] == "named by filter_fqns"
     assert reasons["head.1"] == "not part of a conversion"
@@ -144,15 +144,16 @@ def test_reasons_survive_copies_and_wrappers() -> None:
 
 @pytest.mark.parametrize("way", ["an argument", "converted"])
 def test_without_an_fp8_gather_no_bytes_are_saved(way: str) -> None:
-    model, options = stack(), {}
+    model = stack()
+    options = {}
     if way == "converted":
         fp8rs.convert_to_float8_training(model, enable_fsdp_float8_all_gather=False)
     else:
         options = {"enable_fsdp_float8_all_gather": False}
-    found = fp8rs.report(model, **options)
-    assert len(found.converted) == 5
-    assert found.gathered == found.gathered_high_precision > 0
-    assert found.memory == found.memory_high_precision
+    report = fp8rs.report(model, **options)
+    assert len(report.converted) == 5
+    assert report.gathered == report.gathered_high_precision > 0
+    assert report.memory == report.memory_high_precision
 
 
 def test_units_are_blocks_and_the_root() -> None:
@@ -174,11 +175,12 @@ def test_units_are_blocks_and_the_root() -> None:
 def test_memory_equals_a_calculation_by_hand() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.LayerNorm(512))
-    found = fp8rs.report(model, world_size=4, recipe="block", optimizer="adamw")
-    weight, norm = 512 * 256, 2 * 512
+    report = fp8rs.report(model, world_size=4, recipe="block", optimizer="adamw")
+    weight = 512 * 256
+    norm = 2 * 512
     # One row of two 128x128 blocks per rank, four bytes each.
     blocks = 4
-    memory = found.memory
+    memory = report.memory
     assert memory.parameters == memory.gradients == (weight + norm) * 4 // 4
     assert memory.optimizer == 2 * memory.parameters
     assert memory.gathered == weight + blocks * 2 * 4 + norm * 2
@@ -208,31 +210,31 @@ def test_fp8_weights_are_recognized_in_the_model(recipe: str, device: str, way: 
         else:
             model = fp8rs.convert_to_float8_training(Stack(), fp8_weights=True, **options)
     planned = fp8rs.report(stack((64, 64)), fp8_weights=True, **options)
-    found = fp8rs.report(model)
-    assert found == planned
-    assert found.optimizer == "fp8rs-adamw"
+    report = fp8rs.report(model)
+    assert report == planned
+    assert report.optimizer == "fp8rs-adamw"
     masters = fp8rs.report(stack((64, 64)), optimizer="fp8rs-adamw", **options)
     scales = 4 * 4 if recipe in ("current", "delayed") else 0
     weights = 4 * 32 * 64 * 4 // 8
-    codes = found.memory.parameters - scales - (masters.memory.parameters - weights)
+    codes = report.memory.parameters - scales - (masters.memory.parameters - weights)
     if scales:
         assert codes == weights // 4
     else:
         assert weights // 4 < codes < weights
-    assert found.memory.gradients == masters.memory.gradients
-    assert found.memory_high_precision == masters.memory_high_precision
+    assert report.memory.gradients == masters.memory.gradients
+    assert report.memory_high_precision == masters.memory_high_precision
 
     model.head.to_empty(device=device)
     fp8rs.convert_to_float8_training(model.head, recipe=RECIPES[recipe])
     mixed = fp8rs.report(model)
-    assert mixed.memory.parameters == found.memory.parameters
+    assert mixed.memory.parameters == report.memory.parameters
 
     for block in model.blocks:
         block.requires_grad_(False)
     frozen = fp8rs.report(model)
     assert frozen.optimizer == "adamw"
     assert frozen.memory.gradients == (32 * 32 + 32) * 4 // 8
-    assert frozen.memory.parameters == found.memory.parameters
+    assert frozen.memory.parameters == report.memory.parameters
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -283,22 +285,22 @@ def test_8_bit_moments_store_the_planned_bytes(options: dict, masters: bool) -> 
 def test_the_table_widens_for_long_names() -> None:
     text = str(fp8rs.report(stack(), optimizer="fp8rs-adamw-bf16-no-masters")).splitlines()
     start = next(i for i, line in enumerate(text) if line.startswith("bytes per rank"))
-    whole = len(text[start])
-    assert {len(line) for line in text[start:-1]} == {whole}
+    line_length = len(text[start])
+    assert {len(line) for line in text[start:-1]} == {line_length}
 
 
 def test_frozen_parameters_have_no_gradients() -> None:
     model = stack().requires_grad_(False)
     model.head.requires_grad_(True)
-    found = fp8rs.report(model, world_size=2)
-    assert found.scattered == (32 * 32 + 32) * 4
-    assert found.memory.gradients == (32 * 32 + 32) * 4 // 2
-    assert found.memory.reduced == (32 * 32 + 32) * (2 + 4)
+    report = fp8rs.report(model, world_size=2)
+    assert report.scattered == (32 * 32 + 32) * 4
+    assert report.memory.gradients == (32 * 32 + 32) * 4 // 2
+    assert report.memory.reduced == (32 * 32 + 32) * (2 + 4)
 
 
 def test_one_rank_sends_nothing() -> None:
-    found = fp8rs.report(stack(), world_size=1)
-    assert found.gathered == found.gathered_high_precision == found.scattered == 0
+    report = fp8rs.report(stack(), world_size=1)
+    assert report.gathered == report.gathered_high_precision == report.scattered == 0
 
 
 @pytest.mark.parametrize(
@@ -359,11 +361,11 @@ def script(tmp_path: Path) -> Path:
 def test_the_command_line_reports_on_a_script(script: Path) -> None:
     command = [sys.executable, "-m", "fp8rs", "report", f"{script}", "--leave-out", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    found = json.loads(done.stdout)
-    assert found["converted"] == ["0"]
-    assert found["world_size"] == 8
-    assert found["param_dtype"] == "bfloat16"
-    assert found["gathered"] == (512 * 512) + 2 * (512 + 2 * 512 + 512 * 8 + 8)
+    output = json.loads(done.stdout)
+    assert output["converted"] == ["0"]
+    assert output["world_size"] == 8
+    assert output["param_dtype"] == "bfloat16"
+    assert output["gathered"] == (512 * 512) + 2 * (512 + 2 * 512 + 512 * 8 + 8)
 
 
 def test_a_model_larger_than_memory_is_reported(
@@ -386,7 +388,8 @@ def test_the_command_line_reports_on_fp8_weights(
     for name, size in optimizers.items():
         assert main([*arguments, *(["--optimizer", name] if name else [])]) == 0
         memory = json.loads(capsys.readouterr().out)["memory"]
-        weight, bias = (1 << 40) // 64, (1 << 20) // 64
+        weight = (1 << 40) // 64
+        bias = (1 << 20) // 64
         assert memory["parameters"] == weight + 4 + 4 * bias
         assert memory["optimizer"] == size * weight + min(size, 8) * bias
 
@@ -429,7 +432,7 @@ def test_a_layer_that_replaced_a_converted_one_is_reported_and_logged(
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 64))
     fp8rs.convert_to_float8_training(model, recipe="current")
     model[1] = nn.Linear(32, 80)
-    reasons = {name: left.reason for left in fp8rs.report(model).left for name in left.names}
+    reasons = {name: group.reason for group in fp8rs.report(model).left for name in group.names}
     assert reasons["1"] == "it has replaced a converted layer: convert the model after such changes"
     with caplog.at_level("WARNING", logger="fp8rs"):
         for _ in range(2):

@@ -63,7 +63,7 @@ def test_ddp_keeps_ranks_equal_and_trains(rig, recipe):
 @recipes
 def test_zero_1_steps_as_the_optimizer_that_it_shards(rig, recipe):
     """Each rank steps its share of the parameters and broadcasts it. The weights equal AdamW's."""
-    found = []
+    results = []
     for zero in (True, False):
         model = converted(recipe, rig.device)
         if zero:
@@ -72,9 +72,9 @@ def test_zero_1_steps_as_the_optimizer_that_it_shards(rig, recipe):
             optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         before = full_weights(model)
         train(DistributedDataParallel(model), optimizer, [batch(rig)] * 3)
-        found.append(full_weights(model))
-        assert all(not torch.equal(before[n], w) for n, w in found[-1].items())
-    assert all(same_bytes(found[0][n], found[1][n]) for n in found[0])
+        results.append(full_weights(model))
+        assert all(not torch.equal(before[n], w) for n, w in results[-1].items())
+    assert all(same_bytes(results[0][n], results[1][n]) for n in results[0])
 
 
 # --- optimizers ----------------------------------------------------------------------------------
@@ -134,13 +134,13 @@ def test_shards_are_saved_as_safetensors_after_full_tensor(rig):
     """Safetensors refuses a DTensor, also in a plain model, so each parameter is gathered first."""
     import safetensors.torch as safetensors
 
-    found = []
+    results = []
     for recipe in (None, "current"):
         model = shard(make(UNEVEN, recipe=recipe, device=rig.device), rig)
-        whole = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
-        found.append(safetensors.load(safetensors.save(whole)))
-    assert found[0].keys() == found[1].keys()
-    assert all(same_bytes(found[0][n], found[1][n]) for n in found[0])
+        full_tensors = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+        results.append(safetensors.load(safetensors.save(full_tensors)))
+    assert results[0].keys() == results[1].keys()
+    assert all(same_bytes(results[0][n], results[1][n]) for n in results[0])
 
 
 # --- export and the meta device ------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_an_exported_model_computes_what_the_model_does(device, recipe):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_model_on_meta_gives_shapes_dtypes_and_flops(recipe, autocast):
     """Memory estimators and FLOP counters run a model without data."""
-    found = []
+    results = []
     for chosen in (None, RECIPES[recipe]):
         model = make(UNEVEN, recipe=chosen).to("meta")
         x = torch.empty(16, 32, device="meta", requires_grad=True)
@@ -170,9 +170,9 @@ def test_a_model_on_meta_gives_shapes_dtypes_and_flops(recipe, autocast):
             y = model(x)
             y.sum().backward()
         gradients = {n: (p.grad.shape, p.grad.device.type) for n, p in model.named_parameters()}
-        found.append((y.shape, y.dtype, y.device.type, gradients, flops.get_total_flops()))
-    assert found[0] == found[1]
-    assert found[0][-1] > 0
+        results.append((y.shape, y.dtype, y.device.type, gradients, flops.get_total_flops()))
+    assert results[0] == results[1]
+    assert results[0][-1] > 0
 
 
 # --- transformers --------------------------------------------------------------------------------
@@ -186,9 +186,9 @@ def test_save_pretrained_writes_the_unconverted_model(device, recipe, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert not any(isinstance(m, fp8rs.nn.Linear) for m in loaded.modules())
-    found = dict(loaded.named_parameters())
-    assert found.keys() == expected.keys()
-    assert all(same_bytes(found[n].cpu(), p.cpu()) for n, p in expected.items())
+    actual = dict(loaded.named_parameters())
+    assert actual.keys() == expected.keys()
+    assert all(same_bytes(actual[n].cpu(), p.cpu()) for n, p in expected.items())
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])

@@ -56,7 +56,8 @@ class Experts(nn.Module):
     def __init__(self, gate_up: Any, down: Any) -> None:
         super().__init__()
         if isinstance(gate_up, torch.Tensor):
-            self.gate_up, self.down = nn.Parameter(gate_up), nn.Parameter(down)
+            self.gate_up = nn.Parameter(gate_up)
+            self.down = nn.Parameter(down)
         else:
             self.each = nn.ModuleList(Experts(*pair) for pair in zip(gate_up, down, strict=True))
 
@@ -187,7 +188,7 @@ def shard_any(model: Any, **options: Any) -> Any:
 
 def wholes(model: Model) -> dict[str, torch.Tensor]:
     """Return copies of the whole batched weights, dequantized."""
-    found = {}
+    values = {}
     for name in NAMES:
         value = model.experts.weight(name).detach()
         if isinstance(value, DTensor):
@@ -201,13 +202,13 @@ def wholes(model: Model) -> dict[str, torch.Tensor]:
                 shape=value.shape,
                 stride=value.stride(),
             ).full_tensor()
-        found[name] = value.dequantize().clone() if hasattr(value, "rowwise") else value.clone()
-    return found
+        values[name] = value.dequantize().clone() if hasattr(value, "rowwise") else value.clone()
+    return values
 
 
-def check_gathered(model: Model, whole: dict[str, torch.Tensor], recipe: str) -> None:
+def check_gathered(model: Model, full_values: dict[str, torch.Tensor], recipe: str) -> None:
     """Assert that each gathered matrix has the bytes of a matrix that is quantized alone."""
-    for name, values in whole.items():
+    for name, values in full_values.items():
         check_planes(getattr(model.experts, name), values, recipe)
 
 

@@ -43,7 +43,7 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Collective] = []
+        self.calls: list[Collective] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "_c10d_functional" and any(
@@ -57,17 +57,17 @@ class Collectives(TorchDispatchMode):
             tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
             largest = max(tensors, key=lambda t: t.nbytes)
             kind = KINDS.get(name, name)
-            self.seen.append(Collective(kind, largest.dtype, largest.nbytes))
+            self.calls.append(Collective(kind, largest.dtype, largest.nbytes))
         elif func.namespace == "_c10d_functional" and name in KINDS:
             kind = KINDS[name]
-            given = tree_leaves(args[0] if kind == "scatter" else out)
-            self.seen += [Collective(kind, t.dtype, t.nbytes) for t in given]
+            outputs = tree_leaves(args[0] if kind == "scatter" else out)
+            self.calls += [Collective(kind, t.dtype, t.nbytes) for t in outputs]
         return out
 
     def counts(self) -> Counter[tuple[str, torch.dtype]]:
         """Count the collectives of each kind and dtype."""
-        return Counter((c.kind, c.dtype) for c in self.seen)
+        return Counter((c.kind, c.dtype) for c in self.calls)
 
     def nbytes(self, kind: str) -> int:
         """Return the bytes of all collectives of a kind."""
-        return sum(c.nbytes for c in self.seen if c.kind == kind)
+        return sum(c.nbytes for c in self.calls if c.kind == kind)

@@ -107,12 +107,12 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the full high-precision weights of all linear layers, sharded or not."""
-    found = {}
+    weights = {}
     for name, value in model.state_dict().items():
         if name.endswith("weight") and value.dim() == 2:
             full = value.full_tensor() if hasattr(value, "full_tensor") else value
-            found[name.removesuffix(".weight")] = full.detach().clone()
-    return found
+            weights[name.removesuffix(".weight")] = full.detach().clone()
+    return weights
 
 
 def whole_planes(weight: torch.Tensor, recipe: str) -> tuple[Any, ...]:
@@ -125,11 +125,11 @@ def whole_planes(weight: torch.Tensor, recipe: str) -> tuple[Any, ...]:
     if kind.per_tensor:
         codes, _, scale = torch.ops.fp8rs.quantize_current(weight, torch.float8_e4m3fn, True, False)
         return codes, scale, None, None
-    both = kind.block == (1, 32)
-    made = torch.ops.fp8rs.quantize_blocks(
-        weight, torch.float8_e4m3fn, list(kind.block), kind.scale_dtype, True, both
+    columnwise = kind.block == (1, 32)
+    planes = torch.ops.fp8rs.quantize_blocks(
+        weight, torch.float8_e4m3fn, list(kind.block), kind.scale_dtype, True, columnwise
     )
-    return tuple(made) if both else (*made[:2], None, None)
+    return tuple(planes) if columnwise else (*planes[:2], None, None)
 
 
 def expected(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,9 +137,9 @@ def expected(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return whole_planes(weight, "current")[:2]
 
 
-def check_planes(weight: Any, whole: torch.Tensor, recipe: str) -> None:
+def check_planes(weight: Any, values: torch.Tensor, recipe: str) -> None:
     """Assert that a gathered weight has the bytes of the full weight, and no additional plane."""
-    codes, scale, col, col_scale = whole_planes(whole, recipe)
+    codes, scale, col, col_scale = whole_planes(values, recipe)
     kind = resolve_recipe(RECIPES[recipe]).block_format("weight")
     assert type(weight) is TENSOR_TYPES[kind.scale_dtype]
     assert weight.rowwise.format == kind
@@ -152,17 +152,19 @@ def check_planes(weight: Any, whole: torch.Tensor, recipe: str) -> None:
     assert same_bytes(weight.dequantize(), dequantized)
 
 
-def watch_weights(model: nn.Module, seen: Callable[[str, Any], None]) -> None:
-    """Call ``seen(name, weight)`` before each linear layer's forward."""
+def watch_weights(model: nn.Module, callback: Callable[[str, Any], None]) -> None:
+    """Call ``callback(name, weight)`` before each linear layer's forward."""
     for name, module in linears(model).items():
-        module.register_forward_pre_hook(lambda module, args, name=name: seen(name, module.weight))
+        module.register_forward_pre_hook(
+            lambda module, args, name=name: callback(name, module.weight)
+        )
 
 
 def batch(rig: Any, step: int = 0, rows: int = 16, width: int = WIDTH) -> torch.Tensor:
     """Return this rank's part of a global batch that does not depend on the world size."""
     generator = torch.Generator().manual_seed(1000 + step)
-    whole = torch.randn(rows, width, generator=generator)
-    return whole.chunk(rig.world_size)[rig.rank].to(rig.device)
+    global_batch = torch.randn(rows, width, generator=generator)
+    return global_batch.chunk(rig.world_size)[rig.rank].to(rig.device)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -177,10 +179,10 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(bits(a).to(b.device), bits(b))
 
 
-def assert_same_bytes(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+def assert_same_bytes(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     """Assert that two dictionaries have the same names and the same bytes under each name."""
-    assert found.keys() == wanted.keys()
-    for name, tensor in found.items():
+    assert actual.keys() == wanted.keys()
+    for name, tensor in actual.items():
         assert same_bytes(tensor, wanted[name]), name
 
 
@@ -228,6 +230,6 @@ def on_all_ranks(t: torch.Tensor) -> bool:
     return all(same_bytes(other, t) for other in others)
 
 
-def reduces(seen: Collectives) -> list[int]:
+def reduces(collectives: Collectives) -> list[int]:
     """Return the bytes of each all-reduce, in order."""
-    return [c.nbytes for c in seen.seen if c.kind == "reduce"]
+    return [c.nbytes for c in collectives.calls if c.kind == "reduce"]

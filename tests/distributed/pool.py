@@ -238,15 +238,15 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         for rank in range(running, max(world_size, WORKERS)):
-            here, there = context.Pipe()
+            parent_pipe, worker_pipe = context.Pipe()
             process = context.Process(
                 target=serve,
-                args=(rank, there, list(sys.path), str(self.log(rank)), self.store.port),
+                args=(rank, worker_pipe, list(sys.path), str(self.log(rank)), self.store.port),
                 daemon=True,
             )
             process.start()
-            there.close()
-            self.workers.append((process, here))
+            worker_pipe.close()
+            self.workers.append((process, parent_pipe))
         for process, pipe in self.workers[running:]:
             if not pipe.poll(START_SECONDS) or pipe.recv() != "ready":
                 self.stop()
@@ -273,7 +273,7 @@ class Pool:
         device_type: str,
         arguments: dict[str, Any],
         seconds: float,
-        again: bool = True,
+        retry: bool = True,
     ) -> list[Any]:
         """Run a case on the first `world_size` workers. Return the results by rank.
 
@@ -281,7 +281,7 @@ class Pool:
         if the case takes longer than `seconds`.
 
         A worker has been ended by a signal about once in 20,000 cases, for an unknown reason. With
-        `again`, such a case is repeated once, and pytest's summary shows how the process ended.
+        `retry`, such a case is repeated once, and pytest's summary shows how the process ended.
         """
         if self.cases % CASES == 0:
             self.stop()
@@ -311,10 +311,8 @@ class Pool:
                     process = self.workers[rank][0]
                     process.join(10)
                     ended.append(process.exitcode or 0)
-                    passed, value = (
-                        False,
-                        f"the process died, exit code {ended[-1]}{self.tail(rank)}",
-                    )
+                    passed = False
+                    value = f"the process died, exit code {ended[-1]}{self.tail(rank)}"
                 if passed:
                     results[rank] = value
                 else:
@@ -323,7 +321,7 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + 3)
         if ended or (failures and device_type == "cuda"):
             self.stop()
-        if again and any(code < 0 for code in ended):
+        if retry and any(code < 0 for code in ended):
             text = f"a signal ended a rank of {name}: {report(failures)}"
             warnings.warn(text, stacklevel=2)
             return self.run(module, name, world_size, device_type, arguments, seconds, False)

@@ -37,9 +37,9 @@ def pair(rig, recipe, hidden=UNEVEN, **options):
         hidden: hidden sizes, or a `Batch`.
         options: of fully_shard.
     """
-    whole = make_any(hidden, device=rig.device, recipe=recipe, seed=0, fp8_weights=True)
+    reference = make_any(hidden, device=rig.device, recipe=recipe, seed=0, fp8_weights=True)
     options.setdefault("mesh", rig.mesh())
-    return whole, shard_any(copy.deepcopy(whole), **options)
+    return reference, shard_any(copy.deepcopy(reference), **options)
 
 
 def optimizers(*models):
@@ -48,7 +48,10 @@ def optimizers(*models):
 
 def shards(model):
     """Return the local tensors of the sharded weights by name."""
-    return {name: local_of(module.get_parameter(own)) for name, module, own in converted(model)}
+    return {
+        name: local_of(module.get_parameter(weight_name))
+        for name, module, weight_name in converted(model)
+    }
 
 
 def converted(model):
@@ -62,12 +65,12 @@ def converted(model):
 
 def contents(model):
     """Return copies of the planes of all FP8 weights, sharded or not."""
-    found = []
+    tensors = []
     for local in shards(model).values():
         if isinstance(local, QuantizedTensor):
-            found += [t.clone() for t in storage_of(local).tensors()]
-    assert found
-    return found
+            tensors += [t.clone() for t in storage_of(local).tensors()]
+    assert tensors
+    return tensors
 
 
 def same(left, right):
@@ -92,15 +95,15 @@ def quantized(tensor):
     return isinstance(tensor, QuantizedTensor)
 
 
-def assert_equal(model, whole):
-    wanted = dict(whole.named_parameters())
+def assert_equal(model, reference):
+    wanted = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         assert same_bytes(full(parameter), full(wanted[name])), name
 
 
 def assert_fp8(model):
-    for name, module, own in converted(model):
-        local = local_of(module.get_parameter(own))
+    for name, module, weight_name in converted(model):
+        local = local_of(module.get_parameter(weight_name))
         assert quantized(local), name
         assert handle_of_tensor(local).module is module
 
@@ -109,15 +112,15 @@ def loss_of(model, x):
     return model(x).square().mean()
 
 
-def assert_same_training(rig, model, whole, steps=2, forward=loss_of):
+def assert_same_training(rig, model, reference, steps=2, forward=loss_of):
     """Assert that two models have equal losses while they train, and equal weights afterwards."""
-    both = (whole, model)
-    steppers = optimizers(*both)
+    models = (reference, model)
+    steppers = optimizers(*models)
     for n in range(steps):
-        losses = [f(m, batch(rig, n)) for f, m in zip((loss_of, forward), both, strict=True)]
+        losses = [f(m, batch(rig, n)) for f, m in zip((loss_of, forward), models, strict=True)]
         assert same_bytes(losses[0].detach(), losses[1].detach()), n
         for loss, stepper in zip(losses, steppers, strict=True):
             loss.backward()
             stepper.step()
             stepper.zero_grad()
-    assert_equal(model, whole)
+    assert_equal(model, reference)

@@ -58,7 +58,8 @@ def own_files(model, folder):
 
 def assert_close(values, expected):
     """Check values that were rounded to E4M3 with scales of rows."""
-    values, expected = values.float(), expected.float()
+    values = values.float()
+    expected = expected.float()
     error = (values - expected).abs()
     assert (error <= expected.abs() / 16 + expected.abs().max() * 2**-9).all()
 

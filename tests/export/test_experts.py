@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import fp8rs
@@ -15,6 +13,7 @@ from cases import TWO_PLANES
 from distributed import ranks
 from distributed.batched import BATCHES, build
 from distributed.batched import shard as shard_batched
+from distributed.folders import shared_folder
 from distributed.models import RECIPES, assert_same_bytes, same_bytes, whole_planes
 from export.own_formats import OWN, with_own_format
 from fp8rs.export import load, save_pretrained, tensors
@@ -67,23 +66,16 @@ def converted(kind, recipe="current", *, width=64, seed=0, fp8_weights=False, **
     )
 
 
-def folder_for(rig):
-    """Return a directory that all ranks use."""
-    folder = [tempfile.mkdtemp(prefix="fp8rs-experts-") if rig.rank == 0 else None]
-    dist.broadcast_object_list(folder)
-    return folder[0]
-
-
 def exported(model, format, **options):
     return {n: t.cpu().clone() for n, t in tensors(model, format, **options)}
 
 
-def values_of(found, name, format):
+def values_of(exported_tensors, name, format):
     """Return code times scale of a matrix or a batch, by the format's conventions."""
-    codes = found[name].float()
+    codes = exported_tensors[name].float()
     if format == "bf16":
         return codes
-    scale = found[name + serving_format(format).scale_name.removeprefix("weight")]
+    scale = exported_tensors[name + serving_format(format).scale_name.removeprefix("weight")]
     if format == "mxfp8":
         scale = torch.exp2(scale.float() - 127).repeat_interleave(32, -1)
     if format == "fp8-block":
@@ -96,14 +88,14 @@ def values_of(found, name, format):
 def matrices(model, kind):
     """Return the values of the second layer's experts by the names of the files."""
     experts = model.get_submodule(LAYER + "mlp.experts")
-    found = {}
+    values = {}
     for e in range(experts.down_proj.shape[0]):
         gate, up = experts.gate_up_proj[e].detach().chunk(2)
         for name, value in zip(
             NAMES[kind].split(), (gate, up, experts.down_proj[e].detach()), strict=True
         ):
-            found[f"{LAYER}{name.format(e)}.weight"] = value
-    return found
+            values[f"{LAYER}{name.format(e)}.weight"] = value
+    return values
 
 
 # --- names and values ----------------------------------------------------------------------------
@@ -113,28 +105,32 @@ def matrices(model, kind):
 @every_format
 def test_each_expert_has_the_names_that_servers_read(kind, format):
     model = converted(kind, width=128)
-    found = exported(model, format)
+    exported_tensors = exported(model, format)
     expected = matrices(converted(kind, width=128), kind)
-    assert not [name for name in found if name.endswith(("gate_up_proj", "mlp.experts.down_proj"))]
-    assert {name for name in found if f"{LAYER}" in name and ".experts." in name} == {
+    assert not [
+        name
+        for name in exported_tensors
+        if name.endswith(("gate_up_proj", "mlp.experts.down_proj"))
+    ]
+    assert {name for name in exported_tensors if f"{LAYER}" in name and ".experts." in name} == {
         name + suffix
         for name in expected
         for suffix in {"", serving_format(format).scale_name.removeprefix("weight")}
     }
     for name, value in expected.items():
-        assert found[name].shape == value.shape
-        error = (values_of(found, name, format) - value).abs()
+        assert exported_tensors[name].shape == value.shape
+        error = (values_of(exported_tensors, name, format) - value).abs()
         assert (error <= value.abs() / 16 + value.abs().max() * 2**-9).all()
     # The other parameters have the names of transformers' files, too.
     router = "block_sparse_moe.gate.weight" if kind == "mixtral" else "mlp.gate.weight"
-    assert LAYER + router in found
+    assert LAYER + router in exported_tensors
 
 
 @with_own_format
 @both_weights
 def test_codes_of_experts_are_stored_unchanged(recipe, fp8_weights):
     model = converted("qwen3_moe", recipe, width=128, fp8_weights=fp8_weights)
-    found = exported(model, OWN[recipe])
+    exported_tensors = exported(model, OWN[recipe])
     experts = converted("qwen3_moe", recipe, width=128).model.layers[1].mlp.experts
     suffix = serving_format(OWN[recipe]).scale_name
     for e in range(8):
@@ -144,19 +140,19 @@ def test_codes_of_experts_are_stored_unchanged(recipe, fp8_weights):
             scale = scale if recipe == "mxfp8 of 1x32" else scale.repeat_interleave(32, 0)
         for at, name in enumerate(("gate_proj", "up_proj")):
             prefix = f"{LAYER}mlp.experts.{e}.{name}."
-            assert same_bytes(found[prefix + "weight"], codes.chunk(2)[at])
-            own = scale.view(1) if not scale.dim() else scale.chunk(2)[at]
-            assert same_bytes(found[prefix + suffix], own)
+            assert same_bytes(exported_tensors[prefix + "weight"], codes.chunk(2)[at])
+            part_scale = scale.view(1) if not scale.dim() else scale.chunk(2)[at]
+            assert same_bytes(exported_tensors[prefix + suffix], part_scale)
 
 
 def test_gate_and_up_are_quantized_separately_if_a_block_contains_rows_of_both():
     model = converted("qwen3_moe", "block", width=96)
-    found = exported(model, "fp8-block")
+    exported_tensors = exported(model, "fp8-block")
     experts = model.model.layers[1].mlp.experts
     up = experts.gate_up_proj[2].detach()[96:]
     codes, scale, *_ = whole_planes(up, "block")
-    assert same_bytes(found[f"{LAYER}mlp.experts.2.up_proj.weight"], codes)
-    assert same_bytes(found[f"{LAYER}mlp.experts.2.up_proj.weight_scale_inv"], scale)
+    assert same_bytes(exported_tensors[f"{LAYER}mlp.experts.2.up_proj.weight"], codes)
+    assert same_bytes(exported_tensors[f"{LAYER}mlp.experts.2.up_proj.weight_scale_inv"], scale)
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
@@ -170,13 +166,13 @@ def test_transformers_reads_the_exported_experts(kind, format, tmp_path):
         sizes |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "intermediate_size": 128}
     model = converted(kind, width=128, **sizes).to(torch.bfloat16)
     save_pretrained(model, tmp_path, format)
-    found = exported(model, format)
+    exported_tensors = exported(model, format)
     configs = {"bf16": None, "fp8-block": FineGrainedFP8Config(dequantize=True)}
     config = configs.get(format, CompressedTensorsConfig(dequantize=True))
     extra = {} if config is None else {"quantization_config": config}
     read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **extra)
     for name, value in matrices(read, kind).items():
-        assert torch.equal(value, values_of(found, name, format).bfloat16()), name
+        assert torch.equal(value, values_of(exported_tensors, name, format).bfloat16()), name
     router = read.get_parameter(LAYER + "mlp.gate.weight")
     assert torch.equal(router, model.get_parameter(LAYER + "mlp.gate.weight").detach())
 
@@ -189,13 +185,13 @@ def test_the_config_lists_routers_and_experts_in_high_precision(tmp_path):
         save_pretrained(model, tmp_path, format)
         config = json.loads((tmp_path / "config.json").read_text())
         lists[format] = set(config["quantization_config"][key])
-    both = {
+    routers_and_norms = {
         f"model.layers.{i}.{moe}.{name}"
         for i in range(2)
         for moe in ("mlp", "block_sparse_moe")
         for name in ("gate", "experts")
     }
-    assert lists["fp8-block"] == both | {"lm_head"}
+    assert lists["fp8-block"] == routers_and_norms | {"lm_head"}
     # vLLM compares the names of the first expert's layers with the list.
     patterns = {name for name in lists["fp8-row"] if name.startswith("re:")}
     assert lists["fp8-row"] - patterns == lists["fp8-block"]
@@ -244,27 +240,29 @@ def test_fp8_weights_of_experts_get_the_exported_codes_and_scales(kind, recipe, 
 def test_masters_of_experts_get_the_values_of_the_files(kind, format, tmp_path):
     model = converted(kind, width=128)
     save_pretrained(model, tmp_path, format, dtype=torch.float32)
-    found = exported(model, format, dtype=torch.float32)
+    exported_tensors = exported(model, format, dtype=torch.float32)
     for recipe in ("current", "block"):
         other = converted(kind, recipe, width=128, seed=1)
         loaded = load(other, tmp_path)
         assert loaded.exact == loaded.quantized == []
         for name, value in matrices(other, kind).items():
-            assert torch.equal(value, values_of(found, name, format)), name
+            assert torch.equal(value, values_of(exported_tensors, name, format)), name
 
 
 def test_experts_are_quantized_again_if_gate_and_up_have_different_scales(tmp_path):
     """Servers' tools quantize gate and up separately."""
     model = converted("qwen3_moe", "rowwise")
     save_pretrained(model, tmp_path, "fp8-tensor", dtype=torch.float32)
-    found = exported(model, "fp8-tensor", dtype=torch.float32)
+    exported_tensors = exported(model, "fp8-tensor", dtype=torch.float32)
     for recipe in ("rowwise", "current"):
         other = converted("qwen3_moe", recipe, seed=1, fp8_weights=True)
         assert f"{LAYER}mlp.experts.gate_up_proj" in load(other, tmp_path).quantized
         weight = other.model.layers[1].mlp.experts.gate_up_proj
         values = torch.cat(
             [
-                values_of(found, f"{LAYER}mlp.experts.1.{name}_proj.weight", "fp8-tensor")
+                values_of(
+                    exported_tensors, f"{LAYER}mlp.experts.1.{name}_proj.weight", "fp8-tensor"
+                )
                 for name in ("gate", "up")
             ]
         )
@@ -289,7 +287,7 @@ def test_files_without_one_expert_are_refused(change, tmp_path):
     from safetensors.torch import save_file
 
     model = converted("qwen3_moe")
-    found = exported(model, "fp8-row")
+    exported_tensors = exported(model, "fp8-row")
     name = f"{LAYER}mlp.experts.3.up_proj.weight"
     expected = {
         "absent": r"missing in the files:\n  model.layers.1.mlp.experts.gate_up_proj",
@@ -297,12 +295,12 @@ def test_files_without_one_expert_are_refused(change, tmp_path):
         "scale": r"FP8 codes without scales: expected .*experts.3.up_proj.weight_scale",
     }[change]
     if change == "absent":
-        del found[name]
+        del exported_tensors[name]
     elif change == "shape":
-        found[name] = found[name][:8].contiguous()
+        exported_tensors[name] = exported_tensors[name][:8].contiguous()
     else:
-        del found[name + "_scale"]
-    save_file(found, tmp_path / "model.safetensors")
+        del exported_tensors[name + "_scale"]
+    save_file(exported_tensors, tmp_path / "model.safetensors")
     before = {n: t.detach().clone() for n, t in model.named_parameters()}
     with pytest.raises(ValueError, match=expected):
         load(model, tmp_path)
@@ -325,18 +323,18 @@ def test_stacked_weights_keep_their_names_and_codes(recipe, fp8_weights, tmp_pat
     batch = BATCHES["3 experts"]
     model = stacked(batch, recipe, fp8_weights=fp8_weights)
     format = OWN[recipe]
-    found = exported(model, format)
+    exported_tensors = exported(model, format)
     plain = stacked(batch, recipe).experts
     suffix = serving_format(format).scale_name.removeprefix("weight")
     for name in ("gate_up", "down"):
         for e, matrix in enumerate(plain.get_parameter(name).detach()):
             codes, scale, *_ = whole_planes(matrix, recipe)
-            assert same_bytes(found[f"experts.{name}"][e], codes)
-            own = found[f"experts.{name}{suffix}"][e]
+            assert same_bytes(exported_tensors[f"experts.{name}"][e], codes)
+            stored_scale = exported_tensors[f"experts.{name}{suffix}"][e]
             if recipe == "mxfp8":
-                own = own[::32]
+                stored_scale = stored_scale[::32]
             scale = scale.view(torch.uint8) if recipe.startswith("mxfp8") else scale
-            assert same_bytes(own.reshape(scale.shape), scale)
+            assert same_bytes(stored_scale.reshape(scale.shape), scale)
     save_pretrained(model, tmp_path, format)
     other = stacked(batch, recipe, fp8_weights=fp8_weights, seed=1)
     loaded = load(other, tmp_path)
@@ -345,7 +343,7 @@ def test_stacked_weights_keep_their_names_and_codes(recipe, fp8_weights, tmp_pat
         assert {"experts.gate_up", "experts.down"} <= set(loaded.exact)
     for name in ("gate_up", "down"):
         weight = other.experts.get_parameter(name)
-        values = values_of(found, f"experts.{name}", format)
+        values = values_of(exported_tensors, f"experts.{name}", format)
         assert torch.equal(weight.dequantize() if fp8_weights else weight.detach(), values)
 
 
@@ -354,12 +352,12 @@ def test_stacked_weights_keep_their_names_and_codes(recipe, fp8_weights, tmp_pat
 def test_weights_of_four_dimensions_are_batches_of_matrices(recipe, fp8_weights, tmp_path):
     batch = BATCHES["3 experts"]
     options = {"recipe": recipe, "fp8_weights": fp8_weights}
-    found = exported(stacked(batch, **options), OWN[recipe])
+    exported_tensors = exported(stacked(batch, **options), OWN[recipe])
     model = stacked(batch, **options, gated=True)
     gated = exported(model, OWN[recipe])
     assert gated["experts.gate_up"].shape == (3, 2, 32, 96)
     gated["experts.gate_up"] = gated["experts.gate_up"].flatten(1, 2)
-    assert_same_bytes(gated, found)
+    assert_same_bytes(gated, exported_tensors)
     save_pretrained(model, tmp_path, OWN[recipe])
     other = stacked(batch, **options, gated=True, seed=1)
     load(other, tmp_path)
@@ -367,7 +365,7 @@ def test_weights_of_four_dimensions_are_batches_of_matrices(recipe, fp8_weights,
     values = weight.dequantize() if fp8_weights else weight.detach()
     # MXFP8 in blocks of 32x32 is quantized from the values.
     if not fp8_weights or recipe != "mxfp8":
-        expected = values_of(found, "experts.gate_up", OWN[recipe])
+        expected = values_of(exported_tensors, "experts.gate_up", OWN[recipe])
         assert torch.equal(values.flatten(1, 2), expected)
 
 
@@ -380,12 +378,13 @@ def test_weights_of_four_dimensions_are_batches_of_matrices(recipe, fp8_weights,
 @pytest.mark.parametrize("hidden", list(BATCHES))
 def test_sharded_stacks_give_and_load_the_bytes_of_unsharded_ones(rig, recipe, fp8_weights, hidden):
     options = {"device": rig.device, "fp8_weights": fp8_weights}
-    batch, format = BATCHES[hidden], OWN[recipe]
+    batch = BATCHES[hidden]
+    format = OWN[recipe]
     wanted = exported(stacked(batch, recipe, **options), format)
     model = stacked(batch, recipe, **options)
     shard_batched(model, rig, model.dim)
     assert_same_bytes(exported(model, format), wanted)
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     save_pretrained(model, folder, format)
     other = stacked(batch, recipe, **options, seed=1)
     shard_batched(other, rig, other.dim)
@@ -413,7 +412,7 @@ def test_a_sharded_model_of_transformers_keeps_the_names_of_its_files(
             fully_shard(layer, mesh=rig.mesh())
         fully_shard(model, mesh=rig.mesh())
     assert_same_bytes(exported(models[0], OWN[recipe]), wanted)
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     save_pretrained(models[0], folder, OWN[recipe], dtype=torch.float32)
     load(models[1], folder)
     # With these recipes, the values of the files are quantized to the same codes again.

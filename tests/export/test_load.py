@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fp8rs
 from distributed import ranks
+from distributed.folders import shared_folder
 from distributed.models import (
     RECIPES,
     Stack,
@@ -52,28 +52,21 @@ every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
 both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
 
 
-def folder_for(rig):
-    """Return a directory that all ranks use."""
-    folder = [tempfile.mkdtemp(prefix="fp8rs-load-") if rig.rank == 0 else None]
-    dist.broadcast_object_list(folder)
-    return folder[0]
-
-
 def exported(model, format):
     return {n: t.cpu().clone() for n, t in tensors(model, format, dtype=torch.float32)}
 
 
-def write(directory, found, config=None, files=1):
+def write(directory, stored_tensors, config=None, files=1):
     """Write safetensors files in Hugging Face's layout."""
-    names = list(found)
+    names = list(stored_tensors)
     if config is not None:
         (directory / "config.json").write_text(json.dumps(config))
     if files == 1:
-        save_file(found, directory / "model.safetensors")
+        save_file(stored_tensors, directory / "model.safetensors")
         return
     index = {}
     for i in range(files):
-        part = {n: found[n] for n in names[i::files]}
+        part = {n: stored_tensors[n] for n in names[i::files]}
         file = f"model-{i + 1:05}-of-{files:05}.safetensors"
         save_file(part, directory / file)
         index.update(dict.fromkeys(part, file))
@@ -87,20 +80,24 @@ def dequantized(codes, scale, block):
         scale = torch.exp2(scale.double() - 127)
     scale = scale.float().reshape(scale.shape if scale.dim() == 2 else (-1, 1))
     down, across = (n if b < 0 else b for b, n in zip(block, (rows, cols), strict=True))
-    whole = scale.repeat_interleave(down, 0)[:rows].repeat_interleave(across, 1)[:, :cols]
-    return codes.float() * whole
+    scale_of_elements = scale.repeat_interleave(down, 0)[:rows].repeat_interleave(across, 1)[
+        :, :cols
+    ]
+    return codes.float() * scale_of_elements
 
 
 BLOCKS = {"fp8-block": (128, 128), "fp8-row": (1, -1), "fp8-tensor": (-1, -1), "mxfp8": (1, 32)}
 
 
-def values_of(found, format):
+def values_of(exported_tensors, format):
     """Return the values of a model's tensors in an export format, by their unconverted names."""
     values = {}
-    for name, tensor in found.items():
+    for name, tensor in exported_tensors.items():
         if name.endswith(("_scale", "_scale_inv")):
             continue
-        scale = [t for n, t in found.items() if n in (f"{name}_scale", f"{name}_scale_inv")]
+        scale = [
+            t for n, t in exported_tensors.items() if n in (f"{name}_scale", f"{name}_scale_inv")
+        ]
         values[name] = dequantized(tensor, scale[0], BLOCKS[format]) if scale else tensor
     return values
 
@@ -119,14 +116,14 @@ def filled_with_nan(model):
 
 def state(model):
     """Return copies of all values, and of the codes and scales of FP8 weights."""
-    found = {}
+    values = {}
     for name, value in model.state_dict().items():
         if isinstance(value, fp8rs.QuantizedTensor):
             for i, tensor in enumerate(storage_of(value).tensors()):
-                found[f"{name}.{i}"] = tensor.clone()
+                values[f"{name}.{i}"] = tensor.clone()
         else:
-            found[name] = value.clone()
-    return found
+            values[name] = value.clone()
+    return values
 
 
 # --- files of save_pretrained --------------------------------------------------------------------
@@ -145,8 +142,8 @@ def test_fp8_weights_get_the_exported_codes_and_scales(recipe, tmp_path):
     assert_same_bytes(exported(other, OWN[recipe]), exported(model, OWN[recipe]))
     for name, layer in linears(other).items():
         wanted = storage_of(linears(model)[name].weight).rowwise
-        found = storage_of(layer.weight).rowwise
-        assert same_bytes(found.data, wanted.data) and same_bytes(found.scale, wanted.scale)
+        actual = storage_of(layer.weight).rowwise
+        assert same_bytes(actual.data, wanted.data) and same_bytes(actual.scale, wanted.scale)
 
 
 def test_the_second_plane_of_1x32_blocks_is_quantized_from_the_values_of_the_file(tmp_path):
@@ -297,10 +294,11 @@ def scale_shape(block, rows, cols):
 def made_by_hand(suffix, block, scale_dtype=torch.float32, shaped=None):
     """Return the files of a `Net` with FP8 codes in up and down, and their values."""
     torch.manual_seed(2)
-    found, values = {}, {}
+    stored_tensors = {}
+    values = {}
     for name, value in Net().state_dict().items():
         if name not in ("up.weight", "down.weight"):
-            found[name] = values[name] = value.clone()
+            stored_tensors[name] = values[name] = value.clone()
             continue
         codes = torch.randn(value.shape).mul(50).to(E4M3)
         scale = (torch.rand(scale_shape(block, *value.shape)) + 0.5) / 1000
@@ -314,9 +312,9 @@ def made_by_hand(suffix, block, scale_dtype=torch.float32, shaped=None):
         values.setdefault(name, None)
         if values[name] is None:
             values[name] = dequantized(codes, scale, block)
-        found[name] = codes
-        found[name + suffix] = scale if shaped is None else scale.reshape(shaped(scale))
-    return found, values
+        stored_tensors[name] = codes
+        stored_tensors[name + suffix] = scale if shaped is None else scale.reshape(shaped(scale))
+    return stored_tensors, values
 
 
 DEEPSEEK = {
@@ -382,27 +380,28 @@ FILES = {
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("kind", list(FILES))
 def test_files_of_other_tools_load_as_the_values_that_they_represent(kind, files, tmp_path):
-    how, config, own = FILES[kind]
-    found, values = made_by_hand(*how)
-    found["up.input_scale"] = torch.ones(1)
-    write(tmp_path, found, config, files)
+    scale_format, config, matching_recipe = FILES[kind]
+    stored_tensors, values = made_by_hand(*scale_format)
+    stored_tensors["up.input_scale"] = torch.ones(1)
+    write(tmp_path, stored_tensors, config, files)
     for recipe in (None, "current"):
         model = net(recipe)
         load(model, tmp_path)
         assert_same_bytes(model.state_dict(), values)
-    for recipe in {"current", own or "rowwise"}:
+    for recipe in {"current", matching_recipe or "rowwise"}:
         model = net(recipe, fp8_weights=True)
         loaded = load(model, tmp_path)
         weights = ["up.weight", "down.weight"]
         assert (loaded.exact, loaded.quantized) == (
-            (weights, []) if recipe == own else ([], weights)
+            (weights, []) if recipe == matching_recipe else ([], weights)
         )
         for name in weights:
             row = storage_of(model.get_parameter(name)).rowwise
             codes, scale, *_ = whole_planes(values[name], recipe)
-            if recipe == own:
-                suffix = how[0]
-                codes, scale = found[name], found[name + suffix].float().reshape(row.scale.shape)
+            if recipe == matching_recipe:
+                suffix = scale_format[0]
+                codes = stored_tensors[name]
+                scale = stored_tensors[name + suffix].float().reshape(row.scale.shape)
             assert same_bytes(row.data, codes) and same_bytes(row.scale, scale), name
         assert torch.equal(model.norm.running_mean, values["norm.running_mean"])
         assert torch.equal(model.head.weight, values["head.weight"])
@@ -411,11 +410,11 @@ def test_files_of_other_tools_load_as_the_values_that_they_represent(kind, files
 def test_mxfp8_files_with_rowwise_scales_are_quantized_into_square_blocks(tmp_path):
     model = make((64,), recipe="mxfp8", fp8_weights=True)
     save_pretrained(model, tmp_path, "mxfp8", dtype=torch.float32)
-    found = exported(model, "mxfp8")
-    found["blocks.0.up.weight_scale"][5] += 1
+    exported_tensors = exported(model, "mxfp8")
+    exported_tensors["blocks.0.up.weight_scale"][5] += 1
     config = json.loads((tmp_path / "config.json").read_text())
-    write(tmp_path, found, config)
-    values = values_of(found, "mxfp8")["blocks.0.up.weight"]
+    write(tmp_path, exported_tensors, config)
+    values = values_of(exported_tensors, "mxfp8")["blocks.0.up.weight"]
     loaded = load(model, tmp_path)
     assert loaded.quantized == ["blocks.0.up.weight"]
     assert loaded.exact == ["blocks.0.down.weight", "head.weight"]
@@ -426,10 +425,12 @@ def test_mxfp8_files_with_rowwise_scales_are_quantized_into_square_blocks(tmp_pa
 
 @pytest.mark.parametrize("powers", [False, True])
 def test_a_recipe_with_powers_of_two_quantizes_other_scales_again(powers, tmp_path):
-    found, _ = made_by_hand("_scale_inv", (128, 128))
+    stored_tensors, _ = made_by_hand("_scale_inv", (128, 128))
     for name in ("up.weight_scale_inv", "down.weight_scale_inv"):
-        found[name] = torch.exp2(found[name].log2().round()) if powers else found[name]
-    write(tmp_path, found, DEEPSEEK)
+        stored_tensors[name] = (
+            torch.exp2(stored_tensors[name].log2().round()) if powers else stored_tensors[name]
+        )
+    write(tmp_path, stored_tensors, DEEPSEEK)
     model = net(fp8rs.Float8BlockScaling(power_2_scale=True), fp8_weights=True)
     loaded = load(model, tmp_path)
     weights = ["up.weight", "down.weight"]
@@ -460,8 +461,8 @@ def tied():
 @pytest.mark.parametrize("names", [["embed"], ["head"], ["embed", "head"]])
 def test_a_tied_weight_is_loaded_from_any_of_its_names(names, tmp_path):
     wanted = torch.randn(40, 32)
-    found = {f"{name}.weight": wanted.clone() for name in names}
-    write(tmp_path, {**found, "mid.weight": torch.randn(32, 32)})
+    stored_tensors = {f"{name}.weight": wanted.clone() for name in names}
+    write(tmp_path, {**stored_tensors, "mid.weight": torch.randn(32, 32)})
     model = tied()
     load(model, tmp_path)
     assert torch.equal(model.embed.weight, wanted)
@@ -469,17 +470,17 @@ def test_a_tied_weight_is_loaded_from_any_of_its_names(names, tmp_path):
 
 
 def test_a_tied_weight_with_two_values_is_refused(tmp_path):
-    found = {f"{name}.weight": torch.randn(40, 32) for name in ("embed", "head")}
-    write(tmp_path, {**found, "mid.weight": torch.randn(32, 32)})
+    stored_tensors = {f"{name}.weight": torch.randn(40, 32) for name in ("embed", "head")}
+    write(tmp_path, {**stored_tensors, "mid.weight": torch.randn(32, 32)})
     with pytest.raises(ValueError, match=r"embed\.weight and head\.weight: tied in the model"):
         load(tied(), tmp_path)
 
 
 def test_names_that_do_not_match_are_refused_or_returned(tmp_path):
-    found, values = made_by_hand("_scale_inv", (128, 128))
-    del found["head.bias"]
-    found["other.weight"] = torch.zeros(3)
-    write(tmp_path, found, DEEPSEEK)
+    stored_tensors, values = made_by_hand("_scale_inv", (128, 128))
+    del stored_tensors["head.bias"]
+    stored_tensors["other.weight"] = torch.zeros(3)
+    write(tmp_path, stored_tensors, DEEPSEEK)
     model = net("current")
     before = state(model)
     with pytest.raises(
@@ -496,20 +497,20 @@ def test_names_that_do_not_match_are_refused_or_returned(tmp_path):
 # --- files that cannot be loaded -----------------------------------------------------------------
 
 
-def without_scale(found):
-    del found["up.weight_scale_inv"]
+def without_scale(stored_tensors):
+    del stored_tensors["up.weight_scale_inv"]
 
 
-def of_another_shape(found):
-    found["up.bias"] = torch.zeros(301)
+def of_another_shape(stored_tensors):
+    stored_tensors["up.bias"] = torch.zeros(301)
 
 
-def with_scales_of_no_block(found):
-    found["up.weight_scale_inv"] = torch.ones(5, 7)
+def with_scales_of_no_block(stored_tensors):
+    stored_tensors["up.weight_scale_inv"] = torch.ones(5, 7)
 
 
-def of_integers(found):
-    found["up.weight"] = torch.zeros(300, 200, dtype=torch.int8)
+def of_integers(stored_tensors):
+    stored_tensors["up.weight"] = torch.zeros(300, 200, dtype=torch.int8)
 
 
 def method(name, **more):
@@ -555,19 +556,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("what", list(REFUSED))
+@pytest.mark.parametrize("fault", list(REFUSED))
 @both_weights
 def test_errors_name_what_cannot_be_loaded_before_anything_is_written(
-    what, strict, fp8_weights, tmp_path
+    fault, strict, fp8_weights, tmp_path
 ):
-    change, config, said = REFUSED[what]
-    found, _ = made_by_hand("_scale_inv", (128, 128))
+    change, config, message = REFUSED[fault]
+    stored_tensors, _ = made_by_hand("_scale_inv", (128, 128))
     if change is not None:
-        change(found)
-    write(tmp_path, found, config)
+        change(stored_tensors)
+    write(tmp_path, stored_tensors, config)
     model = net("block", fp8_weights=fp8_weights)
     before = state(model)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         load(model, tmp_path, strict=strict)
     assert_same_bytes(state(model), before)
 
@@ -579,11 +580,11 @@ def test_errors_name_missing_and_damaged_files(tmp_path):
         load(model, "org/model")
     with pytest.raises(FileNotFoundError, match=r"has neither model\.safetensors nor model\.safet"):
         load(model, tmp_path)
-    found, _ = made_by_hand("_scale_inv", (128, 128))
-    write(tmp_path, found, DEEPSEEK, files=3)
+    stored_tensors, _ = made_by_hand("_scale_inv", (128, 128))
+    write(tmp_path, stored_tensors, DEEPSEEK, files=3)
     second = tmp_path / "model-00002-of-00003.safetensors"
-    whole = second.read_bytes()
-    second.write_bytes(whole[:-10])
+    file_bytes = second.read_bytes()
+    second.write_bytes(file_bytes[:-10])
     with pytest.raises(
         OSError, match=r"model-00002-of-00003\.safetensors is damaged or incomplete"
     ):
@@ -634,17 +635,17 @@ def meta(sizes, recipe, rig, fp8_weights):
 @pytest.mark.parametrize("sizes", list(SHARDED))
 def test_a_sharded_model_loads_the_values_of_an_unsharded_one(rig, recipe, fp8_weights, sizes):
     options = {"recipe": RECIPES[recipe], "fp8_weights": fp8_weights, "device": rig.device}
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     # Blocks of 128 have other scales than blocks of 32, rows and tensors, so weights are quantized.
     for format in {OWN[recipe], "fp8-block"}:
         save_pretrained(make(SHARDED[sizes], **options), folder, format, dtype=torch.float32)
         dist.barrier()
-        whole = make(SHARDED[sizes], seed=1, **options)
-        wanted = load(whole, folder)
+        reference = make(SHARDED[sizes], seed=1, **options)
+        wanted = load(reference, folder)
         after = shard(make(SHARDED[sizes], seed=2, **options), rig)
         for model in (after, meta(SHARDED[sizes], RECIPES[recipe], rig, fp8_weights)):
             assert load(model, folder) == wanted
-            assert_same_bytes(exported(model, OWN[recipe]), exported(whole, OWN[recipe]))
+            assert_same_bytes(exported(model, OWN[recipe]), exported(reference, OWN[recipe]))
             for layer in linears(model).values() if fp8_weights and "mxfp8" not in recipe else ():
                 scale = storage_of(layer.weight).rowwise.scale
                 assert scale.dim() or on_all_ranks(scale.view(1))
@@ -656,27 +657,29 @@ def test_a_sharded_model_loads_the_values_of_an_unsharded_one(rig, recipe, fp8_w
 @ranks(2)
 @both_weights
 def test_a_rank_reads_only_its_own_part_and_each_tensor_once(rig, fp8_weights):
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     options = {"recipe": "block", "fp8_weights": fp8_weights, "device": rig.device}
     save_pretrained(make((256,), **options), folder, "fp8-block", dtype=torch.float32)
     dist.barrier()
     model = shard(make((256,), **options), rig)
-    own = sum(p.to_local().numel() for p in model.parameters())
-    names, read, original = [], [], StoredTensors.read
+    shard_numel = sum(p.to_local().numel() for p in model.parameters())
+    names = []
+    read = []
+    original = StoredTensors.read
 
     def counted(self, name, part):
-        found = original(self, name, part)
+        values = original(self, name, part)
         names.append(name)
         if "scale" not in name:
-            read.append(found.numel())
-        return found
+            read.append(values.numel())
+        return values
 
     StoredTensors.read = counted
     try:
         load(model, folder)
     finally:
         StoredTensors.read = original
-    assert sum(read) == own
+    assert sum(read) == shard_numel
     assert len(names) == len(set(names))
 
 
@@ -685,7 +688,7 @@ def test_a_rank_reads_only_its_own_part_and_each_tensor_once(rig, fp8_weights):
 @pytest.mark.parametrize("optimizer", ["AdamW", "MasterWeights", "torch"])
 def test_a_load_between_steps_is_not_undone_by_the_next_step(rig, recipe, optimizer):
     """The optimizer reads its master weights again from the loaded weights."""
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     fp8_weights = optimizer != "torch"
     options = {"recipe": RECIPES[recipe], "fp8_weights": fp8_weights, "device": rig.device}
     save_pretrained(make((64,), **options), folder, OWN[recipe], dtype=torch.float32)
@@ -705,14 +708,15 @@ def test_a_load_between_steps_is_not_undone_by_the_next_step(rig, recipe, optimi
     for name, parameter in model.named_parameters():
         value = parameter.detach()
         # A master that rounds to the loaded code is kept, so the scale may differ by a rounding.
-        error, most = (full(value) - wanted[name]).abs(), wanted[name].abs()
+        error = (full(value) - wanted[name]).abs()
+        most = wanted[name].abs()
         rounding = most / 8 + most.max() / 2**9 if fp8_weights and most.dim() == 2 else 0
         assert (error <= rounding).all(), name
 
 
 @ranks(2)
 def test_a_load_into_unsharded_units_writes_the_shards(rig):
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     save_pretrained(make((64,), device=rig.device), folder, "bf16", dtype=torch.float32)
     dist.barrier()
     model = shard(make((64,), seed=1, device=rig.device), rig, reshard_after_forward=False)
@@ -725,7 +729,7 @@ def test_a_load_into_unsharded_units_writes_the_shards(rig):
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "block", "mxfp8"])
 @both_weights
 def test_tensor_parallel_weights_get_the_values_of_the_files(rig, recipe, fp8_weights):
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     options = {"recipe": RECIPES[recipe], "device": rig.device}
     save_pretrained(make((128,), **options), folder, OWN[recipe], dtype=torch.float32)
     wanted = values_of(exported(make((128,), **options), OWN[recipe]), OWN[recipe])
@@ -738,7 +742,8 @@ def test_tensor_parallel_weights_get_the_values_of_the_files(rig, recipe, fp8_we
         shard(model, mesh=mesh["data"])
     load(model, folder)
     for name, value in model.named_parameters():
-        value, values = full(value), wanted[name]
+        value = full(value)
+        values = wanted[name]
         value = value.dequantize() if isinstance(value, fp8rs.QuantizedTensor) else value
         # Parts of rows and blocks are quantized again.
         if fp8_weights and value.dim() == 2:
@@ -750,10 +755,10 @@ def test_tensor_parallel_weights_get_the_values_of_the_files(rig, recipe, fp8_we
 @ranks(2)
 def test_ranks_with_different_parts_of_a_model_load_their_own(rig):
     """With pipeline stages, names are compared across all ranks."""
-    folder = folder_for(rig)
-    whole = make((64, 96), device=rig.device)
-    save_pretrained(whole, folder, "fp8-tensor", dtype=torch.float32)
-    wanted = values_of(exported(whole, "fp8-tensor"), "fp8-tensor")
+    folder = shared_folder(rig)
+    reference = make((64, 96), device=rig.device)
+    save_pretrained(reference, folder, "fp8-tensor", dtype=torch.float32)
+    wanted = values_of(exported(reference, "fp8-tensor"), "fp8-tensor")
     dist.barrier()
     stage = make((64, 96), seed=1, device=rig.device)
     delattr(stage.blocks, str(1 - rig.rank))
@@ -767,10 +772,10 @@ def test_ranks_with_different_parts_of_a_model_load_their_own(rig):
 
 @ranks(2)
 def test_files_that_differ_between_ranks_are_compared_on_all(rig):
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     for rank in range(2):  # only the first rank writes
-        made = make((64, 96)[: 1 + rank], device=rig.device)
-        save_pretrained(made, f"{folder}/{rank}", "bf16")
+        model = make((64, 96)[: 1 + rank], device=rig.device)
+        save_pretrained(model, f"{folder}/{rank}", "bf16")
     dist.barrier()
     with pytest.raises(ValueError, match=r"unexpected in the files:\s+blocks\.1\."):
         load(make((64,), device=rig.device), f"{folder}/{rig.rank}")
@@ -778,13 +783,13 @@ def test_files_that_differ_between_ranks_are_compared_on_all(rig):
 
 @ranks(2)
 def test_an_error_of_one_rank_is_raised_on_all_before_anything_is_written(rig):
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     save_pretrained(make((64,), device=rig.device), folder, "bf16")
     dist.barrier()
     model = shard(make((64,), seed=1, device=rig.device), rig)
     before = copy.deepcopy({n: p.to_local() for n, p in model.state_dict().items()})
-    said = "'/nowhere'" if rig.rank == 1 else r"rank 1: directory is '/nowhere'"
-    with pytest.raises(FileNotFoundError, match=said):
+    message = "'/nowhere'" if rig.rank == 1 else r"rank 1: directory is '/nowhere'"
+    with pytest.raises(FileNotFoundError, match=message):
         load(model, folder if rig.rank == 0 else "/nowhere")
     for name, value in model.state_dict().items():
         assert same_bytes(value.to_local(), before[name])
@@ -792,20 +797,20 @@ def test_an_error_of_one_rank_is_raised_on_all_before_anything_is_written(rig):
 
 @ranks(2, cuda=False)
 def test_an_undecodable_config_of_one_rank_is_raised_on_all(rig):
-    folder = folder_for(rig)
-    save_pretrained(make((64,)), folder, "bf16")
+    folder = Path(shared_folder(rig))
+    save_pretrained(make((64,)), folder / "saved", "bf16")
     dist.barrier()
-    own = Path(folder).with_name(f"{Path(folder).name}-{rig.rank}")
-    shutil.copytree(folder, own)
+    rank_folder = folder / str(rig.rank)
+    shutil.copytree(folder / "saved", rank_folder)
     if rig.rank == 1:
-        (own / "config.json").write_bytes(b"\xff\xfe")
+        (rank_folder / "config.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="rank 1: .*codec" if rig.rank == 0 else "codec"):
-        load(make((64,)), own)
+        load(make((64,)), rank_folder)
 
 
 @ranks(2)
 def test_a_tied_weight_of_a_sharded_model_is_loaded_once(rig):
-    folder = folder_for(rig)
+    folder = shared_folder(rig)
     wanted = torch.arange(40.0 * 32).reshape(40, 32)
     if rig.rank == 0:
         save_file(

@@ -62,16 +62,16 @@ def llama(recipe, **options):
     return fp8rs.convert_to_float8_training(model, recipe=recipe, filter_fqns=["lm_head"])
 
 
-def values(found, name):
+def values(exported_tensors, name):
     """Compute a weight's values by the format's conventions, without fp8rs."""
-    codes = found[name].float()
-    scales = [t for n, t in found.items() if n.startswith(name + "_")]
+    codes = exported_tensors[name].float()
+    scales = [t for n, t in exported_tensors.items() if n.startswith(name + "_")]
     if not scales:
         return codes
     scale = scales[0]
     if scale.dtype == torch.uint8:
         scale = torch.exp2(scale.double() - 127).float().repeat_interleave(32, 1)
-    elif name + "_scale_inv" in found:
+    elif name + "_scale_inv" in exported_tensors:
         scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
         scale = scale[: codes.shape[0], : codes.shape[1]]
     return codes * scale
@@ -86,16 +86,16 @@ def test_transformers_reads_the_exported_values(case, tmp_path):
     recipe, options, reader = CASES[case]
     model = llama(recipe)
     save_pretrained(model, tmp_path, case.split()[0], max_shard_bytes=200_000, **options)
-    given = dict(tensors(model, case.split()[0], **options))
+    stored = dict(tensors(model, case.split()[0], **options))
     config = reader()
     extra = {} if config is None else {"quantization_config": config}
     read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **extra)
     parameters = dict(read.named_parameters())
-    names = [name for name in given if not name.endswith(SCALES)]
+    names = [name for name in stored if not name.endswith(SCALES)]
     # transformers 5.17 keeps the scales of dequantized weights.
     assert sorted(name for name in parameters if not name.endswith(SCALES)) == sorted(names)
     for name in names:
-        assert torch.equal(parameters[name], values(given, name).to(torch.bfloat16)), name
+        assert torch.equal(parameters[name], values(stored, name).to(torch.bfloat16)), name
 
 
 @pytest.mark.parametrize("format", ["fp8-row", "fp8-tensor", "mxfp8"])
@@ -104,16 +104,16 @@ def test_transformers_keeps_the_exported_codes(format, tmp_path):
     model = llama("current")
     save_pretrained(model, tmp_path, format)
     read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    given = {n: t.clone() for n, t in tensors(model, format)}
+    stored = {n: t.clone() for n, t in tensors(model, format)}
     for name, layer in read.model.named_modules():
         if not isinstance(layer, torch.nn.Linear):
             continue
-        codes, scale = (given[f"model.{name}.{key}"] for key in ("weight", "weight_scale"))
-        held = layer.state_dict()
-        assert held["weight"].dtype == codes.dtype == torch.float8_e4m3fn
-        assert torch.equal(held["weight"].view(torch.uint8), codes.view(torch.uint8))
+        codes, scale = (stored[f"model.{name}.{key}"] for key in ("weight", "weight_scale"))
+        loaded = layer.state_dict()
+        assert loaded["weight"].dtype == codes.dtype == torch.float8_e4m3fn
+        assert torch.equal(loaded["weight"].view(torch.uint8), codes.view(torch.uint8))
         # transformers converts scales to the dtype of the model.
-        assert torch.equal(held["weight_scale"], scale.to(held["weight_scale"].dtype))
+        assert torch.equal(loaded["weight_scale"], scale.to(loaded["weight_scale"].dtype))
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
@@ -128,14 +128,16 @@ def test_layers_in_high_precision_are_listed(format, tmp_path):
     key = {"fp8-block": "modules_to_not_convert", "fp8-row": "ignore"}[format]
     listed = written["quantization_config"][key]
     layer = "model.layers.0."
-    kept = [layer + "self_attn.v_proj", layer + "mlp.gate", "lm_head"]
+    high_precision = [layer + "self_attn.v_proj", layer + "mlp.gate", "lm_head"]
     files = [layer + "block_sparse_moe.gate"]
-    assert sorted(name for name in listed if "experts" not in name) == sorted(kept + files)
+    assert sorted(name for name in listed if "experts" not in name) == sorted(
+        high_precision + files
+    )
     extra = {"quantization_config": FineGrainedFP8Config(dequantize=True)}
     read = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.bfloat16, **(extra if format == "fp8-block" else {})
     )
-    for name in kept:
+    for name in high_precision:
         for key, parameter in read.get_submodule(name).named_parameters():
             assert torch.equal(parameter, model.get_submodule(name).get_parameter(key))
 
@@ -161,32 +163,32 @@ def test_compressed_tensors_decompresses_the_exported_values(format, tmp_path):
     written.pop("quant_method")
     scheme = QuantizationConfig(**written).config_groups["group_0"]
     compressor = BaseCompressor.get_value_from_registry(written["format"])
-    found = dict(tensors(model, format))
+    exported_tensors = dict(tensors(model, format))
     name = "model.layers.0.mlp.down_proj.weight"
-    state = {"weight": found[name], "weight_scale": found[name + "_scale"]}
+    state = {"weight": exported_tensors[name], "weight_scale": exported_tensors[name + "_scale"]}
     decompressed = compressor.decompress(state, scheme)["weight"].float()
     # The library multiplies in the dtype of the scales. The scales of MXFP8 are powers of two in
     # bfloat16.
-    assert torch.equal(decompressed, values(found, name))
+    assert torch.equal(decompressed, values(exported_tensors, name))
 
 
 def test_the_index_lists_every_tensor_and_files_have_the_requested_size(tmp_path):
     model = llama("current")
     save_pretrained(model, tmp_path, "fp8-tensor", max_shard_bytes=100_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    found = {n: t.clone() for n, t in tensors(model, "fp8-tensor")}
-    assert index["weight_map"].keys() == found.keys()
+    exported_tensors = {n: t.clone() for n, t in tensors(model, "fp8-tensor")}
+    assert index["weight_map"].keys() == exported_tensors.keys()
     total = 0
     for file in set(index["weight_map"].values()):
         with safe_open(tmp_path / file, "pt") as opened:
-            held = {n: opened.get_tensor(n) for n in opened.keys()}  # noqa: SIM118
-        assert held.keys() == {n for n, f in index["weight_map"].items() if f == file}
-        nbytes = sum(t.nbytes for t in held.values())
-        assert nbytes <= 100_000 or len(held) == 1
+            file_tensors = {n: opened.get_tensor(n) for n in opened.keys()}  # noqa: SIM118
+        assert file_tensors.keys() == {n for n, f in index["weight_map"].items() if f == file}
+        nbytes = sum(t.nbytes for t in file_tensors.values())
+        assert nbytes <= 100_000 or len(file_tensors) == 1
         total += nbytes
-        for name, tensor in held.items():
+        for name, tensor in file_tensors.items():
             assert torch.equal(
-                tensor.view(-1).view(torch.uint8), found[name].view(-1).view(torch.uint8)
+                tensor.view(-1).view(torch.uint8), exported_tensors[name].view(-1).view(torch.uint8)
             )
     assert total == index["metadata"]["total_size"]
 
@@ -239,11 +241,12 @@ def test_an_error_of_a_store_is_raised_on_all(rig):
     def add(self, name, tensor):
         raise ConnectionLost("bucket", lambda: None)
 
-    model, original = shard(make((64,), recipe="current"), rig), ExportWriter.add
+    model = shard(make((64,), recipe="current"), rig)
+    original = ExportWriter.add
     ExportWriter.add = add
-    said = "" if rig.rank == 0 else "rank 0: "
+    prefix = "" if rig.rank == 0 else "rank 0: "
     try:
-        with pytest.raises(OSError, match=f"^{said}lost the connection to bucket"):
+        with pytest.raises(OSError, match=f"^{prefix}lost the connection to bucket"):
             save_pretrained(model, f"memory://bucket/{rig.rank}", "fp8-tensor")
     finally:
         ExportWriter.add = original

@@ -87,10 +87,10 @@ def expand_scale(scale, rows, cols):
 def test_the_codes_of_the_recipe_are_stored_unchanged(recipe, fp8_weights):
     model = make((64,), recipe=RECIPES[recipe], fp8_weights=fp8_weights)
     values = make((64,), recipe=None)
-    found = exported(model, OWN[recipe])
+    exported_tensors = exported(model, OWN[recipe])
     for name, layer in linears(values).items():
         codes, scale, *_ = whole_planes(layer.weight.detach(), recipe)
-        assert same_bytes(found[f"{name}.weight"], codes)
+        assert same_bytes(exported_tensors[f"{name}.weight"], codes)
         if recipe.startswith("mxfp8"):
             scale = scale.view(torch.uint8)
             if recipe == "mxfp8":
@@ -98,15 +98,15 @@ def test_the_codes_of_the_recipe_are_stored_unchanged(recipe, fp8_weights):
         elif not scale.dim():
             scale = scale.view(1)
         suffix = serving_format(OWN[recipe]).scale_name
-        assert same_bytes(found[f"{name}.{suffix}"], scale)
-        assert same_bytes(found[f"{name}.bias"], layer.bias.detach().bfloat16())
+        assert same_bytes(exported_tensors[f"{name}.{suffix}"], scale)
+        assert same_bytes(exported_tensors[f"{name}.bias"], layer.bias.detach().bfloat16())
 
 
 @every_recipe
 @every_format
 def test_names_shapes_and_dtypes_follow_the_convention(recipe, format):
     model = make((64,), recipe=RECIPES[recipe])
-    found = exported(model, format)
+    exported_tensors = exported(model, format)
     plain = make((64,), recipe=None).state_dict()
     scales = {
         "fp8-block": lambda n, k: (torch.float32, (-(-n // 128), -(-k // 128))),
@@ -122,18 +122,18 @@ def test_names_shapes_and_dtypes_follow_the_convention(recipe, format):
         if quantized:
             scale_name = name.removesuffix("weight") + serving_format(format).scale_name
             wanted[scale_name] = scales[format](*value.shape)
-    assert {n: (t.dtype, tuple(t.shape)) for n, t in found.items()} == wanted
+    assert {n: (t.dtype, tuple(t.shape)) for n, t in exported_tensors.items()} == wanted
 
 
 @every_recipe
 @every_format
 def test_stored_values_are_within_a_rounding_of_the_weights(recipe, format):
     model = make((64,), recipe=RECIPES[recipe])
-    found = exported(model, format)
+    exported_tensors = exported(model, format)
     for name, layer in linears(make((64,), recipe=None)).items():
-        values = found[f"{name}.weight"].float()
+        values = exported_tensors[f"{name}.weight"].float()
         if format != "bf16":
-            scale = found[f"{name}.{serving_format(format).scale_name}"]
+            scale = exported_tensors[f"{name}.{serving_format(format).scale_name}"]
             values = values * expand_scale(scale, *values.shape)
         weight = layer.weight.detach()
         # E4M3 has three mantissa bits, so half a step is 1/16. For subnormals it is 2^-10 of the
@@ -156,18 +156,18 @@ def test_a_recipe_with_powers_of_two_keeps_its_codes_in_both_variants_of_the_for
     wanted = fp8rs.Quantizer(fp8rs.Float8BlockScaling(power_2_scale=True))
     row = wanted(model.head.weight.detach()).rowwise
     for options in ({}, {"scale_fmt": "ue8m0"}):
-        found = exported(model, "fp8-block", **options)
-        assert same_bytes(found["head.weight"], row.data)
-        assert same_bytes(found["head.weight_scale_inv"], row.scale)
+        exported_tensors = exported(model, "fp8-block", **options)
+        assert same_bytes(exported_tensors["head.weight"], row.data)
+        assert same_bytes(exported_tensors["head.weight_scale_inv"], row.scale)
 
 
 def test_tied_frozen_and_plain_parameters_and_buffers_appear_once_under_their_names():
     model = odd()
-    found = exported(model, "fp8-tensor")
+    exported_tensors = exported(model, "fp8-tensor")
     scales = {"up.weight_scale", "down.weight_scale"}
-    assert found.keys() == (model.state_dict().keys() | scales) - {"head.weight"}
-    assert found["norm.num_batches_tracked"].dtype == torch.int64
-    assert found["embedding.weight"].dtype == torch.bfloat16
+    assert exported_tensors.keys() == (model.state_dict().keys() | scales) - {"head.weight"}
+    assert exported_tensors["norm.num_batches_tracked"].dtype == torch.int64
+    assert exported_tensors["embedding.weight"].dtype == torch.bfloat16
 
 
 class Pinned(nn.Module):
@@ -198,12 +198,14 @@ def test_tensors_that_a_model_keeps_in_fp32_are_exported_in_fp32(rig, format, ki
     expected = {n: t.detach().clone() for n, t in model.state_dict().items()}
     fully_shard(model.layer)  # FSDP2 requires one dtype of the parameters that it gathers together
     fully_shard(model)
-    found = exported(model, format, dtype=dtype)
+    exported_tensors = exported(model, format, dtype=dtype)
     for name in ("correction_bias", "average"):
-        assert found[name].dtype == torch.float32
-        assert torch.equal(found[name], expected[name].cpu())
-    assert found["layer.bias"].dtype == dtype
-    assert found["layer.weight"].dtype == (dtype if format == "bf16" else torch.float8_e4m3fn)
+        assert exported_tensors[name].dtype == torch.float32
+        assert torch.equal(exported_tensors[name], expected[name].cpu())
+    assert exported_tensors["layer.bias"].dtype == dtype
+    assert exported_tensors["layer.weight"].dtype == (
+        dtype if format == "bf16" else torch.float8_e4m3fn
+    )
 
 
 def test_a_compiled_or_checkpointed_block_keeps_its_names():
@@ -249,15 +251,15 @@ def test_a_compiled_root_that_is_sharded_is_exported_and_loaded_in_its_shards(ri
 
 
 @pytest.mark.parametrize(
-    "arguments, error, said",
+    "arguments, error, message",
     [
         ({"format": "fp4"}, ValueError, "format is 'fp4'; it must be one of 'bf16', 'fp8-block'"),
         ({"format": "fp8-row", "scale_fmt": "ue8m0"}, ValueError, "scale_fmt is 'ue8m0' with"),
         ({"dtype": torch.int8}, TypeError, "dtype is torch.int8; it must be float32"),
     ],
 )
-def test_errors_name_the_argument(arguments, error, said):
-    with pytest.raises(error, match=said):
+def test_errors_name_the_argument(arguments, error, message):
+    with pytest.raises(error, match=message):
         tensors(make((64,)), **arguments)
 
 
@@ -308,12 +310,12 @@ def test_an_export_between_steps_does_not_change_training(rig, recipe):
     def losses(exports):
         model = shard(make((64, 32), recipe=RECIPES[recipe], device=rig.device), rig)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        found = []
+        results = []
         for n in range(4):
-            found += train(model, optimizer, [batch(rig, n)])
+            results += train(model, optimizer, [batch(rig, n)])
             if exports:
                 exported(model, OWN.get(recipe, "bf16"))
-        return found
+        return results
 
     assert losses(True) == losses(False)
 
@@ -327,19 +329,21 @@ def test_at_most_one_unit_is_unsharded_and_none_afterwards(rig, recipe, fp8_weig
     # This leaves all units unsharded.
     model(batch(rig))
 
-    def whole():
+    def unsharded_units():
         return {
             ".".join(name.split(".")[:2]) if name.startswith("blocks") else "root"
             for name, p in model.named_parameters()
             if not isinstance(p, DTensor)
         }
 
-    assert whole() == {"blocks.0", "blocks.1", "root"}
+    assert unsharded_units() == {"blocks.0", "blocks.1", "root"}
     for name, _ in tensors(model, OWN[recipe]):
-        assert whole() == {".".join(name.split(".")[:2]) if name.startswith("blocks") else "root"}
-    assert whole() == set()
+        assert unsharded_units() == {
+            ".".join(name.split(".")[:2]) if name.startswith("blocks") else "root"
+        }
+    assert unsharded_units() == set()
     for _ in tensors(model, "bf16"):
-        assert whole() == set()
+        assert unsharded_units() == set()
 
 
 @ranks(2)
@@ -349,18 +353,20 @@ def test_codes_are_gathered_if_the_format_stores_them(rig, fp8_weights):
     model = make((64, 64), recipe="current", device=rig.device, fp8_weights=fp8_weights)
     shard(model, rig)
     exported(model, "fp8-tensor")
-    with Collectives() as seen:
+    with Collectives() as collectives:
         exported(model, "fp8-tensor")
     weights = sum(m.weight.numel() for m in linears(model).values())
     others = sum(p.numel() * 4 for n, p in model.named_parameters() if p.dim() == 1)
-    assert seen.nbytes("gather") == weights + others
+    assert collectives.nbytes("gather") == weights + others
 
 
 @ranks(4)
 @pytest.mark.parametrize("format", ["fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "bf16"])
 @both_weights
 def test_tensor_parallel_weights_are_exported_in_full(rig, format, fp8_weights):
-    recipe = {own: r for r, own in OWN.items() if r != "delayed"}.get(format, "current")
+    recipe = {own_format: r for r, own_format in OWN.items() if r != "delayed"}.get(
+        format, "current"
+    )
     recipe = "mxfp8" if format == "mxfp8" else recipe
     options = {"recipe": RECIPES[recipe], "device": rig.device, "fp8_weights": fp8_weights}
     wanted = exported(make((128,), **options), format)
@@ -371,9 +377,9 @@ def test_tensor_parallel_weights_are_exported_in_full(rig, format, fp8_weights):
         parallelize_module(block, mesh["tensor"], plan)
         fully_shard(block, mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"])
-    found = exported(model, format)
-    assert found.keys() == wanted.keys()
-    for name, tensor in found.items():
+    exported_tensors = exported(model, format)
+    assert exported_tensors.keys() == wanted.keys()
+    for name, tensor in exported_tensors.items():
         if fp8_weights and format in ("fp8-row", "fp8-block"):
             # Blocks and rows that tensor parallelism splits have scales of their own. See recipes.
             assert tensor.shape == wanted[name].shape
@@ -398,13 +404,13 @@ def test_scales_of_tensor_parallel_shards_are_not_exported(rig, recipe, fp8_weig
         for layer in (model.blocks[0].up, model.blocks[0].down):
             layer.weight.mul_(rig.rank + 1)
     for format in {OWN[recipe], "fp8-row"}:
-        found = exported(model, format)
+        exported_tensors = exported(model, format)
         for name, layer in linears(model).items():
             values = layer.weight.detach()
             values = values.full_tensor() if isinstance(values, DTensor) else values
             values = values.dequantize() if fp8_weights and name == "head" else values
-            codes = found[f"{name}.weight"]
-            scale = found[f"{name}.{serving_format(format).scale_name}"]
+            codes = exported_tensors[f"{name}.weight"]
+            scale = exported_tensors[f"{name}.{serving_format(format).scale_name}"]
             assert on_all_ranks(codes.view(torch.uint8)) and on_all_ranks(scale)
             got = (codes.float() * expand_scale(scale, *codes.shape)).to(values.device)
             assert ((got - values).abs() <= values.abs() / 16 + values.abs().max() / 2**10).all()
@@ -423,8 +429,8 @@ def test_values_are_exact_in_a_dtype_wider_than_the_gathered_dtype(rig):
 @ranks(2)
 def test_a_consumer_that_stops_early_leaves_nothing_unsharded(rig):
     model = shard(make((64, 48), recipe="current", device=rig.device), rig)
-    each = tensors(model, "fp8-tensor")
-    next(each)
-    each.close()
+    iterator = tensors(model, "fp8-tensor")
+    next(iterator)
+    iterator.close()
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert copy.deepcopy(list(model.state_dict()))

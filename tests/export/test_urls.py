@@ -33,20 +33,20 @@ def store():
 
 def model(layers=3):
     torch.manual_seed(layers)
-    made = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(layers)))
-    return fp8rs.convert_to_float8_training(made, recipe="current")
+    unconverted = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(layers)))
+    return fp8rs.convert_to_float8_training(unconverted, recipe="current")
 
 
 def files(store):
     return {name.rpartition("/")[2]: store.cat_file(name) for name in store.find("/bucket")}
 
 
-def read(found):
+def read(contents):
     return {
         n: t
-        for name in found
+        for name in contents
         if name.endswith(".safetensors")
-        for n, t in load(found[name]).items()
+        for n, t in load(contents[name]).items()
     }
 
 
@@ -75,10 +75,10 @@ def test_an_export_to_a_store_replaces_the_files_of_an_earlier_one(store):
         store.pipe_file(f"/bucket/model/{name}", b"{}")
     save_pretrained(model(3), "memory://bucket/model", max_shard_bytes=20_000)
     save_pretrained(model(1), "memory://bucket/model/")
-    found = files(store)
-    assert all(found.pop(name) == b"{}" for name in others)
-    assert sorted(found) == ["config.json", "model.safetensors"]
-    assert equal(read(found), dict(tensors(model(1))))
+    contents = files(store)
+    assert all(contents.pop(name) == b"{}" for name in others)
+    assert sorted(contents) == ["config.json", "model.safetensors"]
+    assert equal(read(contents), dict(tensors(model(1))))
 
 
 @pytest.mark.parametrize("file", ["0.safetensors", "1.safetensors", "config.json"])
@@ -88,7 +88,8 @@ def test_a_failed_export_to_a_store_leaves_the_earlier_one(store, file, monkeypa
 
     save_pretrained(model(3), "memory://bucket/model", max_shard_bytes=20_000)
     before = files(store)
-    put, pipe = MemoryFileSystem.put_file, MemoryFileSystem.pipe_file
+    put = MemoryFileSystem.put_file
+    pipe = MemoryFileSystem.pipe_file
 
     def fail(original):
         def write(self, source, target, *args, **kwargs):
@@ -120,7 +121,8 @@ def test_an_interrupted_replacement_leaves_no_file_of_the_earlier_export(
     while True:
         folder = tmp_path / str(moves)
         save_pretrained(before, folder, max_shard_bytes=20_000)
-        move, allowed = LocalFileSystem.mv, iter(range(moves))
+        move = LocalFileSystem.mv
+        allowed = iter(range(moves))
 
         def fail(self, *args, move=move, allowed=allowed):
             if next(allowed, None) is None:
@@ -132,12 +134,15 @@ def test_an_interrupted_replacement_leaves_no_file_of_the_earlier_export(
             save_pretrained(after, folder, max_shard_bytes=20_000)
             break
         assert not (folder / "config.json").exists()
-        left = {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
-        assert equal(left, {name: wanted[name] for name in left})
+        remaining = {
+            n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()
+        }
+        assert equal(remaining, {name: wanted[name] for name in remaining})
         moves += 1
     assert moves == (2 if layers[1] == 1 else 5)
-    export.load(again := model(layers[1]), folder)
-    assert equal(dict(tensors(again)), wanted)
+    loaded = model(layers[1])
+    export.load(loaded, folder)
+    assert equal(dict(tensors(loaded)), wanted)
 
 
 def test_a_url_that_fsspec_cannot_open_is_refused(tmp_path, monkeypatch):
@@ -150,10 +155,10 @@ def test_a_url_that_fsspec_cannot_open_is_refused(tmp_path, monkeypatch):
 @ranks(2)
 def test_sharded_models_are_exported_to_a_file_url(rig):
     folder = shared_folder(rig)
-    made = make([256, 128], recipe="current", device=rig.device)
-    shard(made)
-    save_pretrained(made, f"file://{folder}/model")
-    expected = {name: tensor.cpu() for name, tensor in tensors(made)}
+    sharded = make([256, 128], recipe="current", device=rig.device)
+    shard(sharded)
+    save_pretrained(sharded, f"file://{folder}/model")
+    expected = {name: tensor.cpu() for name, tensor in tensors(sharded)}
     assert equal(load_file(f"{folder}/model/model.safetensors"), expected)
     config = Path(folder, "model", "config.json").read_text()
     assert "quantization_config" in json.loads(config)

@@ -74,7 +74,8 @@ def assert_rounded(weight, master, *, stochastic=False):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_arithmetic_on_a_weight_changes_its_master(device, recipe, write, kind, dtype):
     model = model_of(recipe, device, dtype)
-    weight, optimizer = model[0].weight, OPTIMIZERS[kind](model.parameters())
+    weight = model[0].weight
+    optimizer = OPTIMIZERS[kind](model.parameters())
     step(model, optimizer)
     expected = master_of(optimizer, weight).clone()
     with torch.no_grad():
@@ -90,7 +91,8 @@ def test_arithmetic_on_a_weight_changes_its_master(device, recipe, write, kind, 
 @recipes
 def test_arithmetic_before_the_first_step_changes_the_initial_values(recipe):
     model = model_of(recipe, preserve_high_precision_init_val=True)
-    weight, optimizer = model[0].weight, AdamW(model.parameters(), lr=0.0)
+    weight = model[0].weight
+    optimizer = AdamW(model.parameters(), lr=0.0)
     expected = weight.get_high_precision_init_val().clone()
     copied = copy.deepcopy(model)
     with torch.no_grad():
@@ -108,16 +110,17 @@ def test_arithmetic_before_the_first_step_changes_the_initial_values(recipe):
 @recipes
 def test_repeated_decay_of_shards_equals_that_of_plain_weights(rig, recipe):
     model = model_of(recipe, rig.device, preserve_high_precision_init_val=True)
-    whole = model[0].weight.get_high_precision_init_val().clone()
+    plain_weight = model[0].weight.get_high_precision_init_val().clone()
     fully_shard(model[0], mesh=rig.mesh())
     fully_shard(model, mesh=rig.mesh())
-    weight, optimizer = model[0].weight, AdamW(model.parameters(), lr=0.0)
+    weight = model[0].weight
+    optimizer = AdamW(model.parameters(), lr=0.0)
     for _ in range(20):
         step(model, optimizer)
         with torch.no_grad():
             weight.mul_(0.98)
-            whole.mul_(0.98)
-    expected = whole.chunk(2)[rig.rank].to(rig.device)
+            plain_weight.mul_(0.98)
+    expected = plain_weight.chunk(2)[rig.rank].to(rig.device)
     torch.testing.assert_close(master_of(optimizer, weight), expected, rtol=1e-5, atol=0.0)
     step(model, optimizer)
     assert_rounded(weight, expected)
@@ -127,7 +130,8 @@ def test_repeated_decay_of_shards_equals_that_of_plain_weights(rig, recipe):
 def test_masters_come_back_with_their_codes_after_arithmetic_on_other_values(recipe):
     """An average is swapped in, changed and swapped out."""
     model = model_of(recipe)
-    weight, optimizer = model[0].weight, AdamW(model.parameters(), lr=1e-3)
+    weight = model[0].weight
+    optimizer = AdamW(model.parameters(), lr=1e-3)
     for _ in range(3):
         step(model, optimizer)
     before = master_of(optimizer, weight).clone()
@@ -146,7 +150,8 @@ def test_masters_come_back_with_their_codes_after_arithmetic_on_other_values(rec
 def test_arithmetic_changes_masters_that_were_loaded(kind):
     """The optimizer has not stepped since."""
     model = model_of("current")
-    weight, optimizer = model[0].weight, OPTIMIZERS[kind](model.parameters())
+    weight = model[0].weight
+    optimizer = OPTIMIZERS[kind](model.parameters())
     step(model, optimizer)
     saved = optimizer.state_dict()
     other = OPTIMIZERS[kind](model.parameters())
@@ -167,14 +172,14 @@ lost = pytest.warns(UserWarning, match="arithmetic on the FP8 weight 0.weight ha
 def test_arithmetic_without_effect_warns_once_for_each_model(device, recipe):
     for _ in range(2):
         model = model_of(recipe, device)
-        with torch.no_grad(), lost as found:
+        with torch.no_grad(), lost as recorded_warnings:
             model[0].weight.mul_(0.98)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             model(torch.ones(4, 64, device=device))  # on CUDA, a later forward or write warns
-        assert len(found) == 1
+        assert len(recorded_warnings) == 1
         if device.type == "cpu":
-            assert found[0].filename == __file__
+            assert recorded_warnings[0].filename == __file__
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")
             model[0].weight.mul_(0.98)

@@ -36,11 +36,11 @@ def batch(rig, step=0):
     return torch.randn(16, 96, generator=generator).to(rig.device)
 
 
-def assert_gathered(model, whole):
+def assert_gathered(model, reference):
     model.experts.unshard()
     for name in NAMES:
-        found, wanted = (getattr(m.experts, name) for m in (model, whole))
-        for a, b in zip(found.planes, wanted.planes, strict=True):
+        actual, wanted = (getattr(m.experts, name) for m in (model, reference))
+        for a, b in zip(actual.planes, wanted.planes, strict=True):
             assert (a is None) == (b is None)
             assert a is None or (same_bytes(a.data, b.data) and same_bytes(a.scale, b.scale))
     model.experts.reshard()
@@ -50,19 +50,19 @@ def assert_gathered(model, whole):
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("recipe, dim", SHARDINGS)
 def test_shards_are_gathered_as_they_are_stored(rig, experts, recipe, dim):
-    whole = build(rig.device, recipe, experts, fp8_weights=True)
-    model = shard(copy.deepcopy(whole), rig, dim, root=False)
+    reference = build(rig.device, recipe, experts, fp8_weights=True)
+    model = shard(copy.deepcopy(reference), rig, dim, root=False)
     assert all(type(local_of(getattr(model.experts, name))) is Float8Shard for name in NAMES)
-    with Collectives() as seen:
-        assert_gathered(model, whole)
+    with Collectives() as collectives:
+        assert_gathered(model, reference)
     if dim == 0:
-        assert not reduces(seen)
+        assert not reduces(collectives)
     for factor in (1.0, 1.7):
         with torch.no_grad():
-            for m in (model, whole):
+            for m in (model, reference):
                 for name in NAMES:
                     getattr(m.experts, name).mul_(factor)
-        assert_gathered(model, whole)
+        assert_gathered(model, reference)
 
 
 @ranks(2)
@@ -94,10 +94,10 @@ def test_training_equals_that_of_a_parameter_for_each_matrix(
     if not fp8:  # weights that are not sharded are not quantized
         shard(alone, rig)
     model = shard(build(rig.device, recipe, experts, fp8_weights=fp8), rig, dim)
-    both = [(m, OPTIMIZERS[optimizer](m.parameters())) for m in (alone, model)]
+    trainings = [(m, OPTIMIZERS[optimizer](m.parameters())) for m in (alone, model)]
     for n in range(3):
         losses = []
-        for m, stepper in both:
+        for m, stepper in trainings:
             loss = m(batch(rig, n)).square().mean()
             loss.backward()
             if m is alone and fp8 and rig.world_size == 3:
@@ -109,8 +109,9 @@ def test_training_equals_that_of_a_parameter_for_each_matrix(
             stepper.zero_grad()
             losses.append(loss.detach())
         assert same_bytes(*losses), n
-    found, wanted = wholes(model), wholes(alone)
-    assert all(same_bytes(found[name], wanted[name]) for name in NAMES)
+    actual = wholes(model)
+    wanted = wholes(alone)
+    assert all(same_bytes(actual[name], wanted[name]) for name in NAMES)
 
 
 @ranks(1, 2, 3)
@@ -119,35 +120,35 @@ def test_training_equals_that_of_a_parameter_for_each_matrix(
 def test_deferred_init_is_that_of_one_process(rig, recipe, dim, fp8):
     """Every rank draws its part of the numbers of the whole weight."""
 
-    whole = build(rig.device, recipe, 3, fp8_weights=fp8)
+    reference = build(rig.device, recipe, 3, fp8_weights=fp8)
     model = shard(build("meta", recipe, 3, fp8_weights=fp8), rig, dim, root=False)
     model.to_empty(device=rig.device)
     torch.manual_seed(7)
     with torch.no_grad():
         for name in NAMES:
-            values = torch.empty(getattr(whole.experts, name).shape, device=rig.device)
+            values = torch.empty(getattr(reference.experts, name).shape, device=rig.device)
             seed = int(torch.empty((), dtype=torch.int64).random_())
             torch.ops.fp8rs.random_uniform_(values, seed, 0, -0.1, 0.1)
-            getattr(whole.experts, name).copy_(values)
+            getattr(reference.experts, name).copy_(values)
         torch.manual_seed(7)
         for name in NAMES:
             uniform_(getattr(model.experts, name), 0.1)
     if fp8:
-        assert_gathered(model, whole)
+        assert_gathered(model, reference)
     else:
         model.experts.unshard()
-        check_gathered(model, wholes(whole), recipe)
+        check_gathered(model, wholes(reference), recipe)
 
 
 @ranks(2)
 @pytest.mark.parametrize("recipe, dim", SHARDINGS)
 @pytest.mark.parametrize("fp8", [True, False])
 def test_rows_of_four_dimensions_are_those_of_one_matrix(rig, recipe, dim, fp8):
-    whole = build(rig.device, recipe, 3, fp8_weights=fp8, gated=True)
-    model = shard(copy.deepcopy(whole), rig, dim)
+    reference = build(rig.device, recipe, 3, fp8_weights=fp8, gated=True)
+    model = shard(copy.deepcopy(reference), rig, dim)
     if not fp8:
-        shard(whole, rig, 0)
-    assert_same_training(rig, model, whole)
+        shard(reference, rig, 0)
+    assert_same_training(rig, model, reference)
 
 
 @ranks(2)
@@ -157,24 +158,24 @@ def test_values_that_were_saved_by_rows_load_into_whole_matrices(rig, recipe):
     folder = shared_folder(rig)
     plain = shard(build(rig.device, "current", 2, seed=1), rig, 1)
     checkpoint.save({"model": checkpoint.Model(plain)}, f"{folder}/saved")
-    whole = build(rig.device, recipe, 2, fp8_weights=True)
-    model = shard(copy.deepcopy(whole), rig)
+    reference = build(rig.device, recipe, 2, fp8_weights=True)
+    model = shard(copy.deepcopy(reference), rig)
     state = model.state_dict()
     with pytest.raises(CheckpointException, match="does not consist of whole matrices"):
         dcp.load({"model": state}, checkpoint_id=f"{folder}/saved")
     checkpoint.load({"model": checkpoint.Model(model)}, f"{folder}/saved")
     with torch.no_grad():
         for name, values in wholes(plain).items():
-            getattr(whole.experts, name).copy_(values)
-    assert_gathered(model, whole)
+            getattr(reference.experts, name).copy_(values)
+    assert_gathered(model, reference)
 
 
 @ranks(2)
 @pytest.mark.parametrize("recipe, dim", [("current", 2), ("delayed", 2)])
 def test_columns_of_each_matrix_are_gathered(rig, recipe, dim):
-    whole = build(rig.device, recipe, 3, fp8_weights=True)
-    model = shard(copy.deepcopy(whole), rig, dim)
-    assert_same_training(rig, model, whole)
+    reference = build(rig.device, recipe, 3, fp8_weights=True)
+    model = shard(copy.deepcopy(reference), rig, dim)
+    assert_same_training(rig, model, reference)
 
 
 @ranks(2)

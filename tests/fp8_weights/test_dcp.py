@@ -60,37 +60,40 @@ RESHARDS = [(1, 2), (2, 1), (2, 3), (3, 2), (None, 2), (3, None)]
 
 def saved_state(model, optimizer):
     """The contents without histories of delayed scaling, which torch's state dicts leave out."""
-    found = contents(model, optimizer)
-    return {name: t for name, t in found.items() if not name.split()[-1].startswith("fp8_")}
+    values = contents(model, optimizer)
+    return {name: t for name, t in values.items() if not name.split()[-1].startswith("fp8_")}
 
 
 @ranks(3)
 @pytest.mark.parametrize(("saved", "loaded"), RESHARDS)
 @each_recipe("current", "block", "mxfp8 of 1x32", of=RECIPES)
-@pytest.mark.parametrize("kept", list(KEPT))
+@pytest.mark.parametrize("weight_kind", list(KEPT))
 @pytest.mark.parametrize("hidden", [*HIDDEN, *SAVED_BATCHES])
-def test_reshards_are_exact(rig, saved, loaded, recipe, kept, hidden):
+def test_reshards_are_exact(rig, saved, loaded, recipe, weight_kind, hidden):
     """Weights and optimizer states of any number of ranks load into any other, to the bit."""
     warnings.filterwarnings("ignore", message=".*FP8 weights, and keeps no masters")
-    folder, expected = shared_folder(rig), None
+    folder = shared_folder(rig)
+    expected = None
     hidden = (HIDDEN | SAVED_BATCHES)[hidden]
-    if (made := model_on(rig, saved, recipe, kept, hidden, seed=0)) is not None:
-        model, optimizer, group = made
+    sharded_model = model_on(rig, saved, recipe, weight_kind, hidden, seed=0)
+    if sharded_model is not None:
+        model, optimizer, group = sharded_model
         train(model, optimizer, [batch(rig, n) for n in range(3)])
         dcp.save(state_dicts_of(model, optimizer), checkpoint_id=folder, process_group=group)
         expected = saved_state(model, optimizer)
     dist.barrier()
-    if (made := model_on(rig, loaded, recipe, kept, hidden, seed=1)) is not None:
-        model, optimizer, group = made
+    sharded_model = model_on(rig, loaded, recipe, weight_kind, hidden, seed=1)
+    if sharded_model is not None:
+        model, optimizer, group = sharded_model
         state = state_dicts_of(model, optimizer)
         dcp.load(state, checkpoint_id=folder, process_group=group)
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
-        found = saved_state(model, optimizer)
+        actual = saved_state(model, optimizer)
         if expected is not None:
-            assert found.keys() == expected.keys()
+            assert actual.keys() == expected.keys()
             for name, value in expected.items():
-                assert same_bytes(found[name], value), name
+                assert same_bytes(actual[name], value), name
         assert torch.tensor(train(model, optimizer, [batch(rig, 3)])).isfinite().all()
 
 
@@ -99,17 +102,19 @@ def test_reshards_are_exact(rig, saved, loaded, recipe, kept, hidden):
 def test_shards_written_by_each_rank_are_saved_with_common_scales(rig, recipe):
     """A state dict synchronizes scales that shards share."""
     folder = shared_folder(rig)
-    whole, model = pair(rig, recipe)
+    reference, model = pair(rig, recipe)
     with torch.no_grad():
         for layer in linears(model).values():
             local_of(layer.weight).view(-1).mul_(1 + 6.7 * rig.rank)
     dcp.save(model.state_dict(), checkpoint_id=folder)
     if rig.rank == 0:
-        state = whole.state_dict()
+        state = reference.state_dict()
         dcp.load(state, checkpoint_id=folder, no_dist=True)
     wanted = [full(p) for p in model.parameters()]
     if rig.rank == 0:
-        assert all(same_bytes(full(p), w) for p, w in zip(whole.parameters(), wanted, strict=True))
+        assert all(
+            same_bytes(full(p), w) for p, w in zip(reference.parameters(), wanted, strict=True)
+        )
 
 
 @ranks(4)
@@ -117,9 +122,11 @@ def test_shards_written_by_each_rank_are_saved_with_common_scales(rig, recipe):
 @pytest.mark.parametrize("layouts", [(0, 1), (1, 0)])
 def test_tensor_parallel_reshards_are_exact(rig, recipe, layouts):
     names = [("FSDP of 2 x TP of 2", "FSDP of 4")[i] for i in layouts]
-    folder, kept = shared_folder(rig), "FP8 weights, AdamW with masters"
+    folder = shared_folder(rig)
+    weight_kind = "FP8 weights, AdamW with masters"
     model, other = (
-        lay_out(rig, name, recipe, kept, (64, 128), seed)[0] for seed, name in enumerate(names)
+        lay_out(rig, name, recipe, weight_kind, (64, 128), seed)[0]
+        for seed, name in enumerate(names)
     )
     dcp.save(model.state_dict(), checkpoint_id=folder)
     dcp.load(other.state_dict(), checkpoint_id=folder)
@@ -155,7 +162,8 @@ def test_a_load_in_place_reaches_ranks_with_empty_shards(rig, recipe, fp8, of):
     def part_of(model):
         return checkpoint.Model(model) if of == "Model" else model.state_dict()
 
-    folder, whole = shared_folder(rig), small(0, 0.01, recipe)
+    folder = shared_folder(rig)
+    reference = small(0, 0.01, recipe)
     saved = small(0, 0.01, recipe if fp8 else None)
     dcp.save({"model": part_of(fully_shard(saved, mesh=rig.mesh()))}, checkpoint_id=folder)
     model = fully_shard(small(1, 1.0, recipe), mesh=rig.mesh())
@@ -163,8 +171,9 @@ def test_a_load_in_place_reaches_ranks_with_empty_shards(rig, recipe, fp8, of):
     dcp.load({"model": part_of(model)}, checkpoint_id=folder, planner=planner)
     x = batch(rig, 0)
     with torch.no_grad():
-        found, wanted = model(x), whole(x)
-    assert (found - wanted).norm() <= (0 if fp8 else 0.05) * wanted.norm()
+        actual = model(x)
+        wanted = reference(x)
+    assert (actual - wanted).norm() <= (0 if fp8 else 0.05) * wanted.norm()
 
 
 # --- asynchronous saves --------------------------------------------------------------------------
@@ -187,8 +196,8 @@ STAGERS = {
 @pytest.mark.parametrize("of", ["state_dict", "get_model_state_dict"])
 def test_asynchronous_saves_of_fp8_weights_are_refused(rig, recipe, sharded, stager, of):
     """torch copies each tensor as the bytes of one storage, which would lose the scales."""
-    whole, model = pair(rig, recipe)
-    model = model if sharded else whole
+    reference, model = pair(rig, recipe)
+    model = model if sharded else reference
     state = model.state_dict() if of == "state_dict" else get_model_state_dict(model)
     options = STAGERS[stager](shared_folder(rig))
     before = planes_of(model)
@@ -201,8 +210,8 @@ def test_asynchronous_saves_of_fp8_weights_are_refused(rig, recipe, sharded, sta
 @each_recipe("current", "mxfp8", of=RECIPES)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_asynchronous_saves_of_fp8_parameters_are_refused(rig, recipe, sharded):
-    whole, model = pair(rig, recipe)
-    state = dict((model if sharded else whole).named_parameters())
+    reference, model = pair(rig, recipe)
+    state = dict((model if sharded else reference).named_parameters())
     with pytest.raises(RuntimeError, match="storage"):  # of torch: a parameter has an address
         dcp.async_save(
             {"model": state},
@@ -216,8 +225,10 @@ def test_asynchronous_saves_of_fp8_parameters_are_refused(rig, recipe, sharded):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_asynchronous_saves_of_checkpoint_models_are_exact(rig, recipe, sharded):
     """A write after the call does not change what is saved."""
-    whole, model = pair(rig, recipe)
-    model, other = (model, pair(rig, recipe)[1]) if sharded else (whole, copy.deepcopy(whole))
+    reference, model = pair(rig, recipe)
+    model, other = (
+        (model, pair(rig, recipe)[1]) if sharded else (reference, copy.deepcopy(reference))
+    )
     before = planes_of(model)
     folder = shared_folder(rig)
     group = dist.new_group(backend="gloo")  # the thread of the save uses it

@@ -42,8 +42,8 @@ def local(layer):
     return local_of(layer.weight)
 
 
-def assert_same_planes(found, wanted):
-    for a, b in zip(found, wanted, strict=True):
+def assert_same_planes(actual, wanted):
+    for a, b in zip(actual, wanted, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
             assert a.format is b.format
@@ -69,11 +69,11 @@ def test_shards_are_gathered_as_they_are_stored(rig, hidden, recipe, reshard):
     model = make_fp8(hidden, recipe, rig)
     wanted = planes_of(model)
     shard(model, rig, reshard_after_forward=reshard)
-    seen = []
+    names = []
 
     def check(name, weight):
         assert_same_planes(weight.planes, wanted[name])
-        seen.append(name)
+        names.append(name)
 
     watch_weights(model, check)
     before = {
@@ -81,7 +81,7 @@ def test_shards_are_gathered_as_they_are_stored(rig, hidden, recipe, reshard):
     }
     for _ in range(2):
         model(batch(rig)).square().mean().backward()
-    assert sorted(seen) == sorted([*wanted, *wanted])
+    assert sorted(names) == sorted([*wanted, *wanted])
     for name, layer in linears(model).items():
         assert isinstance(local(layer), QuantizedTensor)
         after = storage_of(layer.weight).tensors()
@@ -92,12 +92,12 @@ def test_shards_are_gathered_as_they_are_stored(rig, hidden, recipe, reshard):
 # --- scales that shards share --------------------------------------------------------------------
 
 
-def shard_planes(layer, whole):
+def shard_planes(layer, full_planes):
     """Return (codes, scales) of this rank's shard for each plane of a whole weight."""
     placement = ShardSpec.from_dtensor(layer.weight)
     rows = slice(placement.shard_offset, placement.shard_offset + local(layer).shape[0])
-    found = []
-    for plane, dim in zip(whole, (0, 1), strict=True):
+    planes = []
+    for plane, dim in zip(full_planes, (0, 1), strict=True):
         if plane is None:
             continue
         block = plane.format.block[dim]
@@ -107,24 +107,25 @@ def shard_planes(layer, whole):
             scale = None
         else:
             size = 1 if block == 1 else plane.data.shape[dim] if block == -1 else block
-            first, last = rows.start // size, -(-rows.stop // size)
+            first = rows.start // size
+            last = -(-rows.stop // size)
             scale = plane.scale.narrow(dim, first, last - first) if block != -1 else plane.scale
         codes = plane.data.view(torch.uint8).narrow(dim, rows.start, rows.stop - rows.start)
-        found.append((codes, scale))
-    return found
+        planes.append((codes, scale))
+    return planes
 
 
 def assert_shard_of(layer, values):
     """The shard has the bytes of the whole weight quantized from ``values``."""
     spec = local(layer).spec
-    both = storage_of(layer.weight).columnwise is not None
-    whole = quantize_planes(spec, values, True, both)
+    columnwise = storage_of(layer.weight).columnwise is not None
+    full_planes = quantize_planes(spec, values, True, columnwise)
     planes = [p for p in local(layer).planes if p is not None]
     if local(layer).numel() == 0:
         if spec.format.per_tensor:
-            assert same_bytes(storage_of(layer.weight).any_plane.scale, whole[0].scale)
+            assert same_bytes(storage_of(layer.weight).any_plane.scale, full_planes[0].scale)
         return
-    for plane, (codes, scale) in zip(planes, shard_planes(layer, whole), strict=True):
+    for plane, (codes, scale) in zip(planes, shard_planes(layer, full_planes), strict=True):
         assert same_bytes(plane.data.view(torch.uint8), codes)
         assert same_bytes(plane.scale, scale)
 
@@ -132,12 +133,13 @@ def assert_shard_of(layer, values):
 def new_values(model, rig, seed=7):
     """Other values for every weight, the same on all ranks, with the largest on one rank."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    new = {}
     for name, layer in linears(model).items():
         values = torch.randn(layer.weight.shape, generator=generator)
-        values[0, 0], values[-1, -1] = 9.0, 30.0
-        found[name] = values.to(rig.device)
-    return found
+        values[0, 0] = 9.0
+        values[-1, -1] = 30.0
+        new[name] = values.to(rig.device)
+    return new
 
 
 @ranks(1, 2, 4)
@@ -161,45 +163,45 @@ def test_a_state_dict_is_quantized_as_the_whole_weight_is(rig, hidden, recipe):
 @ranks(2, 4)
 @shardings
 @recipes
-@pytest.mark.parametrize("how", ["copy_", "whole local", "parts of the local"])
-def test_all_ranks_gather_what_was_written(rig, hidden, recipe, how):
+@pytest.mark.parametrize("method", ["copy_", "whole local", "parts of the local"])
+def test_all_ranks_gather_what_was_written(rig, hidden, recipe, method):
     model = shard(make_fp8(hidden, recipe, rig), rig)
     values = new_values(model, rig)
     with torch.no_grad():
         for name, layer in linears(model).items():
             new = distribute_tensor(values[name], layer.weight.device_mesh, [Shard(0)])
             part = new.to_local()
-            if how == "copy_":
+            if method == "copy_":
                 layer.weight.copy_(new)
-            elif how == "whole local":
+            elif method == "whole local":
                 local(layer).copy_(part)
             else:
                 for start in range(0, len(part), 7):
                     rows = part[start : start + 7]
                     local(layer).narrow(0, start, len(rows)).detach().copy_(rows)
-        if how == "parts of the local":
+        if method == "parts of the local":
             model.load_state_dict(model.state_dict())  # as after reading a checkpoint in place
     # Each time that a scale changes, codes are rounded again, by half a step of 3 mantissa bits.
-    roundings = 4 if how == "parts of the local" else 1
-    whole = {}
+    roundings = 4 if method == "parts of the local" else 1
+    gathered_values = {}
 
     def check(name, weight):
         gathered = weight.dequantize()
         error = (gathered - values[name]).abs()
         least = 2.0**-10 * gathered.abs().max() / 448
         assert torch.all(error <= roundings * (values[name].abs() * 2.0**-4 + least) * 1.07)
-        whole[name] = gathered
+        gathered_values[name] = gathered
 
     watch_weights(model, check)
     model(batch(rig))
     model.reshard()
-    if how != "parts of the local":
+    if method != "parts of the local":
         for name, layer in linears(model).items():
             assert_shard_of(layer, values[name])
     for name, layer in linears(model).items():
         start = ShardSpec.from_dtensor(layer.weight).shard_offset
         shown = local(layer).dequantize()
-        assert same_bytes(shown, whole[name][start : start + len(shown)])
+        assert same_bytes(shown, gathered_values[name][start : start + len(shown)])
 
 
 @ranks(4)
@@ -210,7 +212,8 @@ def test_empty_shards_have_the_scale_of_a_checkpoint_that_is_read_in_place(rig, 
     values = new_values(model, rig)
     empty = 0
     for name, layer in linears(model).items():
-        placement, shown = ShardSpec.from_dtensor(layer.weight), local(layer)
+        placement = ShardSpec.from_dtensor(layer.weight)
+        shown = local(layer)
         empty += shown.numel() == 0
         if shown.numel():
             part = values[name].narrow(0, placement.shard_offset, len(shown))
@@ -261,14 +264,14 @@ def test_torch_optimizers_train_them(rig, hidden, recipe, kind):
 def bytes_of_tensors():
     """The bytes of all tensors' storages in the process, whoever holds them, each counted once."""
     gc.collect()
-    found = {}
+    storage_bytes = {}
     for thing in gc.get_objects():
         if isinstance(thing, torch.Tensor) and not isinstance(thing, QuantizedTensor):
             if hasattr(thing, "_local_tensor") or thing.is_meta:
                 continue
             storage = thing.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
+            storage_bytes[storage._cdata] = storage.nbytes()
+    return sum(storage_bytes.values())
 
 
 STORED = {"mxfp8 of 1x32": 2.07, "current": 1.001, "delayed": 1.001}
@@ -280,7 +283,8 @@ a block of 32 or 32x32."""
 @recipes
 @pytest.mark.parametrize("meta", [False, True])
 def test_stored_bytes(rig, recipe, meta):
-    width, hidden = 256, 1024
+    width = 256
+    hidden = 1024
     torch.manual_seed(0)
     batch = torch.randn(8, width, device=rig.device)
     before = bytes_of_tensors()

@@ -109,7 +109,8 @@ def test_torch_optimizers_train_whole_weights(device, recipe, kind):
 def test_a_layer_that_is_removed_before_the_step_steps(device, recipe, optimizer):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).to(device)
     fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe], fp8_weights=True)
-    removed, before = model[1].weight, model[1].weight.dequantize()
+    removed = model[1].weight
+    before = model[1].weight.dequantize()
     steps = optimizer(model.parameters(), lr=0.1)
     model(inputs(device)).square().sum().backward()
     del model[1]
@@ -191,15 +192,15 @@ def test_the_state_of_a_fresh_optimizer(rig, recipe, kind):
 
 
 @recipes
-@pytest.mark.parametrize("given", ["plain", "fp8", "pickled"])
+@pytest.mark.parametrize("assigned", ["plain", "fp8", "pickled"])
 @pytest.mark.parametrize("meta", [True, False])
-def test_assigned_values_are_quantized(device, recipe, given, meta):
+def test_assigned_values_are_quantized(device, recipe, assigned, meta):
     source = fp8_model(recipe, device, seed=1)
     model = fp8_model(recipe, "meta" if meta else device)
     state = source.state_dict()
-    if given == "plain":
+    if assigned == "plain":
         state = {name: full(p).clone() for name, p in source.named_parameters()}
-    elif given == "pickled":
+    elif assigned == "pickled":
         state = reloaded(state)
     model.load_state_dict(state, assign=True)
     assert_still_fp8(model)
@@ -221,9 +222,9 @@ def test_assigned_values_are_quantized(device, recipe, given, meta):
 @pytest.mark.parametrize("broadcast", [True, False])
 @each_weights
 def test_full_state_dicts(rig, recipe, meta, broadcast, weights):
-    whole, model = pair(rig, recipe, WEIGHTS[weights])
+    reference, model = pair(rig, recipe, WEIGHTS[weights])
     state = get_model_state_dict(model, options=FULL)
-    expected = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    expected = dict(reference.named_parameters()) | dict(reference.named_buffers())
     for name, value in state.items():
         assert type(value) is torch.Tensor, (name, type(value))
         assert same_bytes(value, full(expected[name])), name
@@ -232,12 +233,12 @@ def test_full_state_dicts(rig, recipe, meta, broadcast, weights):
     shard_any(other, mesh=rig.mesh())
     if meta and broadcast:
         other.to_empty(device=rig.device)
-    given = state if not broadcast or rig.rank == 0 else {}
+    rank_state = state if not broadcast or rig.rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    set_model_state_dict(other, given, options=options)
+    set_model_state_dict(other, rank_state, options=options)
     assert_fp8(other)
-    assert_equal(other, whole)
-    assert_same_training(rig, other, whole)
+    assert_equal(other, reference)
+    assert_same_training(rig, other, reference)
 
 
 @ranks(2)
@@ -245,10 +246,13 @@ def test_full_state_dicts(rig, recipe, meta, broadcast, weights):
 @each_weights
 def test_full_state_dicts_of_one_rank_are_distributed(rig, recipe, weights):
     """One rank gathers nothing, so that its full state dict has FP8 tensors."""
-    folder, group = shared_folder(rig), dist.new_group([0])
-    whole, model = pair(rig, recipe, WEIGHTS[weights])
+    folder = shared_folder(rig)
+    group = dist.new_group([0])
+    reference, model = pair(rig, recipe, WEIGHTS[weights])
     if rig.rank == 0:
-        alone = shard_any(copy.deepcopy(whole), mesh=DeviceMesh.from_group(group, rig.device_type))
+        alone = shard_any(
+            copy.deepcopy(reference), mesh=DeviceMesh.from_group(group, rig.device_type)
+        )
         torch.save(get_model_state_dict(alone, options=FULL), f"{folder}/saved")
     dist.barrier()
     with torch.no_grad():
@@ -257,7 +261,7 @@ def test_full_state_dicts_of_one_rank_are_distributed(rig, recipe, weights):
     state = torch.load(f"{folder}/saved", weights_only=True)
     set_model_state_dict(model, state, options=FULL)
     assert_fp8(model)
-    assert_equal(model, whole)
+    assert_equal(model, reference)
 
 
 def test_an_initializer_that_writes_columns_raises(device):
@@ -301,36 +305,37 @@ def test_initializers_of_torch(device, recipe, name):
             assert name == "trunc_normal_"  # torch 2.11's: erfinv_ says how to draw
             return
     assert quantized(weight)
-    found = weight.dequantize()
+    values = weight.dequantize()
     if name == "trunc_normal_":  # it draws again what it finds beyond the bounds, rounded or not
-        assert found.abs().max() <= 2
-        found, plain = found.std(), plain.std()
-    assert (found - plain).abs().max() <= 0.1 * plain.abs().max()
+        assert values.abs().max() <= 2
+        values = values.std()
+        plain = plain.std()
+    assert (values - plain).abs().max() <= 0.1 * plain.abs().max()
 
 
 @recipes
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies_train_by_themselves(device, recipe, trained, how):
+@pytest.mark.parametrize("method", ["deepcopy", "pickle", "torch.save"])
+def test_copies_train_by_themselves(device, recipe, trained, method):
     model = fp8_model(recipe, device)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     if trained:
         loss_of(model, inputs(device)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    if how == "deepcopy":
+    if method == "deepcopy":
         twin = copy.deepcopy(model)
-    elif how == "pickle":
+    elif method == "pickle":
         twin = pickle.loads(pickle.dumps(model))
     else:
         twin = reloaded(model, weights_only=False)
     assert_still_fp8(twin)
     before = contents(model)
     assert same(contents(twin), before)
-    again = AdamW(twin.parameters(), lr=1e-2)
+    twin_optimizer = AdamW(twin.parameters(), lr=1e-2)
     assert same_bytes(twin(inputs(device)).detach(), model(inputs(device)).detach())
     loss_of(twin, inputs(device)).backward()
-    again.step()
+    twin_optimizer.step()
     assert not same(contents(twin), before)
     assert same(contents(model), before)
 
@@ -338,10 +343,10 @@ def test_copies_train_by_themselves(device, recipe, trained, how):
 @ranks(2)
 @recipes
 def test_a_pickled_model_is_sharded(rig, recipe):
-    whole = pickle.loads(pickle.dumps(fp8_model(recipe, rig.device)))
-    model = shard(pickle.loads(pickle.dumps(whole)), rig)
+    reference = pickle.loads(pickle.dumps(fp8_model(recipe, rig.device)))
+    model = shard(pickle.loads(pickle.dumps(reference)), rig)
     assert_fp8(model)
-    assert_same_training(rig, model, whole)
+    assert_same_training(rig, model, reference)
     assert loss_of(model, batch(rig)).isfinite()
 
 
@@ -372,7 +377,8 @@ def test_moving_a_sharded_model_where_it_is(rig, move, forward_first):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_a_cast_model_has_one_dtype_and_the_same_codes(device, recipe, dtype):
     """Also of a dtype that no layer computes in: what stands in a layer's way is its input."""
-    model, plain = fp8_model(recipe, device), fp8_model(recipe, device)
+    model = fp8_model(recipe, device)
+    plain = fp8_model(recipe, device)
     model.to(dtype)
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert_still_fp8(model)

@@ -65,24 +65,24 @@ from saving import reloaded
 @recipes
 @pytest.mark.parametrize("reshard", [True, False])
 def test_micro_batches(rig, recipe, reshard):
-    whole, model = pair(rig, recipe, reshard_after_forward=reshard)
-    both = optimizers(whole, model)
+    reference, model = pair(rig, recipe, reshard_after_forward=reshard)
+    optimizer_pair = optimizers(reference, model)
     for n in range(2):
         before = contents(model)
         for part in range(3):
             x = batch(rig, 10 * n + part)
-            loss_of(whole, x).backward()
+            loss_of(reference, x).backward()
             model.set_requires_gradient_sync(part == 2)
             loss_of(model, x).backward()
         model.reshard()
         assert same(contents(model), before)
         for name, parameter in model.named_parameters():
-            wanted = dict(whole.named_parameters())[name].grad
+            wanted = dict(reference.named_parameters())[name].grad
             assert torch.equal(parameter.grad.full_tensor(), wanted), name
-        for optimizer in both:
+        for optimizer in optimizer_pair:
             optimizer.step()
             optimizer.zero_grad()
-        assert_equal(model, whole)
+        assert_equal(model, reference)
 
 
 def save_products(context, op, *args, **kwargs):
@@ -94,7 +94,7 @@ def save_products(context, op, *args, **kwargs):
 @recipes
 @pytest.mark.parametrize("kind", ["plain", "selective", "reentrant"])
 def test_activation_checkpointing(rig, recipe, kind):
-    whole, model = pair(rig, recipe)
+    reference, model = pair(rig, recipe)
     options = {"use_reentrant": kind == "reentrant"}
     if kind == "selective":
         options["context_fn"] = lambda: create_selective_checkpoint_contexts(save_products)
@@ -109,13 +109,13 @@ def test_activation_checkpointing(rig, recipe, kind):
 
     names = [name for name, _ in model.named_parameters()]
     model.blocks = nn.ModuleList(Checkpointed(b) for b in model.blocks)
-    both = optimizers(whole, model)
+    optimizer_pair = optimizers(reference, model)
     for n in range(3):
-        for m, optimizer in zip((whole, model), both, strict=True):
+        for m, optimizer in zip((reference, model), optimizer_pair, strict=True):
             loss_of(m, batch(rig, n).requires_grad_()).backward()
             optimizer.step()
             optimizer.zero_grad()
-        wanted = dict(whole.named_parameters())
+        wanted = dict(reference.named_parameters())
         for name, parameter in zip(names, model.parameters(), strict=True):
             assert same_bytes(full(parameter), full(wanted[name])), (name, n)
 
@@ -123,7 +123,7 @@ def test_activation_checkpointing(rig, recipe, kind):
 @ranks(2)
 @recipes
 def test_evaluation_between_steps_changes_nothing(rig, recipe):
-    whole, model = pair(rig, recipe)
+    reference, model = pair(rig, recipe)
 
     def evaluate(model, x):
         model.eval()
@@ -132,42 +132,42 @@ def test_evaluation_between_steps_changes_nothing(rig, recipe):
         model.train()
         return loss_of(model, x)
 
-    assert_same_training(rig, model, whole, forward=evaluate)
+    assert_same_training(rig, model, reference, forward=evaluate)
 
 
 @ranks(2)
 @recipes
 @pytest.mark.parametrize("assign", [True, False])
 def test_a_state_dict_before_the_first_forward(rig, recipe, assign):
-    whole, _ = pair(rig, recipe)
+    reference, _ = pair(rig, recipe)
     trained, _ = pair(rig, recipe)
     train(trained, AdamW(trained.parameters(), lr=1e-2), [batch(rig)])
-    model = shard(copy.deepcopy(whole), rig)
+    model = shard(copy.deepcopy(reference), rig)
     # Codes of an unsharded model are loaded as what they stand for.
     plain = make(UNEVEN, recipe=None, device=rig.device)
     plain.load_state_dict({n: full(p) for n, p in trained.named_parameters()})
     state = shard(plain, rig).state_dict()
     model.load_state_dict(state, assign=assign)
     assert_fp8(model)
-    whole.load_state_dict({n: full(p) for n, p in trained.named_parameters()}, assign=assign)
-    assert all(quantized(layer.weight) for layer in linears(whole).values())
-    assert_equal(model, whole)
-    assert_same_training(rig, model, whole)
+    reference.load_state_dict({n: full(p) for n, p in trained.named_parameters()}, assign=assign)
+    assert all(quantized(layer.weight) for layer in linears(reference).values())
+    assert_equal(model, reference)
+    assert_same_training(rig, model, reference)
 
 
 @ranks(2)
 def test_two_models_in_one_process(rig):
     pairs = [pair(rig, name) for name in ("current", "mxfp8")]
-    steppers = [optimizers(*both) for both in pairs]
+    steppers = [optimizers(*models) for models in pairs]
     for n in range(3):
-        losses = [[loss_of(m, batch(rig, n)) for m in both] for both in pairs]
-        for both, found, own in zip(pairs, losses, steppers, strict=True):
-            assert same_bytes(found[0].detach(), found[1].detach())
-            for loss, stepper in zip(found, own, strict=True):
+        losses = [[loss_of(m, batch(rig, n)) for m in models] for models in pairs]
+        for models, pair_losses, pair_steppers in zip(pairs, losses, steppers, strict=True):
+            assert same_bytes(pair_losses[0].detach(), pair_losses[1].detach())
+            for loss, stepper in zip(pair_losses, pair_steppers, strict=True):
                 loss.backward()
                 stepper.step()
                 stepper.zero_grad()
-            assert_equal(both[1], both[0])
+            assert_equal(models[1], models[0])
 
 
 class Tied(nn.Module):
@@ -183,12 +183,12 @@ class Tied(nn.Module):
 
 
 @ranks(2)
-@pytest.mark.parametrize("how", ["convert", "quantized_init"])
-def test_a_tied_head_stays_in_high_precision(rig, how):
+@pytest.mark.parametrize("method", ["convert", "quantized_init"])
+def test_a_tied_head_stays_in_high_precision(rig, method):
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*tied to")
-        if how == "convert":
+        if method == "convert":
             model = Tied().to(rig.device)
             fp8rs.convert_to_float8_training(model, fp8_weights=True)
         else:
@@ -197,17 +197,17 @@ def test_a_tied_head_stays_in_high_precision(rig, how):
     assert model.head.weight is model.embedding.weight
     assert type(model.head.weight) is nn.Parameter
     assert quantized(model.body.weight)
-    whole = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     fully_shard(model, mesh=rig.mesh())
     assert model.head.weight is model.embedding.weight
     tokens = torch.arange(16, device=rig.device) % 20
-    both = optimizers(whole, model)
+    optimizer_pair = optimizers(reference, model)
     for _ in range(2):
-        for m, optimizer in zip((whole, model), both, strict=True):
+        for m, optimizer in zip((reference, model), optimizer_pair, strict=True):
             m(tokens).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_equal(model, whole)
+    assert_equal(model, reference)
 
 
 @ranks(1)
@@ -227,9 +227,9 @@ def test_a_step_after_the_model_was_deleted_names_the_reason(rig):
 @each_weights
 def test_cpu_offload(rig, recipe, weights):
     policy = CPUOffloadPolicy(pin_memory=rig.device_type == "cuda")
-    whole, model = pair(rig, recipe, WEIGHTS[weights], offload_policy=policy)
+    reference, model = pair(rig, recipe, WEIGHTS[weights], offload_policy=policy)
     assert all(local.device.type == "cpu" for local in shards(model).values())
-    assert_same_training(rig, model, whole)
+    assert_same_training(rig, model, reference)
     assert_fp8(model)
     assert all(local.device.type == "cpu" for local in shards(model).values())
 
@@ -238,13 +238,13 @@ def test_cpu_offload(rig, recipe, weights):
 @recipes
 def test_shards_of_columns(rig, recipe):
     """With one scale a tensor any cut will do; other formats refuse it at `fully_shard`."""
-    whole = make((64, 48), recipe=RECIPES[recipe], device=rig.device, fp8_weights=True)
-    model = copy.deepcopy(whole)
+    reference = make((64, 48), recipe=RECIPES[recipe], device=rig.device, fp8_weights=True)
+    model = copy.deepcopy(reference)
     options = {"shard_placement_fn": lambda p: Shard(p.dim() - 1)}
     if recipe in ("current", "delayed"):
         shard(model, rig, **options)
         assert model.head.weight.placements == (Shard(1),)
-        assert_same_training(rig, model, whole)
+        assert_same_training(rig, model, reference)
     else:
         with pytest.raises(ValueError, match=r"sharded by rows only: return Shard\(0\)"):
             shard(model, rig, **options)
@@ -253,16 +253,16 @@ def test_shards_of_columns(rig, recipe):
 @ranks(2)
 @recipes
 def test_clipping(rig, recipe):
-    whole, model = pair(rig, recipe)
-    both = optimizers(whole, model)
-    for m in (whole, model):
+    reference, model = pair(rig, recipe)
+    optimizer_pair = optimizers(reference, model)
+    for m in (reference, model):
         loss_of(m, batch(rig)).backward()
-    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01) for m in (whole, model)]
+    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01) for m in (reference, model)]
     # Sums of the same squares in another order.
     torch.testing.assert_close(norms[1].full_tensor(), norms[0], rtol=1e-5, atol=0)
     assert norms[0] > 0.01
     before = contents(model)
-    for m, optimizer in zip((whole, model), both, strict=True):
+    for m, optimizer in zip((reference, model), optimizer_pair, strict=True):
         after = torch.nn.utils.get_total_norm(p.grad for p in m.parameters())
         after = after.full_tensor() if isinstance(after, DTensor) else after
         assert abs(after - 0.01) < 1e-5
@@ -273,29 +273,29 @@ def test_clipping(rig, recipe):
 @ranks(2)
 @each_kind_of_recipe
 def test_gathers_that_the_user_orders(rig, recipe):
-    for how in ("unshard", "unshard async", "prefetch", "async op"):
-        check_ordered(rig, recipe, how)
+    for order in ("unshard", "unshard async", "prefetch", "async op"):
+        check_ordered(rig, recipe, order)
 
 
-def check_ordered(rig, recipe, how):
-    whole, model = pair(rig, recipe)
+def check_ordered(rig, recipe, order):
+    reference, model = pair(rig, recipe)
     first, second = model.blocks
-    if how == "prefetch":
+    if order == "prefetch":
         model.set_modules_to_forward_prefetch([first])
         first.set_modules_to_forward_prefetch([second])
         second.set_modules_to_backward_prefetch([first])
-    elif how == "async op":
+    elif order == "async op":
         model._set_unshard_async_op(True)
 
     def forward(model, x):
-        before = contents(model) if how.startswith("unshard") else None
-        if how == "unshard":
+        before = contents(model) if order.startswith("unshard") else None
+        if order == "unshard":
             model.unshard()
             for block in model.blocks:
                 block.unshard()
                 block.reshard()
                 block.unshard()
-        elif how == "unshard async":
+        elif order == "unshard async":
             handles = [part.unshard(async_op=True) for part in (model, *model.blocks)]
             for handle in handles:
                 handle.wait()
@@ -307,23 +307,25 @@ def check_ordered(rig, recipe, how):
             assert same(contents(model), before)
         return loss
 
-    assert_same_training(rig, model, whole, forward=forward)
+    assert_same_training(rig, model, reference, forward=forward)
 
 
 @ranks(2)
 @recipes
 def test_some_layers_fp8_weights_and_some_masters(rig, recipe):
-    whole = make(UNEVEN, recipe=None, device=rig.device)
+    reference = make(UNEVEN, recipe=None, device=rig.device)
     fp8rs.convert_to_float8_training(
-        whole, recipe=RECIPES[recipe], filter_fqns=["down"], fp8_weights=True
+        reference, recipe=RECIPES[recipe], filter_fqns=["down"], fp8_weights=True
     )
     fp8rs.convert_to_float8_training(
-        whole, recipe="rowwise" if recipe == "current" else "current", filter_fqns=["up", "head"]
+        reference,
+        recipe="rowwise" if recipe == "current" else "current",
+        filter_fqns=["up", "head"],
     )
-    model = shard(copy.deepcopy(whole), rig)
+    model = shard(copy.deepcopy(reference), rig)
     for name, local in shards(model).items():
         assert isinstance(local, MasterWeight) if "down" in name else quantized(local), name
-    assert_same_training(rig, model, whole)
+    assert_same_training(rig, model, reference)
 
 
 # --- what is seen of a shard ---------------------------------------------------------------------
@@ -333,7 +335,8 @@ def test_some_layers_fp8_weights_and_some_masters(rig, recipe):
 @recipes
 def test_unshard_gathers_what_the_shards_dequantize_to(rig, recipe):
     _, model = pair(rig, recipe)
-    before, wanted = contents(model), {n: full(m.weight) for n, m in linears(model).items()}
+    before = contents(model)
+    wanted = {n: full(m.weight) for n, m in linears(model).items()}
     for part in (*model.blocks, model):
         part.unshard()
     for name, layer in linears(model).items():
@@ -398,31 +401,33 @@ def test_views_of_a_shard_are_views(rig, recipe):
     name, local = next((n, t) for n, t in shards(model).items() if len(t) >= 14)
     name = name.removesuffix(".weight")
     for view, take in VIEWS.items():
-        part, wanted = take(local), local.dequantize()
+        part = take(local)
+        wanted = local.dequantize()
         assert quantized(part) and storage_of(part) is storage_of(local), view
         new = torch.randn(part.shape, device=rig.device) * 0.1
         with torch.no_grad():
             part.copy_(new)
         take(wanted).copy_(new)
-        found = local.dequantize()
-        assert same_bytes(take(found).contiguous(), part.dequantize()), view
+        actual = local.dequantize()
+        assert same_bytes(take(actual).contiguous(), part.dequantize()), view
         # A step of 3 bits of mantissa, of a code that is rounded again because a neighbour's scale
         # has changed, or of the smallest code of the largest scale.
         allowed = wanted.abs() * 2.0**-4 * 1.07 + wanted.abs().amax() / 448 * 2.0**-10
-        assert torch.all((found - wanted).abs() <= allowed), view
+        assert torch.all((actual - wanted).abs() <= allowed), view
     for view, take in READ_ONLY.items():
-        part, before = take(local), local.dequantize()
+        part = take(local)
+        before = local.dequantize()
         assert same_bytes(part.dequantize(), take(before).contiguous()), view
         with torch.no_grad(), pytest.raises(NotImplementedError, match="consecutive elements"):
             part.copy_(torch.ones(part.shape, device=rig.device))
         assert same_bytes(local.dequantize(), before), view
     model.state_dict()  # whoever writes to a part has it from here
-    seen = {}
-    watch_weights(model, lambda name, weight: seen.update({name: weight.dequantize()}))
+    gathered_weights = {}
+    watch_weights(model, lambda name, weight: gathered_weights.update({name: weight.dequantize()}))
     model(batch(rig))  # which brings the ranks' scales together
     model.reshard()
     start = ShardSpec.from_dtensor(linears(model)[name].weight).shard_offset
-    gathered = seen[name][start : start + len(local)]
+    gathered = gathered_weights[name][start : start + len(local)]
     assert gathered.isfinite().all() and gathered.any()
     assert same_bytes(gathered, local.dequantize())
 
@@ -456,7 +461,8 @@ def test_steps_of_copies_leave_the_model(rig, recipe, masters):
     model(batch(rig)).sum().backward()
     model.zero_grad()
     handles = [handle_of(layer) for layer in linears(model).values()]
-    before, writes = contents(model), [handle.writes for handle in handles]
+    before = contents(model)
+    writes = [handle.writes for handle in handles]
     histories = [t.clone() for t in model.buffers()]
     twins = [copy.deepcopy(layer.weight) for layer in linears(model).values()]
     for twin in twins:
@@ -487,21 +493,21 @@ def test_pickles_of_shards(rig, recipe):
 @recipes
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_inference(rig, recipe, mode):
-    whole, model = pair(rig, recipe)
+    reference, model = pair(rig, recipe)
     before = contents(model)
-    for m in (whole.eval(), model.eval()):
+    for m in (reference.eval(), model.eval()):
         m.requires_grad_(False)
     with torch.no_grad():
         # The unsharded plain parameters of a first all-gather in inference mode cannot be reused.
         model(batch(rig))
     for n in range(2):
         with getattr(torch, mode)():
-            assert same_bytes(whole(batch(rig, n)), model(batch(rig, n)))
+            assert same_bytes(reference(batch(rig, n)), model(batch(rig, n)))
     model.reshard()
     assert same(contents(model), before)
-    for m in (whole.train(), model.train()):
+    for m in (reference.train(), model.train()):
         m.requires_grad_(True)
-    assert_same_training(rig, model, whole)
+    assert_same_training(rig, model, reference)
 
 
 @ranks(2)
@@ -510,10 +516,10 @@ def test_inference(rig, recipe, mode):
 def test_the_first_forward_in_inference_mode(rig, recipe, offload):
     """FSDP2 pads the shards in it."""
     policy = CPUOffloadPolicy(pin_memory=rig.device_type == "cuda")
-    whole, model = pair(rig, recipe, **({"offload_policy": policy} if offload else {}))
+    reference, model = pair(rig, recipe, **({"offload_policy": policy} if offload else {}))
     with torch.inference_mode():
         for n in range(2):
-            assert same_bytes(whole(batch(rig, n)), model(batch(rig, n)))
+            assert same_bytes(reference(batch(rig, n)), model(batch(rig, n)))
 
 
 # --- adapters over a frozen base -----------------------------------------------------------------
@@ -527,7 +533,8 @@ class Adapted(nn.Module):
         rows, cols = base.weight.shape
         options = {"bias": False, "dtype": torch.bfloat16, "device": base.weight.device}
         self.base = base
-        self.a, self.b = nn.Linear(cols, rank, **options), nn.Linear(rank, rows, **options)
+        self.a = nn.Linear(cols, rank, **options)
+        self.b = nn.Linear(rank, rows, **options)
 
     def forward(self, x):
         return self.base(x) + self.b(self.a(x))
@@ -539,11 +546,11 @@ def test_adapters_over_a_frozen_base(rig, recipe):
     torch.manual_seed(0)
     kinds = {"bias": False, "dtype": torch.bfloat16}
     layers = [nn.Linear(WIDTH, 96, **kinds), nn.Linear(96, WIDTH, **kinds)]
-    whole = nn.Sequential(*layers).to(rig.device)
-    fp8rs.convert_to_float8_training(whole, recipe=RECIPES[recipe], fp8_weights=True)
-    whole.requires_grad_(False)
-    whole = nn.Sequential(*(Adapted(base) for base in whole))
-    model = copy.deepcopy(whole)
+    reference = nn.Sequential(*layers).to(rig.device)
+    fp8rs.convert_to_float8_training(reference, recipe=RECIPES[recipe], fp8_weights=True)
+    reference.requires_grad_(False)
+    reference = nn.Sequential(*(Adapted(base) for base in reference))
+    model = copy.deepcopy(reference)
     for part in model:
         fully_shard(part, mesh=rig.mesh())
     fully_shard(model, mesh=rig.mesh())
@@ -553,13 +560,14 @@ def test_adapters_over_a_frozen_base(rig, recipe):
         assert not base.requires_grad and quantized(local_of(base))
         codes = storage_of(base).rowwise.data
         assert codes.untyped_storage().nbytes() == codes.numel() == base.numel() // rig.world_size
-    both = [
-        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.5) for m in (whole, model)
+    optimizer_pair = [
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.5)
+        for m in (reference, model)
     ]
     losses = []
     for n in range(4):
         x = batch(rig, 0).bfloat16()
-        for m, optimizer in zip((whole, model), both, strict=True):
+        for m, optimizer in zip((reference, model), optimizer_pair, strict=True):
             loss = (m(x) - x).float().square().mean()
             loss.backward()
             optimizer.step()

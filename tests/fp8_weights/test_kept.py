@@ -152,8 +152,8 @@ def test_ddps_first_broadcast_leaves_the_initial_values(rig):
         DistributedDataParallel(model)
         for name, p in model.named_parameters():
             if isinstance(p, fp8rs.QuantizedTensor):
-                found = p.get_high_precision_init_val()
-                assert torch.equal(found, before[name].cpu()), (recipe, name)
+                actual = p.get_high_precision_init_val()
+                assert torch.equal(actual, before[name].cpu()), (recipe, name)
 
 
 @ranks(2)
@@ -174,11 +174,11 @@ def test_kept_values_can_be_freed(recipe):
     model = layer_of(recipe)
     weight = model[0].weight
     before = weight.dequantize()
-    kept = weakref.ref(weight.get_high_precision_init_val())
-    assert kept() is not None
+    init_val = weakref.ref(weight.get_high_precision_init_val())
+    assert init_val() is not None
     weight.clear_high_precision_init_val()
     assert weight.get_high_precision_init_val() is None
-    assert kept() is None, "its memory too"
+    assert init_val() is None, "its memory too"
     assert torch.equal(weight.dequantize(), before)
     assert_step_of_nothing_changes_nothing(model, weight)
     weight.clear_high_precision_init_val()  # again, and where nothing was kept
@@ -190,12 +190,12 @@ def test_kept_values_can_be_freed(recipe):
 @recipes
 def test_writing_a_copy_leaves_the_layer_as_it_is(recipe):
     layer = layer_of(recipe)[0]
-    kept = layer.weight.get_high_precision_init_val().clone()
+    init_val = layer.weight.get_high_precision_init_val().clone()
     slots = [t.clone() for t in layer._buffers.values()]
     with torch.no_grad():
         layer.weight.detach().clone().copy_(100 * torch.randn(64, 64))
         copy.deepcopy(layer.weight).data.fill_(3.0)
-    assert torch.equal(layer.weight.get_high_precision_init_val(), kept)
+    assert torch.equal(layer.weight.get_high_precision_init_val(), init_val)
     assert all(torch.equal(a, b) for a, b in zip(layer._buffers.values(), slots, strict=True))
 
 
@@ -205,7 +205,7 @@ def test_writing_a_copy_leaves_the_layer_as_it_is(recipe):
 )
 def test_a_step_of_a_copy_leaves_the_layer_as_it_is(recipe, optimizer):
     layer = layer_of(recipe)[0]
-    kept = layer.weight.get_high_precision_init_val().clone()
+    init_val = layer.weight.get_high_precision_init_val().clone()
     slots = [t.clone() for t in layer._buffers.values()]
     writes = handle_of(layer).writes
     copies = [torch.nn.Parameter(layer.weight.detach().clone()), copy.deepcopy(layer.weight)]
@@ -213,7 +213,7 @@ def test_a_step_of_a_copy_leaves_the_layer_as_it_is(recipe, optimizer):
         c.grad = torch.full(c.shape, 100.0)
     optimizer(copies).step()
     assert not any(torch.equal(c.dequantize(), layer.weight.dequantize()) for c in copies)
-    assert torch.equal(layer.weight.get_high_precision_init_val(), kept)
+    assert torch.equal(layer.weight.get_high_precision_init_val(), init_val)
     assert all(torch.equal(a, b) for a, b in zip(layer._buffers.values(), slots, strict=True))
     assert handle_of(layer).writes == writes
 
@@ -272,15 +272,15 @@ def test_full_shard_is_gathered_without_copy(rig, recipe):
     model = shard(make_fp8("even", recipe, rig), rig)
     model(batch(rig))
     model.reshard()
-    found = 0
+    count = 0
     for layer in linears(model).values():
         stored = storage_of(layer.weight).rowwise
         if stored is not None and stored.data.numel():
             codes = gathered_bytes(layer)[0]
             assert codes.data_ptr() == stored.data.data_ptr()
             assert codes.numel() == stored.data.numel()
-            found += 1
-    assert found == len(linears(model))
+            count += 1
+    assert count == len(linears(model))
 
 
 @ranks(2)
@@ -291,9 +291,9 @@ def test_optimizer_states_are_gathered(rig, hidden):
     model(batch(rig)).square().mean().backward()
     optimizer.step()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found = get_optimizer_state_dict(model, optimizer, options=options)
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
     if rig.rank == 0:
-        state = found["state"]["blocks.0.up.weight"]
+        state = optimizer_state["state"]["blocks.0.up.weight"]
         assert state["master"].shape == model.blocks[0].up.weight.shape
         assert state["exp_avg"].dtype == torch.bfloat16
     assert ShardSpec.from_dtensor(model.blocks[0].up.weight).num_shards == 2
@@ -303,7 +303,8 @@ def test_optimizer_states_are_gathered(rig, hidden):
 @pytest.mark.parametrize("back", [False, True])
 def test_hooks_of_a_weights_gradient_run_on(recipe, back):
     layer = torch.nn.Linear(64, 64)
-    weight, calls = layer.weight, []
+    weight = layer.weight
+    calls = []
     first = weight.register_hook(lambda grad: calls.append("hook"))
     after = weight.register_post_accumulate_grad_hook(lambda p: calls.append(p))
     fp8rs.convert_to_float8_training(layer, recipe=RECIPES[recipe], fp8_weights=True)
@@ -360,16 +361,17 @@ def initialized():
 def test_a_copy_of_a_model_has_values_of_its_own_from_before_the_rounding():
     model = initialized()
     copied = copy.deepcopy(model)
-    kept = model[0].weight.get_high_precision_init_val().clone()
-    assert torch.equal(copied[0].weight.get_high_precision_init_val(), kept)
+    init_val = model[0].weight.get_high_precision_init_val().clone()
+    assert torch.equal(copied[0].weight.get_high_precision_init_val(), init_val)
     with torch.no_grad():
         copied[0].weight.mul_(2)
-    assert torch.equal(model[0].weight.get_high_precision_init_val(), kept)
+    assert torch.equal(model[0].weight.get_high_precision_init_val(), init_val)
 
 
 def test_they_are_freed_where_masters_come_from_a_checkpoint():
     x = torch.randn(8, 32)
-    first, second = initialized(), initialized()
+    first = initialized()
+    second = initialized()
     optimizers = [AdamW(model.parameters()) for model in (first, second)]
     first[0](x).sum().backward()
     optimizers[0].step()

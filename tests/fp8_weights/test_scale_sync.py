@@ -55,9 +55,9 @@ def scale_of(weight):
     return storage_of(weight).any_plane.scale.view(1).clone()
 
 
-def gathers(seen):
+def gathers(collectives):
     """The all-gathers that were seen."""
-    return [c for c in seen.seen if c.kind == "gather"]
+    return [c for c in collectives.calls if c.kind == "gather"]
 
 
 @ranks(2)
@@ -92,14 +92,15 @@ def test_a_write_to_a_copy_of_a_shard_while_the_weight_is_gathered_is_not_a_writ
 
 def gathered(model, rig):
     """The values and scale of each weight as a forward has it, which all ranks must have alike."""
-    seen = {}
+    gathered_weights = {}
     watch_weights(
-        model, lambda name, w: seen.update({name: (w.dequantize(), w.rowwise.scale.clone())})
+        model,
+        lambda name, w: gathered_weights.update({name: (w.dequantize(), w.rowwise.scale.clone())}),
     )
     model(batch(rig))
-    for name, (values, _) in seen.items():
+    for name, (values, _) in gathered_weights.items():
         assert on_all_ranks(values), name
-    return dict(seen)
+    return dict(gathered_weights)
 
 
 class NoHostReads(TorchFunctionMode):
@@ -165,8 +166,8 @@ def test_a_step_after_a_weight_was_written_whole_begins_with_its_scale(rig):
     with torch.no_grad():
         weight.copy_(distribute_tensor(values, weight.device_mesh, weight.placements))
     step(model, rig, optimizer)
-    found = weight.full_tensor().detach().dequantize()
-    assert (found - values).norm() < 0.05 * values.norm()
+    actual = weight.full_tensor().detach().dequantize()
+    assert (actual - values).norm() < 0.05 * values.norm()
 
 
 @ranks(2)
@@ -184,13 +185,13 @@ def test_a_step_starts_from_different_writes_of_each_rank(rig, recipe):
     written = part.dequantize()
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.step()
-    found = model.blocks[0].up.weight.to_local().dequantize()
-    assert (found - written).norm() < 0.06 * written.norm()
+    actual = model.blocks[0].up.weight.to_local().dequantize()
+    assert (actual - written).norm() < 0.06 * written.norm()
 
 
 @ranks(2)
 def test_one_optimizer_of_a_sharded_and_a_whole_model(rig):
-    sharded, whole, alone = (
+    sharded, reference, alone = (
         make(UNEVEN, fp8_weights=True, device=rig.device, seed=seed) for seed in (0, 1, 0)
     )
     for model in (sharded, alone):
@@ -198,12 +199,12 @@ def test_one_optimizer_of_a_sharded_and_a_whole_model(rig):
             model.blocks[0].up.weight[:1] *= 4  # which one rank has
     shard(sharded, rig)
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(rig.device)
-    for model in (sharded, whole, alone):
+    for model in (sharded, reference, alone):
         model(x).square().mean().backward()
-    AdamW([*sharded.parameters(), *whole.parameters()], lr=0.1).step()
+    AdamW([*sharded.parameters(), *reference.parameters()], lr=0.1).step()
     AdamW(alone.parameters(), lr=0.1).step()
-    found, expected = (m.blocks[0].up.weight for m in (sharded, alone))
-    assert torch.equal(scale(found).view(()), expected.rowwise.scale.view(()))
+    actual, expected = (m.blocks[0].up.weight for m in (sharded, alone))
+    assert torch.equal(scale(actual).view(()), expected.rowwise.scale.view(()))
 
 
 @ranks(1, 2)
@@ -230,17 +231,19 @@ def test_a_rank_with_an_empty_shard_has_the_scale(rig):
     before = gathered(model, rig)
     state = {}
     for name, value in model.state_dict().items():
-        whole = value.full_tensor()
-        state[name] = 16 * whole.dequantize() if hasattr(whole, "dequantize") else whole
+        full_value = value.full_tensor()
+        state[name] = (
+            16 * full_value.dequantize() if hasattr(full_value, "dequantize") else full_value
+        )
     set_model_state_dict(
         model,
         {name: value.detach() for name, value in state.items()},
         options=StateDictOptions(full_state_dict=True),
     )
     after = gathered(model, rig)
-    for name, (_, found) in after.items():
+    for name, (_, actual) in after.items():
         if "blocks" in name:
-            torch.testing.assert_close(found, 16 * before[name][1])
+            torch.testing.assert_close(actual, 16 * before[name][1])
 
 
 @ranks(2)
@@ -261,12 +264,12 @@ def test_precompute_synchronizes_the_scales_of_the_next_forward(rig):
     model = make(UNEVEN, fp8_weights=True, device=rig.device)
     shard(model, rig)
     for _ in range(2):
-        with Collectives() as seen:
+        with Collectives() as collectives:
             precompute_float8_dynamic_scale_for_fsdp(model)
-        assert len(reduces(seen)) == 1
-        with Collectives() as seen:
+        assert len(reduces(collectives)) == 1
+        with Collectives() as collectives:
             model(batch(rig)).sum().backward()
-        assert not reduces(seen)
+        assert not reduces(collectives)
 
 
 class Padded(nn.Linear):
@@ -369,22 +372,22 @@ def test_elements_that_a_write_leaves_unchanged_are_gathered_unchanged(rig, reci
         for write in WRITES.values():
             for weight in weights:
                 write(weight, weight.to_local())
-            for name, (values, found) in gathered(model, rig).items():
+            for name, (values, actual) in gathered(model, rig).items():
                 assert torch.equal(values, before[name][0]), name
-                assert torch.equal(found.float(), before[name][1].float()), name
+                assert torch.equal(actual.float(), before[name][1].float()), name
 
 
 def plane_bytes(model):
     """Copies of the codes and scales of every plane of the blocks' shards."""
-    found = {}
+    planes = {}
     for name, layer in linears(model.blocks).items():
         storage = storage_of(layer.weight.to_local())
         for side in ("rowwise", "columnwise"):
             plane = getattr(storage, side)
             if plane is not None:
-                found[f"{name} {side} codes"] = bits(plane.data).clone()
-                found[f"{name} {side} scales"] = bits(plane.scale).clone()
-    return found
+                planes[f"{name} {side} codes"] = bits(plane.data).clone()
+                planes[f"{name} {side} scales"] = bits(plane.scale).clone()
+    return planes
 
 
 @ranks(2, 4)
@@ -409,37 +412,39 @@ def test_arithmetic_that_changes_no_value_changes_no_byte_of_a_shard(rig, recipe
         for write in WRITES.values():
             for weight in weights:
                 write(weight.detach(), weight.to_local())
-            for name, found in plane_bytes(model).items():
-                assert torch.equal(found, before[name]), name
+            for name, actual in plane_bytes(model).items():
+                assert torch.equal(actual, before[name]), name
             gathered(model, rig)
-            for name, found in plane_bytes(model).items():
-                assert torch.equal(found, before[name]), f"{name}, after a gather"
+            for name, actual in plane_bytes(model).items():
+                assert torch.equal(actual, before[name]), f"{name}, after a gather"
 
 
 @ranks(2)
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_a_change_on_one_rank_gives_the_scales_of_the_unsharded_weight(rig, recipe):
     """The other ranks change nothing, and their own values would need smaller scales."""
-    sharded, whole = (
+    sharded, reference = (
         make(WITHIN_BLOCKS, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
         for _ in range(2)
     )
     rows = torch.ones(160, 1, device=rig.device)
     rows[80:84] = 32.0  # the second rank's first rows have the largest values of the split block
-    for model in (sharded, whole):
+    for model in (sharded, reference):
         weight = model.blocks[0].up.weight
         with torch.no_grad():
             weight.copy_(weight.dequantize() * rows)
     shard(sharded, rig)
     factor = 1 / rows
-    expected, weight = whole.blocks[0].up.weight, sharded.blocks[0].up.weight
+    expected = reference.blocks[0].up.weight
+    weight = sharded.blocks[0].up.weight
     with torch.no_grad():
         expected.mul_(factor)
         weight.to_local().mul_(factor[80 * rig.rank :][:80])
     sharded.blocks[0].unshard()
     gathered_weight = sharded.blocks[0].up.weight
     for side in ("rowwise", "columnwise"):
-        plane, other = getattr(gathered_weight, side), getattr(expected, side)
+        plane = getattr(gathered_weight, side)
+        other = getattr(expected, side)
         if plane is not None and other is not None:
             assert same_bytes(plane.scale.view(other.scale.shape), other.scale), side
             assert same_bytes(plane.dequantize(torch.float32), other.dequantize(torch.float32))
@@ -460,8 +465,8 @@ def test_an_element_that_one_rank_writes_leaves_the_others_as_they_were(rig, rec
     written[37, 5] = written[80 + 36, 5] = True
     assert abs(after[116, 5] - value) <= 0.07 * value + 2.0**-9 * scale.float().max()
     least = 2.0**-9 * scale.float().max()  # a step of the subnormal numbers
-    kept = ~written & (before.abs() >= 2.0**-6 * scale.float().max())
-    assert torch.equal(after[kept], before[kept])
+    exact = ~written & (before.abs() >= 2.0**-6 * scale.float().max())
+    assert torch.equal(after[exact], before[exact])
     assert ((after - before).abs() <= least)[~written].all()
 
 
@@ -494,10 +499,10 @@ def test_a_write_runs_no_collective(rig, recipe, written):
     model = make(WITHIN_BLOCKS, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
     shard(model, rig)
     model(batch(rig)).sum().backward()
-    with torch.no_grad(), Collectives() as seen:
+    with torch.no_grad(), Collectives() as collectives:
         OBJECTS[written](model.blocks[0].up.weight)
-    assert not reduces(seen)
-    assert not gathers(seen)
+    assert not reduces(collectives)
+    assert not gathers(collectives)
 
 
 #: Bound of the relative error of products of codes and scales in fp32, and of their difference.
@@ -575,10 +580,12 @@ def test_a_step_of_another_optimizer_synchronizes_all_weights_in_one_all_reduce(
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=foreach)
     for n in range(2):
         model(batch(rig, n)).square().mean().backward()
-        with Collectives() as seen:
+        with Collectives() as collectives:
             optimizer.step()
         # Delayed scaling also reduces the amaxes of the step.
-        assert len(reduces(seen)) == (not recipe.startswith("rowwise")) + (recipe == "delayed")
+        assert len(reduces(collectives)) == (not recipe.startswith("rowwise")) + (
+            recipe == "delayed"
+        )
 
 
 @ranks(2)
@@ -589,9 +596,9 @@ def test_weights_that_are_not_trained_are_not_synchronized_by_a_step(rig):
     shard(model, rig)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     model(batch(rig)).square().mean().backward()
-    with Collectives() as seen:
+    with Collectives() as collectives:
         optimizer.step()
-    assert not reduces(seen)
+    assert not reduces(collectives)
 
 
 # --- values that replace a whole weight ----------------------------------------------------------
@@ -615,18 +622,19 @@ DRAWS = {
 @ranks(2, 3, 4)
 @each_recipe("current", "delayed", "block", "mxfp8", "mxfp8 of 1x32", of=RECIPES)
 @pytest.mark.parametrize("hidden", [UNEVEN, WITHIN_BLOCKS, ONE_ROW], ids=["uneven", "cut", "empty"])
-@pytest.mark.parametrize("how", [*WHOLE, *DRAWS])
-def test_values_of_whole_weights_have_the_bytes_of_unsharded_ones(rig, recipe, hidden, how):
+@pytest.mark.parametrize("method", [*WHOLE, *DRAWS])
+def test_values_of_whole_weights_have_the_bytes_of_unsharded_ones(rig, recipe, hidden, method):
     options = {"recipe": RECIPES[recipe], "fp8_weights": True, "device": rig.device}
-    whole, model = make(hidden, **options), shard(make(hidden, **options), rig)
-    layers = [linears(m) for m in (whole, model)]
+    reference = make(hidden, **options)
+    model = shard(make(hidden, **options), rig)
+    layers = [linears(m) for m in (reference, model)]
     with torch.no_grad():
         for name, layer in layers[1].items():
-            if how in DRAWS:
-                draw, draw_plain = DRAWS[how]
+            if method in DRAWS:
+                draw, draw_plain = DRAWS[method]
                 # reset_parameters draws with the seed of the first rank. DTensor requires equal
                 # seeds: its first draw on CUDA copies the first rank's.
-                seed = len(name) + (rig.rank if how == "reset_parameters" else 0)
+                seed = len(name) + (rig.rank if method == "reset_parameters" else 0)
                 torch.manual_seed(seed)
                 draw(layer)
                 plain = fully_shard(
@@ -641,30 +649,31 @@ def test_values_of_whole_weights_have_the_bytes_of_unsharded_ones(rig, recipe, h
                 values = torch.randn(layer.weight.shape, generator=generator) * 3.0
                 values[-1] *= 16.0  # the largest values are on one rank
                 spread = distribute_tensor(values.to(rig.device), rig.mesh(), [Shard(0)])
-                WHOLE[how](layer, spread)
+                WHOLE[method](layer, spread)
                 spread.zero_()  # the weight keeps the values
                 values = values.to(rig.device)
             values = getattr(values, "full_tensor", lambda values=values: values)()
             layers[0][name].weight.copy_(values)
-    seen = []
+    checked = []
 
     def check(name, weight):
         expected = layers[0][name].weight
         for side in ("rowwise", "columnwise"):
-            plane, other = getattr(weight, side), getattr(expected, side)
+            plane = getattr(weight, side)
+            other = getattr(expected, side)
             if plane is not None and other is not None:
                 assert same_bytes(plane.data, other.data), (name, side)
                 assert same_bytes(plane.scale.view(other.scale.shape), other.scale), (name, side)
-        seen.append(name)
+        checked.append(name)
 
     watch_weights(model, check)
     model(batch(rig))
-    assert len(seen) == len(layers[0])
+    assert len(checked) == len(layers[0])
     if recipe == "delayed":
         for name, layer in layers[1].items():
             for buffer in ("fp8_scale", "fp8_amax"):
-                found, expected = (getattr(m, buffer)[0] for m in (layer, layers[0][name]))
-                torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+                actual, expected = (getattr(m, buffer)[0] for m in (layer, layers[0][name]))
+                torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0.0)
 
 
 @ranks(2)
@@ -678,8 +687,9 @@ def test_values_are_readable_before_the_synchronization(rig, recipe):
     spread = distribute_tensor(values.to(rig.device), rig.mesh(), [Shard(0)])
     with torch.no_grad():
         weight.copy_(spread)
-    found, local = local_of(weight).dequantize(), spread.to_local()
-    torch.testing.assert_close(found, local, rtol=0.07, atol=0.002 * local.abs().max().item())
+    actual = local_of(weight).dequantize()
+    local = spread.to_local()
+    torch.testing.assert_close(actual, local, rtol=0.07, atol=0.002 * local.abs().max().item())
 
 
 @ranks(2)

@@ -52,17 +52,17 @@ def set_gradients(model, rig, step):
     """Gradients that are the same whole ones for any number of ranks, whatever computes them."""
     generator = torch.Generator().manual_seed(100 + step)
     for _, parameter in sorted(model.named_parameters()):
-        whole = torch.randn(parameter.shape, generator=generator).to(rig.device)
+        grad = torch.randn(parameter.shape, generator=generator).to(rig.device)
         if isinstance(parameter, DTensor):
             from torch.distributed.tensor import distribute_tensor
 
-            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-        parameter.grad = whole.to(parameter.dtype)
+            grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements)
+        parameter.grad = grad.to(parameter.dtype)
 
 
 def whole_values(model):
     """The dequantized whole weights and the plain parameters, by name."""
-    found = {}
+    values = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             local = parameter.to_local()
@@ -76,19 +76,19 @@ def whole_values(model):
             ).full_tensor()
         elif isinstance(parameter, QuantizedTensor):
             parameter = parameter.dequantize()
-        found[name] = parameter.detach().clone()
-    return found
+        values[name] = parameter.detach().clone()
+    return values
 
 
 def masters_of(model, optimizer):
     """The whole masters, by the names of their parameters."""
-    found = {}
+    masters = {}
     for name, parameter in model.named_parameters():
         master = optimizer.state[parameter].get("master")
         if master is not None:
-            whole = master.full_tensor() if isinstance(master, DTensor) else master
-            found[f"master of {name}"] = whole.clone()
-    return found
+            full_master = master.full_tensor() if isinstance(master, DTensor) else master
+            masters[f"master of {name}"] = full_master.clone()
+    return masters
 
 
 def step(model, optimizer, rig, n):
@@ -104,19 +104,20 @@ def step(model, optimizer, rig, n):
 def test_steps_are_those_of_the_whole_model(rig, hidden, recipe, masters):
     """With masters and without: random numbers go by the place in the whole weight."""
     hidden = (HIDDEN | BATCHES)[hidden]
-    whole = make_any(hidden, recipe=recipe, device=rig.device, fp8_weights=True)
-    model = shard_any(copy.deepcopy(whole), mesh=rig.mesh())
+    reference = make_any(hidden, recipe=recipe, device=rig.device, fp8_weights=True)
+    model = shard_any(copy.deepcopy(reference), mesh=rig.mesh())
     options = {"lr": 1e-2, "master_weights": masters, "seed": 3}
-    optimizers = AdamW(whole.parameters(), **options), AdamW(model.parameters(), **options)
+    optimizers = AdamW(reference.parameters(), **options), AdamW(model.parameters(), **options)
     for n in range(3):
-        for m, optimizer in zip((whole, model), optimizers, strict=True):
+        for m, optimizer in zip((reference, model), optimizers, strict=True):
             if recipe == "delayed":
                 m(batch(rig, n)).sum().backward()  # histories roll after a forward
                 optimizer.zero_grad()
             step(m, optimizer, rig, n)
-        wanted, found = whole_values(whole), whole_values(model)
+        wanted = whole_values(reference)
+        actual = whole_values(model)
         for name, value in wanted.items():
-            assert same_bytes(found[name], value), (name, n)
+            assert same_bytes(actual[name], value), (name, n)
 
 
 @ranks(2)
@@ -125,7 +126,7 @@ def test_steps_are_those_of_the_whole_model(rig, hidden, recipe, masters):
 @kinds
 def test_a_step_while_weights_are_gathered_is_as_any_other(rig, hidden, recipe, masters):
     """After an evaluation between backward and step: FSDP2 leaves the root's weights whole."""
-    found = []
+    results = []
     for evaluates in (False, True):
         model = shard(make_fp8(hidden, recipe, rig), rig)
         optimizer = AdamW(model.parameters(), lr=1e-2, master_weights=masters)
@@ -138,9 +139,9 @@ def test_a_step_while_weights_are_gathered_is_as_any_other(rig, hidden, recipe, 
                 assert not isinstance(model.head.weight, DTensor)
             optimizer.step()
             optimizer.zero_grad()
-        found.append([whole_values(model), model(batch(rig, 9)).detach()])
-    (wanted, output), (got, same) = found
-    assert same_bytes(same, output)
+        results.append([whole_values(model), model(batch(rig, 9)).detach()])
+    (wanted, output), (got, other_output) = results
+    assert same_bytes(other_output, output)
     for name, value in wanted.items():
         assert same_bytes(got[name], value), name
 
@@ -219,12 +220,13 @@ def test_a_checkpoint_is_loaded_in_either_order(rig, hidden, recipe, first):
         if "master" in optimizer.state[p]:
             masters = (o.state[x]["master"] for o, x in ((optimizer, p), (resumed, q)))
             assert same_bytes(*(local_of(m) for m in masters))
-    wanted, found = whole_values(model), whole_values(other)
-    assert wanted.keys() == found.keys()
+    wanted = whole_values(model)
+    actual = whole_values(other)
+    assert wanted.keys() == actual.keys()
     for name, value in wanted.items():
         # Histories, of which delayed scales come, are in no state dict.
         if recipe != "delayed" or value.dim() == 1:
-            assert same_bytes(found[name], value), name
+            assert same_bytes(actual[name], value), name
 
 
 @ranks(2)
@@ -258,20 +260,20 @@ def test_masters_beyond_their_scale_stay_where_a_state_dict_comes_back(rig, hidd
 @recipes
 def test_steps_before_the_first_forward_are_those_of_the_whole_model(rig, hidden, recipe):
     """FSDP2 pads short shards at that forward. Masters do not count it as a write."""
-    whole = make_fp8(hidden, recipe, rig)
-    model = shard(copy.deepcopy(whole), rig)
-    optimizers = tuple(AdamW(m.parameters(), lr=0.1) for m in (whole, model))
+    reference = make_fp8(hidden, recipe, rig)
+    model = shard(copy.deepcopy(reference), rig)
+    optimizers = tuple(AdamW(m.parameters(), lr=0.1) for m in (reference, model))
     for n in range(5):
-        for m, optimizer in zip((whole, model), optimizers, strict=True):
+        for m, optimizer in zip((reference, model), optimizers, strict=True):
             if n >= 3:
                 m(batch(rig, n)).sum().backward()
             step(m, optimizer, rig, n)
-        wanted, found = (
+        wanted, actual = (
             {**whole_values(m), **masters_of(m, o)}
-            for m, o in zip((whole, model), optimizers, strict=True)
+            for m, o in zip((reference, model), optimizers, strict=True)
         )
         for name, value in wanted.items():
-            assert same_bytes(found[name], value), (name, n)
+            assert same_bytes(actual[name], value), (name, n)
 
 
 @ranks(2)
@@ -284,7 +286,12 @@ def test_masters_are_read_from_fp8_weights_only_after_foreign_writes(rig, hidden
     optimizer = AdamW(model.parameters(), lr=1e-2)
     followed = []
     read_codes = OptimParam.read_codes
-    OptimParam.read_codes = lambda *args: followed.append(args) or read_codes(*args)
+
+    def counting_read_codes(*args):
+        followed.append(args)
+        return read_codes(*args)
+
+    OptimParam.read_codes = counting_read_codes
     try:
         for n in range(3):
             if n:  # a step before the first forward, at which FSDP2 pads
@@ -315,7 +322,7 @@ def test_all_reduces_of_a_step(rig, recipe, masters):
     optimizer = AdamW(model.parameters(), lr=1e-2, master_weights=masters)
     for n in range(3):
         model(batch(rig, n)).square().mean().backward()
-        with Collectives() as seen:
+        with Collectives() as collectives:
             optimizer.step()
         optimizer.zero_grad()
         with Collectives() as forward:
@@ -324,7 +331,7 @@ def test_all_reduces_of_a_step(rig, recipe, masters):
             loss.backward()
         assert not reduces(backward)
         optimizer.zero_grad()
-        count = len(reduces(seen))
+        count = len(reduces(collectives))
         cut = recipe in BLOCKS and not recipe.startswith("rowwise")  # 48 rows on 2 ranks
         assert len(reduces(forward)) == (not recipe.startswith("rowwise"))
         assert count == {"current": 1, "delayed": 2}.get(recipe, int(cut)), (count, n)
@@ -340,7 +347,8 @@ def test_bytes_gathered(rig, recipe):
     with Collectives() as backward:
         loss.backward()
     gathered = [
-        sum(c.nbytes for c in seen.seen if c.kind == "gather") for seen in (forward, backward)
+        sum(c.nbytes for c in collectives.calls if c.kind == "gather")
+        for collectives in (forward, backward)
     ]
     weights = sum(layer.weight.numel() for layer in linears(model).values())
     plain = 4 * sum(
@@ -400,7 +408,7 @@ def test_deferred_init_is_the_same_for_any_number_of_ranks(rig, hidden, recipe, 
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    found = whole_values(model)
+    actual = whole_values(model)
     # The numbers of one process, by the definition: counted over the whole parameter.
     torch.manual_seed(11)
     for name, layer in linears(model).items():
@@ -411,7 +419,7 @@ def test_deferred_init_is_the_same_for_any_number_of_ranks(rig, hidden, recipe, 
             torch.ops.fp8rs.random_uniform_(wanted, seed, 0, -bound, bound)
             if kind == "weight" and weights == "fp8":
                 wanted = requantized(wanted, layer.weight.to_local().spec)
-            assert same_bytes(found[f"{name}.{kind}"], wanted), (name, kind)
+            assert same_bytes(actual[f"{name}.{kind}"], wanted), (name, kind)
     assert model(batch(rig)).isfinite().all()
 
 

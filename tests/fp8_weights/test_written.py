@@ -116,10 +116,11 @@ def planes(weight):
 @recipes
 @pytest.mark.parametrize("use", [read, planes, lambda w: w.requires_grad_(True)])
 def test_what_leaves_the_values_is_no_write(device, recipe, use):
-    model, plain = model_of(device, recipe), model_of(device, recipe)
-    for each in (model, plain):
-        y = each(inputs(device).requires_grad_())
-        if each is model:
+    model = model_of(device, recipe)
+    plain = model_of(device, recipe)
+    for module in (model, plain):
+        y = module(inputs(device).requires_grad_())
+        if module is model:
             use(model[2].weight)
         y.sum().backward()
     assert same_bytes(model[0].weight.grad, plain[0].weight.grad)
@@ -132,8 +133,8 @@ def test_micro_batches_and_checkpoints_write_nothing(device, recipe, reentrant):
     optimizer = fp8rs.optim.AdamW(model.parameters(), lr=0.1)
     x = inputs(device).requires_grad_()
     for _ in range(2):
-        both = [checkpoint(model, x, use_reentrant=reentrant), model(x)]
-        for y in both:
+        outputs = [checkpoint(model, x, use_reentrant=reentrant), model(x)]
+        for y in outputs:
             y.sum().backward()
         optimizer.step()
         optimizer.zero_grad()

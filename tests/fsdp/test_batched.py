@@ -40,9 +40,9 @@ def shard(model, rig, dim=0, **options):
 def check_after_writes(model, recipe):
     """Compare gathered bytes with the quantized whole weights, before and after a write."""
     for _ in range(2):
-        whole = wholes(model)
+        weights = wholes(model)
         model.experts.unshard()
-        check_gathered(model, whole, recipe)
+        check_gathered(model, weights, recipe)
         model.experts.reshard()
         with torch.no_grad():
             for p in model.experts.parameters():
@@ -56,13 +56,13 @@ def test_the_report_counts_the_bytes_of_batches(rig, experts, recipe, dim):
     model = build(rig.device, recipe, EXPERTS[experts])
     shard(model, rig, dim)
     fully_shard(model, mesh=rig.mesh())
-    found = fp8rs.report(model, param_dtype=None)
-    assert found.converted == ("head", "experts")
-    assert found.converted_parameters == found.parameters
-    assert not found.left
-    with Collectives() as seen:
+    report = fp8rs.report(model, param_dtype=None)
+    assert report.converted == ("head", "experts")
+    assert report.converted_parameters == report.parameters
+    assert not report.left
+    with Collectives() as collectives:
         model(torch.randn(8, 96, device=rig.device)).sum().backward()
-    assert found.gathered == seen.nbytes("gather")
+    assert report.gathered == collectives.nbytes("gather")
 
 
 @ranks(1, 2, 4)
@@ -71,9 +71,9 @@ def test_the_report_counts_the_bytes_of_batches(rig, experts, recipe, dim):
 def test_whole_matrices_are_gathered(rig, experts, recipe):
     model = build(rig.device, recipe, EXPERTS[experts])
     shard(model, rig)
-    with Collectives() as seen:
+    with Collectives() as collectives:
         check_after_writes(model, recipe)
-    assert reduces(seen) == []
+    assert reduces(collectives) == []
 
 
 @ranks(1, 2, 4)
@@ -81,9 +81,9 @@ def test_whole_matrices_are_gathered(rig, experts, recipe):
 def test_rows_of_each_matrix_are_gathered(rig, recipe):
     model = build(rig.device, recipe, 3)
     shard(model, rig, dim=1)
-    with Collectives() as seen:
+    with Collectives() as collectives:
         check_after_writes(model, recipe)
-    assert len(reduces(seen)) == (2 if rig.world_size > 1 else 0)
+    assert len(reduces(collectives)) == (2 if rig.world_size > 1 else 0)
 
 
 @ranks(2)
@@ -92,10 +92,10 @@ def test_gathers_are_half_of_bf16(rig, recipe, dim):
     model = build(rig.device, recipe, 4, hidden=256, width=512)
     numel = sum(p.numel() for p in model.experts.parameters())
     shard(model, rig, dim=dim)
-    with Collectives() as seen:
+    with Collectives() as collectives:
         model.experts.unshard()
     # An all-reduce sends and receives as much as two gathers of its size.
-    nbytes = seen.nbytes("gather") + 2 * seen.nbytes("reduce")
+    nbytes = collectives.nbytes("gather") + 2 * collectives.nbytes("reduce")
     planes = 2 if recipe in TWO_PLANES else 1
     assert 0.5 * planes <= nbytes / (2 * numel) <= 0.52 * planes
 
@@ -127,26 +127,26 @@ def test_hybrid_sharding_of_batches(rig, recipe, dim):
 def test_expert_parallel_ranks_gather_their_own_matrices(rig, recipe, dim, fp8):
     mesh = init_device_mesh(rig.device.type, (2, 2), mesh_dim_names=("efsdp", "ep"))
     model = build(rig.device, recipe, 6)
-    whole = wholes(model)
+    weights = wholes(model)
     if fp8:
         model = build(rig.device, recipe, 6, fp8_weights=True)
     for name in NAMES:
         parameter = distribute_tensor(getattr(model.experts, name).detach(), mesh["ep"], [Shard(0)])
         model.experts.register_parameter(name, nn.Parameter(parameter))
     sharded(model, rig, dim, root=False, mesh=mesh["efsdp"])
-    with Collectives() as seen:
+    with Collectives() as collectives:
         model.experts.unshard()
-    assert fp8 or len(reduces(seen)) == dim
+    assert fp8 or len(reduces(collectives)) == dim
     part = mesh["ep"].get_local_rank()
-    own = {name: values.chunk(2)[part] for name, values in whole.items()}
+    local_weights = {name: values.chunk(2)[part] for name, values in weights.items()}
     for name in NAMES:
         gathered = getattr(model.experts, name).to_local()
         if fp8 and recipe.startswith("mxfp8"):
             # `distribute_tensor` sends the rounded values of rowwise planes, whose blocks may have
             # other exponents than the blocks of the values before.
-            check_values(gathered, own[name], recipe)
+            check_values(gathered, local_weights[name], recipe)
         else:
-            check_planes(gathered, own[name], recipe)
+            check_planes(gathered, local_weights[name], recipe)
 
 
 @ranks(2)
@@ -187,15 +187,15 @@ def test_training_gathers_the_bytes_of_each_step(rig, recipe, dim):
         torch.manual_seed(step + 10 * rig.rank)
         x = torch.randn(8, 96, device=rig.device)
         before = wholes(model)
-        seen = []
+        calls = []
 
-        def note(module, args, before=before, seen=seen):
+        def note(module, args, before=before, calls=calls):
             check_gathered(model, before, recipe)
-            seen.append(module)
+            calls.append(module)
 
         with model.experts.register_forward_pre_hook(note):
             model(x).square().mean().backward()
-        assert seen
+        assert calls
         optimizer.step()
         optimizer.zero_grad()
         after = wholes(model)
@@ -215,10 +215,10 @@ def test_other_dimensions_are_refused(rig, recipe, dim):
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_state_dicts_hold_plain_batches(rig, dim):
     model = build(rig.device, "current", 4)
-    whole = wholes(model)
+    weights = wholes(model)
     shard(model, rig, dim=dim)
     state = model.state_dict()
-    for name, values in whole.items():
+    for name, values in weights.items():
         value = state[f"experts.{name}"]
         assert type(value.to_local()) is torch.Tensor
         assert torch.equal(value.full_tensor(), values)

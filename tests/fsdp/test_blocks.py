@@ -47,8 +47,8 @@ def build(rig, rows, block):
     return model
 
 
-def check(model, whole, block):
-    for name, weight in whole.items():
+def check(model, weights, block):
+    for name, weight in weights.items():
         gathered = model.get_submodule(name).weight
         check_planes(gathered, weight, block)
         assert gathered.rowwise.scale.is_contiguous()
@@ -60,38 +60,38 @@ def check(model, whole, block):
 @pytest.mark.parametrize("block", list(BLOCKS))
 def test_gathered_blocks_are_those_of_the_whole_weight(rig, rows, block):
     model = build(rig, ROWS[rows], block)
-    whole = full_weights(model)
+    weights = full_weights(model)
     fully_shard(model, mesh=rig.mesh())
     for _ in range(2):
         model.unshard()
-        check(model, whole, block)
+        check(model, weights, block)
         model.reshard()
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1.7)
-        whole = full_weights(model)
+        weights = full_weights(model)
 
 
 @ranks(4)
 @pytest.mark.parametrize("block", list(BLOCKS))
 def test_hybrid_sharding_of_blocks(rig, block):
     model = build(rig, ROWS["uneven and cut"], block)
-    whole = full_weights(model)
+    weights = full_weights(model)
     fully_shard(model, mesh=rig.mesh(2, 2))
     model.unshard()
-    check(model, whole, block)
+    check(model, weights, block)
 
 
 @ranks(2)
 @pytest.mark.parametrize("block", list(BLOCKS))
 def test_offloaded_blocks(rig, block):
     model = build(rig, ROWS["uneven and cut"], block)
-    whole = full_weights(model)
+    weights = full_weights(model)
     policy = CPUOffloadPolicy(pin_memory=rig.device_type == "cuda")
     fully_shard(model, mesh=rig.mesh(), offload_policy=policy)
     model.cpu() if rig.device_type == "cuda" else None
     model.unshard()
-    check(model, {n: w.to(rig.device) for n, w in whole.items()}, block)
+    check(model, {n: w.to(rig.device) for n, w in weights.items()}, block)
 
 
 @ranks(2)
@@ -104,17 +104,17 @@ def test_what_blocks_send(rig):
     ):
         model = build(rig, rows, block)
         fully_shard(model, mesh=rig.mesh())
-        with Collectives() as seen:
+        with Collectives() as collectives:
             model.unshard()
-        assert seen.nbytes("reduce") == 0
-        assert seen.nbytes("gather") == 2 * (rows[0] * 72 + extra)
-        assert {c.dtype for c in seen.seen} == {torch.uint8}
+        assert collectives.nbytes("reduce") == 0
+        assert collectives.nbytes("gather") == 2 * (rows[0] * 72 + extra)
+        assert {c.dtype for c in collectives.calls} == {torch.uint8}
     model = build(rig, (96, 96), "mxfp8")  # 48 rows a rank: one of three rows of blocks is cut
     fully_shard(model, mesh=rig.mesh())
-    with Collectives() as seen:
+    with Collectives() as collectives:
         model.unshard()
     # A row of 3 blocks of each weight, in fp32, together.
-    assert reduces(seen) == [12 + 12], seen.seen
+    assert reduces(collectives) == [12 + 12], collectives.calls
 
 
 @ranks(2)
@@ -134,8 +134,8 @@ def test_where_blocks_are_found(ranks_, height):
         holders: dict[int, set[int]] = {}
         for row in range(rows):
             holders.setdefault(row // height, set()).add(row // padded)
-        each = block_rows(rows, padded, ranks_, height)
-        assert each == max(
+        rows_per_rank = block_rows(rows, padded, ranks_, height)
+        assert rows_per_rank == max(
             sum(rank in ranks for ranks in holders.values()) for rank in range(ranks_)
         )
         assert split_block_rows(rows, padded, ranks_, height) == tuple(
@@ -147,7 +147,7 @@ def test_where_blocks_are_found(ranks_, height):
         else:
             assert order != tuple(range(len(order)))
         for block, place in enumerate(order):
-            rank, local = divmod(place, each)
+            rank, local = divmod(place, rows_per_rank)
             first = min(b for b, ranks in holders.items() if rank in ranks)
             assert rank == min(holders[block])
             assert first + local == block
@@ -159,7 +159,7 @@ def test_cut_blocks_are_measured_over_fsdps_shards_alone(rig):
     model = make((100, 64), recipe="mxfp8", device=rig.device)
     with torch.no_grad():
         model.blocks[0].up.weight[:50].mul_(64)
-    whole = model.blocks[0].up.weight.detach().clone()
+    weight = model.blocks[0].up.weight.detach().clone()
     mesh = rig.mesh(2, 2, names=("data", "tensor"))
     parallelize_module(
         model.blocks[0], mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -171,7 +171,7 @@ def test_cut_blocks_are_measured_over_fsdps_shards_alone(rig):
         lambda module, _: planes.append(module.weight.to_local().rowwise.map(torch.clone))
     )
     model(batch(rig))
-    own = whole.chunk(2)[mesh["tensor"].get_local_rank()].contiguous()
-    codes, scale, *_ = whole_planes(own, "mxfp8")
+    tensor_part = weight.chunk(2)[mesh["tensor"].get_local_rank()].contiguous()
+    codes, scale, *_ = whole_planes(tensor_part, "mxfp8")
     assert same_bytes(planes[0].scale, scale)
     assert same_bytes(planes[0].data, codes)

@@ -61,20 +61,23 @@ WAYS = {
 ways = pytest.mark.parametrize("way", list(WAYS))
 
 
-def message(what, first, last, rank):
-    return re.escape(f"{what} is {first} on rank 0 and {last} on rank {rank}:")
+def message(setting, first, last, rank):
+    return re.escape(f"{setting} is {first} on rank 0 and {last} on rank {rank}:")
 
 
 @contextmanager
 def counted():
     """The sizes of the meshes over which ranks compare what they have converted."""
-    seen = []
+    comparisons = []
     compare = checks.compare
-    checks.compare = lambda store, said, ranks: (
-        seen.append(len(ranks)) or compare(store, said, ranks)
-    )
+
+    def counting_compare(store, values, ranks):
+        comparisons.append(len(ranks))
+        return compare(store, values, ranks)
+
+    checks.compare = counting_compare
     try:
-        yield seen
+        yield comparisons
     finally:
         checks.compare = compare
 
@@ -93,11 +96,11 @@ def time_out(seconds):
 @ranks(2, 4)
 @ways
 def test_what_was_converted_otherwise_is_named_on_all_ranks(rig, way):
-    first, last, said = WAYS[way]
+    first, last, difference = WAYS[way]
     model = make(UNEVEN, device=rig.device, **(last if rig.rank == rig.world_size - 1 else first))
     shard(model, rig)
     for _ in range(2):  # the error is raised in each forward
-        with pytest.raises(ValueError, match=message(*said, rig.world_size - 1)):
+        with pytest.raises(ValueError, match=message(*difference, rig.world_size - 1)):
             model(batch(rig))
 
 
@@ -152,10 +155,10 @@ def test_so_are_excluded_layers_of_the_root_if_all_ranks_gather_in_high_precisio
 @ranks(4)
 @ways
 def test_so_is_a_replica_that_differs(rig, way):
-    first, last, said = WAYS[way]
+    first, last, difference = WAYS[way]
     model = make(EVEN, device=rig.device, **(last if rig.rank > 1 else first))
     shard(model, mesh=rig.mesh(2, 2))
-    with pytest.raises(ValueError, match=message(*said, 2)):
+    with pytest.raises(ValueError, match=message(*difference, 2)):
         model(batch(rig))
 
 
@@ -172,14 +175,14 @@ def test_so_is_another_version(rig):
 @ranks(2)
 @pytest.mark.parametrize("call", ["a block", "unshard", "precompute"])
 def test_it_is_said_where_no_forward_of_the_model_is_announced(rig, call):
-    first, last, said = WAYS["a field"]
+    first, last, difference = WAYS["a field"]
     model = shard(make(EVEN, device=rig.device, **(last if rig.rank else first)), rig)
     calls = {
         "a block": lambda: model.blocks[0](batch(rig)),
         "unshard": model.unshard,
         "precompute": lambda: fp8rs.precompute_float8_dynamic_scale_for_fsdp(model),
     }
-    with pytest.raises(ValueError, match=message(*said, 1)):
+    with pytest.raises(ValueError, match=message(*difference, 1)):
         calls[call]()
 
 
@@ -189,25 +192,25 @@ def test_it_is_said_where_no_forward_of_the_model_is_announced(rig, call):
 )
 def test_ranks_that_agree_compare_once(rig, options):
     model = shard(make(UNEVEN, device=rig.device, **options), rig)
-    with counted() as seen:
+    with counted() as comparisons:
         for n in range(3):
             model(batch(rig, n)).sum().backward()
         with torch.no_grad():
             model.eval()(batch(rig))
-    assert seen == [2]
+    assert comparisons == [2]
 
 
 @ranks(2)
 def test_copies_and_other_models_are_compared_for_themselves(rig):
     model = make(UNEVEN, device=rig.device)
     other = copy.deepcopy(model)
-    with counted() as seen:
+    with counted() as comparisons:
         for m in (model, other):
             shard(m, rig)(batch(rig))
-    assert seen == [2, 2]
-    first, last, said = WAYS["the recipe"]
+    assert comparisons == [2, 2]
+    first, last, difference = WAYS["the recipe"]
     third = shard(make(EVEN, device=rig.device, **(last if rig.rank else first)), rig)
-    with pytest.raises(ValueError, match=message(*said, 1)):
+    with pytest.raises(ValueError, match=message(*difference, 1)):
         third(batch(rig))
     model(batch(rig)).sum().backward()  # what agreed goes on
 
@@ -229,9 +232,9 @@ def test_stages_of_a_pipeline_have_layers_of_their_own(rig):
     recipe = ("current", "rowwise")[stage]
     model = make((EVEN, UNEVEN)[stage][: stage + 1], recipe=recipe, device=rig.device)
     shard(model, mesh=mesh["shard"])
-    with counted() as seen:
+    with counted() as comparisons:
         model(batch(rig)).sum().backward()
-    assert seen == [2]
+    assert comparisons == [2]
 
 
 @ranks(2)
@@ -261,14 +264,15 @@ def test_parts_that_were_converted_by_themselves_may_run_on_some_ranks_only(rig)
     for block in model.blocks:
         fp8rs.convert_to_float8_training(block)
     fully_shard(model, mesh=rig.mesh())
-    with counted() as seen:
+    with counted() as comparisons:
         model(batch(rig))
-    assert seen == [2, 2]
+    assert comparisons == [2, 2]
 
 
 @contextmanager
 def warn_after(seconds):
-    before, checks.WARN_AFTER = checks.WARN_AFTER, timedelta(seconds=seconds)
+    before = checks.WARN_AFTER
+    checks.WARN_AFTER = timedelta(seconds=seconds)
     try:
         yield
     finally:

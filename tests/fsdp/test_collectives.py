@@ -69,7 +69,7 @@ def test_one_all_reduce_a_forward_and_uint8_gathers(rig, hidden):
         forward, back = step(model, rig)
         assert reduces(forward) == [4 * weights], (n, reduces(forward))
         assert forward.counts()[("reduce", torch.int32)] == 1
-        assert {c.dtype for c in forward.seen if c.kind == "gather"} == {torch.uint8}
+        assert {c.dtype for c in forward.calls if c.kind == "gather"} == {torch.uint8}
         assert reduces(back) == [], n
 
 
@@ -84,7 +84,7 @@ def test_delayed_scaling_has_one_all_reduce_a_step(rig, hidden):
     for n in range(6):
         forward, back = step(model, rig)
         assert reduces(forward) == [], (n, reduces(forward))
-        assert {c.dtype for c in forward.seen if c.kind == "gather"} == {torch.uint8}
+        assert {c.dtype for c in forward.calls if c.kind == "gather"} == {torch.uint8}
         assert reduces(back) == [], (n, reduces(back))
         if n % 2:
             # A roll, of weights, inputs and gradients together, ends a step.
@@ -103,8 +103,8 @@ def without_a_mesh(rig, recipe):
     for n in range(2):
         forward, back = step(model, rig)
         expected = [] if recipe == "delayed" else [4 * len(linears(model))]
-        assert reduces(forward) == expected, (n, forward.seen)
-        assert reduces(back) == [], (n, back.seen)
+        assert reduces(forward) == expected, (n, forward.calls)
+        assert reduces(back) == [], (n, back.calls)
 
 
 @pytest.mark.skipif(
@@ -134,8 +134,8 @@ def test_gathered_bytes_are_half_of_bf16s(rig):
         others = sum(p.numel() for n, p in model.named_parameters() if p.dim() < 2)
         weights = sum(m.weight.numel() for m in linears(model).values())
         # Forward: everything. Backward: everything but the root's own, which stays.
-        kept = sum(p.numel() for p in model.head.parameters())
-        twice = 2 * (weights + others) - kept
+        head_numel = sum(p.numel() for p in model.head.parameters())
+        twice = 2 * (weights + others) - head_numel
         if recipe is None:
             assert sent[recipe] == 2 * twice
         else:
@@ -148,7 +148,7 @@ def test_an_unsharded_backward_gathers_nothing(rig):
     model = make(EVEN, device=rig.device)
     shard(model, rig, reshard_after_forward=False)
     _, back = step(model, rig)
-    assert not [c for c in back.seen if c.kind == "gather"]
+    assert not [c for c in back.calls if c.kind == "gather"]
 
 
 @ranks(4)
@@ -158,7 +158,7 @@ def test_replicas_take_no_part_in_the_all_reduce(rig):
         model = make(EVEN, device=rig.device)
         shard(model, mesh=rig.mesh(*shape))
         forward, _ = step(model, rig)
-        assert reduces(forward) == counts, (shape, forward.seen)
+        assert reduces(forward) == counts, (shape, forward.calls)
 
 
 def over_two_meshes(rig, *shape):
@@ -175,7 +175,7 @@ def over_two_meshes(rig, *shape):
 def test_one_all_reduce_a_mesh(rig):
     model = over_two_meshes(rig, 2, 2)
     forward, _ = step(model, rig)
-    assert sorted(reduces(forward)) == [2 * 4, 3 * 4], forward.seen
+    assert sorted(reduces(forward)) == [2 * 4, 3 * 4], forward.calls
 
 
 @ranks(4)
@@ -289,7 +289,7 @@ def test_writes_to_views_of_a_weight_cost_one_all_reduce(rig, hidden):
 
 @ranks(2)
 def test_precompute_takes_the_all_reduce_of_split_blocks_out_of_one_forward(rig):
-    found = []
+    results = []
     for ahead in (True, False):
         model = shard(make(UNEVEN, recipe=BLOCKS["block"], device=rig.device), rig)
         if ahead:
@@ -297,24 +297,24 @@ def test_precompute_takes_the_all_reduce_of_split_blocks_out_of_one_forward(rig)
                 precompute_float8_dynamic_scale_for_fsdp(model)
             assert len(reduces(before)) == 1
         with Collectives() as forward:
-            found.append(model(batch(rig)))
+            results.append(model(batch(rig)))
         assert len(reduces(forward)) == (0 if ahead else 1)
-    assert torch.equal(*found)
+    assert torch.equal(*results)
 
 
 @ranks(2)
 def test_precompute_leaves_other_models_alone(rig):
     """Unconverted models, and weights that are gathered in high precision."""
-    with Collectives() as seen:
+    with Collectives() as collectives:
         precompute_float8_dynamic_scale_for_fsdp(nn.Linear(4, 4))
-    assert seen.seen == []
+    assert collectives.calls == []
     for recipe in ("current", "delayed", *BLOCKS.values()):
         model = make(UNEVEN, recipe=recipe, device=rig.device, enable_fsdp_float8_all_gather=False)
         for prepare in (lambda: None, partial(shard, model, rig), partial(step, model, rig)):
             prepare()
-            with Collectives() as seen, Operators() as ran:
+            with Collectives() as collectives, Operators() as ran:
                 precompute_float8_dynamic_scale_for_fsdp(model)
-            assert seen.seen == [], (recipe, seen.seen)
+            assert collectives.calls == [], (recipe, collectives.calls)
             assert ran.of("fp8rs") == [], (recipe, ran.names)
 
 
@@ -373,10 +373,10 @@ def test_what_was_precomputed_serves_one_forward(rig):
             parameter.mul_(4)
     scales = {}
     watch_weights(model, lambda name, w: scales.update({name: w.rowwise.scale.clone()}))
-    whole = full_weights(model)
+    weights = full_weights(model)
     model(batch(rig))
     for name, scale in scales.items():
-        assert same_bytes(scale, expected(whole[name])[1]), name
+        assert same_bytes(scale, expected(weights[name])[1]), name
 
 
 @ranks(2)
@@ -384,10 +384,10 @@ def test_what_was_precomputed_for_all_is_nothing_for_a_part_on_its_own_mesh(rig)
     model = over_two_meshes(rig, 2, 1)
     model(batch(rig)).square().mean().backward()
     precompute_float8_dynamic_scale_for_fsdp(model)
-    whole = full_weights(model)
+    weights = full_weights(model)
     block = model.blocks[1]
     block.unshard()
-    assert same_bytes(block.up.weight.rowwise.scale, expected(whole["blocks.1.up"])[1])
+    assert same_bytes(block.up.weight.rowwise.scale, expected(weights["blocks.1.up"])[1])
     block.reshard()
 
 
@@ -397,7 +397,7 @@ def test_a_part_by_itself_waits_for_the_ranks_that_it_is_sharded_over(rig):
     model = over_two_meshes(rig, 2, 1)
     model(batch(rig)).square().mean().backward()
     block = model.blocks[1]
-    with Collectives() as seen:
+    with Collectives() as collectives:
         block.unshard()
         block.reshard()
-    assert not reduces(seen)
+    assert not reduces(collectives)

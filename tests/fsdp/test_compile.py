@@ -16,42 +16,44 @@ some_recipes = each_recipe("current", "delayed", "mxfp8")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def sharded(recipe, rig, gather, how=None, backend=None):
+def sharded(recipe, rig, gather, method=None, backend=None):
     """A model whose blocks are compiled in one of the ways that there are."""
     model = build(recipe, rig.device, gather=gather)
-    if how == "block.compile() before":
+    if method == "block.compile() before":
         for block in model.blocks:
             block.compile(backend=backend, fullgraph=True)
     for block in model.blocks:
         fully_shard(block, mesh=rig.mesh(), mp_policy=BF16)
-    if how == "block.compile() after":
+    if method == "block.compile() after":
         for block in model.blocks:
             block.compile(backend=backend, fullgraph=True)
-    if how == "torch.compile(block)":
+    if method == "torch.compile(block)":
         for i, block in enumerate(model.blocks):
             model.blocks[i] = torch.compile(block, backend=backend)
     fully_shard(model, mesh=rig.mesh(), mp_policy=BF16)
-    run = torch.compile(model, backend=backend) if how == "torch.compile(model)" else model
+    run = torch.compile(model, backend=backend) if method == "torch.compile(model)" else model
     return model, run
 
 
 def train(model, run, rig, steps=4):
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    seen = []
+    results = []
     for n in range(steps):
         y = run(batch(rig.device, 10 * n + rig.rank))
         y.float().square().mean().backward()
-        seen.append([y.detach().clone(), *(p.grad.to_local().clone() for p in model.parameters())])
+        results.append(
+            [y.detach().clone(), *(p.grad.to_local().clone() for p in model.parameters())]
+        )
         optimizer.step()
         optimizer.zero_grad()
-    return seen
+    return results
 
 
 @ranks(2)
 @some_recipes
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize(
-    ("how", "each"),
+    ("method", "graph_count"),
     [
         ("block.compile() before", 1),
         ("block.compile() after", 1),
@@ -60,7 +62,7 @@ def train(model, run, rig, steps=4):
         ("torch.compile(model)", 3),
     ],
 )
-def test_sharded_models_compile(rig, recipe, gather, how, each):
+def test_sharded_models_compile(rig, recipe, gather, method, graph_count):
     """Equal blocks are one graph; two where delayed scaling has its first scales."""
     import warnings
 
@@ -69,13 +71,13 @@ def test_sharded_models_compile(rig, recipe, gather, how, each):
     dynamo.reset()
     dynamo.utils.counters.clear()
     backend = CompileCounterWithBackend("aot_eager")
-    got = train(*sharded(recipe, rig, gather, how, backend), rig)
+    got = train(*sharded(recipe, rig, gather, method, backend), rig)
     for step, (left, right) in enumerate(zip(expected, got, strict=True)):
         for i, (a, b) in enumerate(zip(left, right, strict=True)):
             assert torch.equal(a, b), (step, i)
-    assert backend.frame_count == graphs(recipe, each), backend.frame_count
+    assert backend.frame_count == graphs(recipe, graph_count), backend.frame_count
     breaks = dynamo.utils.counters["graph_break"]
     assert not [reason for reason in breaks if "fp8rs" in reason], breaks
-    if how != "torch.compile(model)":
+    if method != "torch.compile(model)":
         assert not breaks, breaks
     dynamo.reset()

@@ -35,11 +35,11 @@ from distributed.models import (
 from oracle.tensorwise import scale_from_amax
 
 
-def check_scaled(plane, whole, amax):
+def check_scaled(plane, weight, amax):
     """A gathered plane is the whole weight under the scale that ``amax`` gives."""
     scale = scale_from_amax(amax, torch.float8_e4m3fn)
     assert same_bytes(plane.scale, scale), (plane.scale, scale)
-    codes, _ = torch.ops.fp8rs.quantize(whole, scale, torch.float8_e4m3fn)
+    codes, _ = torch.ops.fp8rs.quantize(weight, scale, torch.float8_e4m3fn)
     assert same_bytes(plane.data, codes)
 
 
@@ -54,17 +54,19 @@ def test_scales_of_the_histories_hold_for_gathered_weights(rig, hidden, dtype):
     amaxes = train_with_histories(model, rig)
     for p in model.parameters():
         p.data.mul_(3)  # so that no weight's own largest value gives the history's scale
-    seen = {}
-    watch_weights(model, lambda name, w: seen.update({name: w.rowwise.map(torch.clone)}))
+    gathered_weights = {}
+    watch_weights(
+        model, lambda name, w: gathered_weights.update({name: w.rowwise.map(torch.clone)})
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     for _ in range(2):
-        whole = full_weights(model)
-        seen.clear()
+        weights = full_weights(model)
+        gathered_weights.clear()
         model(batch(rig)).float().square().mean().backward()
-        assert sorted(seen) == sorted(whole)
-        for name, weight in whole.items():
-            check_scaled(seen[name], weight, amaxes[name])
-            assert not same_bytes(expected(weight)[1], seen[name].scale)
+        assert sorted(gathered_weights) == sorted(weights)
+        for name, weight in weights.items():
+            check_scaled(gathered_weights[name], weight, amaxes[name])
+            assert not same_bytes(expected(weight)[1], gathered_weights[name].scale)
             amaxes[name] = weight.float().abs().amax()  # three times as much, for the next one
         optimizer.step()
         for p in model.parameters():
@@ -77,12 +79,14 @@ def test_scales_of_the_histories_under_hybrid_sharding(rig, shape):
     model = make(UNEVEN, recipe="delayed", device=rig.device)
     shard(model, mesh=rig.mesh(*shape))
     amaxes = train_with_histories(model, rig)
-    whole = full_weights(model)
-    seen = {}
-    watch_weights(model, lambda name, w: seen.update({name: w.rowwise.map(torch.clone)}))
+    weights = full_weights(model)
+    gathered_weights = {}
+    watch_weights(
+        model, lambda name, w: gathered_weights.update({name: w.rowwise.map(torch.clone)})
+    )
     model(batch(rig)).square().mean().backward()
-    for name, weight in whole.items():
-        check_scaled(seen[name], weight, amaxes[name])
+    for name, weight in weights.items():
+        check_scaled(gathered_weights[name], weight, amaxes[name])
 
 
 @ranks(2, 4)
@@ -122,12 +126,12 @@ def test_non_finite_weights_make_one_scale_nan(rig, recipe, value):
 def test_delayed_margin_holds_for_gathered_weights(rig):
     model = make(UNEVEN, recipe=fp8rs.DelayedScaling(margin=2), device=rig.device)
     shard(model, rig)
-    whole = full_weights(model)
-    seen = {}
-    watch_weights(model, lambda name, w: seen.update({name: w.rowwise.scale}))
+    weights = full_weights(model)
+    gathered_weights = {}
+    watch_weights(model, lambda name, w: gathered_weights.update({name: w.rowwise.scale}))
     model(batch(rig)).sum().backward()
-    for name, weight in whole.items():
-        assert same_bytes(seen[name], expected(weight)[1] * 4)
+    for name, weight in weights.items():
+        assert same_bytes(gathered_weights[name], expected(weight)[1] * 4)
 
 
 @ranks(2)
@@ -144,7 +148,8 @@ def test_a_forward_in_a_hook_of_another_models_backward_is_a_forward(rig, bad):
         if bad is not None and rig.rank == 0:
             first.weight.to_local()[0, 0] = bad
     largest = full_weights(teacher)[next(iter(linears(teacher)))].abs().amax()
-    finite, x = [], batch(rig)
+    finite = []
+    x = batch(rig)
 
     def teach(gradient):
         with torch.no_grad():
@@ -181,7 +186,7 @@ def test_histories_are_reduced_over_both_meshes(rig):
     # The most recent amaxes: those before the histories were filled have other reductions.
     recipe = fp8rs.DelayedScaling(amax_compute_algo="most_recent")
     fp8rs.convert_to_float8_training(model, recipe=recipe, amax_reduction_group=alone)
-    whole = full_weights(model)
+    weights = full_weights(model)
     block = model.stack.blocks[0]
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(block, mesh["tensor"], plan)
@@ -193,7 +198,7 @@ def test_histories_are_reduced_over_both_meshes(rig):
         optimizer.step()
     assert all(layer.fp8_ready[0] for layer in linears(model).values())
     for name, dim in (("up", 0), ("down", 1)):
-        weight = whole[f"stack.blocks.0.{name}"]
+        weight = weights[f"stack.blocks.0.{name}"]
         amaxes = [part.abs().amax() for part in weight.chunk(2, dim)]
         assert amaxes[0] != amaxes[1]
         block.unshard()
@@ -208,7 +213,8 @@ def test_histories_are_reduced_over_both_meshes(rig):
 @ranks(1, 2)
 def test_a_write_while_a_weight_is_gathered_pins_no_scale(rig):
     """FSDP2 leaves its root's weights gathered after an evaluation."""
-    outputs, scales = [], []
+    outputs = []
+    scales = []
     for sharded in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32)).to(rig.device)
@@ -217,7 +223,8 @@ def test_a_write_while_a_weight_is_gathered_pins_no_scale(rig):
         if sharded:
             fully_shard(model, mesh=rig.mesh())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        x, seen = torch.linspace(-1, 1, 512, device=rig.device).view(16, 32), []
+        x = torch.linspace(-1, 1, 512, device=rig.device).view(16, 32)
+        forward_scales = []
         parameters = list(model.parameters())  # before FSDP2 puts others in their places
         for n in range(4):
             model(x).sum().backward()
@@ -229,11 +236,11 @@ def test_a_write_while_a_weight_is_gathered_pins_no_scale(rig):
             if sharded:
                 model.reshard()
             outputs.append(model.train()(x).detach())
-            seen.append(model[0].fp8_scale[0, 0].clone())
-        scales.append(torch.stack(seen))
+            forward_scales.append(model[0].fp8_scale[0, 0].clone())
+        scales.append(torch.stack(forward_scales))
     assert torch.equal(*scales), scales
-    for whole, shard_ in zip(outputs[:4], outputs[4:], strict=True):
-        assert torch.equal(whole, shard_)
+    for output, sharded_output in zip(outputs[:4], outputs[4:], strict=True):
+        assert torch.equal(output, sharded_output)
 
 
 @ranks(2)
@@ -363,10 +370,10 @@ def test_a_copy_from_before_the_sharding_reduces_over_no_ranks(rig):
     shard(model, rig)
     train_with_histories(model, rig)
     optimizer = torch.optim.SGD(copied.parameters(), lr=1e-3)
-    with Collectives() as seen:
+    with Collectives() as collectives:
         copied(batch(rig)).sum().backward()
         optimizer.step()
-    assert not seen.seen
+    assert not collectives.calls
 
 
 @ranks(1, 2)

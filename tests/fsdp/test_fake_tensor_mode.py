@@ -48,20 +48,20 @@ def peak(mesh, recipe, fp8_weights, optimizer, fake):
         fp8rs.convert_to_float8_training(model, recipe=recipe, fp8_weights=fp8_weights)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         shard(model, mesh=mesh, mp_policy=policy)
-        made = {**OPTIMIZERS, **FOREACH}[optimizer](model.parameters())
+        stepper = {**OPTIMIZERS, **FOREACH}[optimizer](model.parameters())
         # With more rows, memory is close to its peak at two moments, and either may be found.
         x = torch.randn(10, 32)
-        tracker = FSDPMemTracker(model, made)
+        tracker = FSDPMemTracker(model, stepper)
         tracker.track_inputs((x,))
         with tracker:
             # With delayed scaling, `fp8_ready` is set from the third step on.
             for _ in range(3 if recipe == "delayed" else 2):
                 tracker.reset_mod_stats()
                 model(x).float().square().mean().backward()
-                made.step()
-                made.zero_grad()
-        found = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-    return {str(kind): size for kind, size in found.items()}, model
+                stepper.step()
+                stepper.zero_grad()
+        memory = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    return {str(kind): size for kind, size in memory.items()}, model
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
@@ -70,20 +70,20 @@ def peak(mesh, recipe, fp8_weights, optimizer, fake):
 def test_a_fake_step_has_the_peak_of_a_real_one(mesh, recipe, fp8_weights, optimizer):
     arguments = RECIPES[recipe], fp8_weights, optimizer
     # The fake step comes first: a tensor that it cached would reach the real one.
-    found, _ = peak(mesh, *arguments, fake=True)
+    actual, _ = peak(mesh, *arguments, fake=True)
     expected, _ = peak(mesh, *arguments, fake=False)
     # A real kernel and its fake one may differ in intermediate results of a few hundred bytes.
-    assert found.pop("Total") == pytest.approx(expected.pop("Total"), rel=0.02)
-    for kind in found.keys() - {f"_FSDPRefType.{name}" for name in ("ACT", "TEMP")}:
-        assert found[kind] == expected[kind], kind
+    assert actual.pop("Total") == pytest.approx(expected.pop("Total"), rel=0.02)
+    for kind in actual.keys() - {f"_FSDPRefType.{name}" for name in ("ACT", "TEMP")}:
+        assert actual[kind] == expected[kind], kind
 
 
 @pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
 @each_kind_of_recipe
 def test_a_fake_step_of_a_foreach_optimizer_has_its_moments(mesh, recipe, fp8_weights):
-    found, model = peak(mesh, RECIPES[recipe], fp8_weights, "foreach", fake=True)
+    memory, model = peak(mesh, RECIPES[recipe], fp8_weights, "foreach", fake=True)
     elements = sum(p.to_local().numel() for p in model.parameters())
-    assert found["_FSDPRefType.OPT"] >= 2 * 4 * elements
+    assert memory["_FSDPRefType.OPT"] >= 2 * 4 * elements
 
 
 def test_a_fake_step_after_a_real_one(mesh):
@@ -96,11 +96,11 @@ def test_a_fake_step_after_a_real_one(mesh):
 @each_kind_of_recipe
 def test_the_peak_of_a_fake_step_has_gathers_in_fp8(mesh, recipe, fp8_weights):
     kind = resolve_recipe(RECIPES[recipe])
-    found, model = peak(mesh, kind, fp8_weights, "torch", fake=True)
+    actual, model = peak(mesh, kind, fp8_weights, "torch", fake=True)
     layouts = layouts_of(kind, ((m, "weight") for m in linears(model).values()))
     groups = groups_of(model, layouts, world_size=RANKS, param_dtype=torch.bfloat16)
     sizes = {group.name: group.gathered_bytes for group in groups}
     expected = sizes[""] + sizes["blocks.0"]
-    unsharded = found["_FSDPRefType.UNSHARDED_PARAM"]
+    unsharded = actual["_FSDPRefType.UNSHARDED_PARAM"]
     # The layer keeps the scales without their padding.
     assert unsharded == pytest.approx(expected, rel=0.05)

@@ -167,9 +167,10 @@ def test_the_next_forward_sees_the_write(rig, write, hidden, recipe):
         assert len(changed) == len(before)
     assert changed
 
-    seen = {}
+    gathered_weights = {}
     watch_weights(
-        model, lambda name, w: seen.update({name: (w.rowwise.data.clone(), w.rowwise.scale)})
+        model,
+        lambda name, w: gathered_weights.update({name: (w.rowwise.data.clone(), w.rowwise.scale)}),
     )
     model(batch(rig)).square().mean().backward()
     for name, weight in after.items():
@@ -180,9 +181,13 @@ def test_the_next_forward_sees_the_write(rig, write, hidden, recipe):
         else:
             amax = amaxes[name]  # of the training before: the scale is behind the write
         scale = scale_from_amax(amax, torch.float8_e4m3fn)
-        assert same_bytes(seen[name][1], scale), (name, seen[name][1], scale)
+        assert same_bytes(gathered_weights[name][1], scale), (
+            name,
+            gathered_weights[name][1],
+            scale,
+        )
         quantized, _ = torch.ops.fp8rs.quantize(weight, scale, torch.float8_e4m3fn)
-        assert same_bytes(seen[name][0], quantized), name
+        assert same_bytes(gathered_weights[name][0], quantized), name
 
 
 @ranks(2)
@@ -192,7 +197,8 @@ def test_the_backward_casts_a_written_shard_with_the_forwards_scale(rig, writer,
     """Scales of rows and of blocks that no shard boundary splits come from the new values."""
     model = make(EVEN_BLOCKS, recipe=RECIPES[recipe], device=rig.device)
     shard(model, rig)
-    forward, backward = {}, {}
+    forward = {}
+    backward = {}
     watch_weights(model, lambda name, w: forward.update({name: w.rowwise.map(torch.clone)}))
     for name, layer in linears(model).items():
         layer.register_full_backward_pre_hook(
@@ -207,9 +213,9 @@ def test_the_backward_casts_a_written_shard_with_the_forwards_scale(rig, writer,
                 if writer == "all ranks" or rig.rank == 1:
                     local_of(p).add_(0.01).mul_(3)
     written = full_weights(model)
-    with Collectives() as seen:
+    with Collectives() as collectives:
         loss.backward()
-    assert reduces(seen) == []
+    assert reduces(collectives) == []
     for name in ("blocks.0.up", "blocks.1.up"):
         codes, scale, *_ = whole_planes(written[name], recipe)
         if recipe in ("current", "delayed"):
@@ -225,23 +231,23 @@ def test_the_backward_casts_a_written_shard_with_the_forwards_scale(rig, writer,
 def test_the_backward_has_the_forwards_bytes_after_a_write_without_an_operator(rig, recipe):
     model = make(EVEN_BLOCKS, recipe=RECIPES[recipe], device=rig.device)
     shard(model, rig)
-    seen = []
+    planes = []
     up = model.blocks[1].up
-    up.register_forward_pre_hook(lambda m, args: seen.append(m.weight.rowwise.map(torch.clone)))
+    up.register_forward_pre_hook(lambda m, args: planes.append(m.weight.rowwise.map(torch.clone)))
     up.register_full_backward_pre_hook(
-        lambda m, grads: seen.append(m.weight.rowwise.map(torch.clone))
+        lambda m, grads: planes.append(m.weight.rowwise.map(torch.clone))
     )
     loss = model(batch(rig)).sum()
     local_of(up.weight).high_precision.mul_(-0.3)
     loss.backward()
-    assert same_bytes(seen[0].data, seen[1].data)
-    assert same_bytes(seen[0].scale, seen[1].scale)
+    assert same_bytes(planes[0].data, planes[1].data)
+    assert same_bytes(planes[0].scale, planes[1].scale)
     written = full_weights(model)["blocks.1.up"]
     model(batch(rig))
     codes, scale, *_ = whole_planes(written, recipe)
-    assert same_bytes(seen[2].data, codes)
-    assert same_bytes(seen[2].scale, scale)
-    assert not same_bytes(seen[1].data, seen[2].data)
+    assert same_bytes(planes[2].data, codes)
+    assert same_bytes(planes[2].scale, scale)
+    assert not same_bytes(planes[1].data, planes[2].data)
 
 
 @ranks(2)
@@ -267,7 +273,8 @@ def test_a_backward_after_a_forward_that_gathered_nothing_has_the_forwards_bytes
     """All scales are of an earlier forward then, but a backward computes none."""
     model = make(EVEN_BLOCKS, recipe=RECIPES[recipe], device=rig.device)
     shard(model, rig)
-    forward, backward = {}, {}
+    forward = {}
+    backward = {}
     for name, layer in linears(model).items():
         layer.register_forward_pre_hook(
             lambda module, args, name=name: forward.update(
@@ -283,9 +290,9 @@ def test_a_backward_after_a_forward_that_gathered_nothing_has_the_forwards_bytes
     model.forward = lambda x: x
     model(batch(rig))
     del model.forward
-    with Collectives() as seen:
+    with Collectives() as collectives:
         loss.backward()
-    assert reduces(seen) == []
+    assert reduces(collectives) == []
     for name in ("blocks.0.up", "blocks.1.up"):
         assert same_bytes(backward[name].scale, forward[name].scale), name
         assert same_bytes(backward[name].data, forward[name].data), name

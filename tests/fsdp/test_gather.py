@@ -35,19 +35,19 @@ from internals import local_of
 
 def check_forward(model, rig, recipe="current", dtype=torch.float32, backward=True):
     """Run a forward (and backward) and compare every weight in it with its full self."""
-    whole = full_weights(model)
+    weights = full_weights(model)
     checked = []
 
     def check(name, weight):
         assert weight.dtype == dtype
-        check_planes(weight, whole[name], recipe)
+        check_planes(weight, weights[name], recipe)
         checked.append(name)
 
     watch_weights(model, check)
     y = model(batch(rig))
     if backward:
         y.square().mean().backward()
-    assert sorted(checked) == sorted(whole)
+    assert sorted(checked) == sorted(weights)
 
 
 @ranks(1, 2, 4)
@@ -126,10 +126,11 @@ def test_parts_that_fsdp_meets_in_the_middle_of_a_pass(rig, recipe, begin):
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    whole, checked = full_weights(model), []
+    weights = full_weights(model)
+    checked = []
 
     def check(name, weight):
-        check_planes(weight, whole[name], recipe)
+        check_planes(weight, weights[name], recipe)
         checked.append(name)
 
     watch_weights(model, check)
@@ -141,7 +142,7 @@ def test_parts_that_fsdp_meets_in_the_middle_of_a_pass(rig, recipe, begin):
         model.head(batch(rig))
         for block in model.blocks:
             block(batch(rig))
-    assert sorted(checked) == sorted(whole)
+    assert sorted(checked) == sorted(weights)
 
 
 @ranks(4)
@@ -169,13 +170,13 @@ def test_a_profile_shows_the_cast_of_each_unit(rig):
 def test_a_gathered_weight_cannot_be_read_after_its_reshard(rig):
     model = make(EVEN, device=rig.device)
     shard(model, rig)
-    kept = []
-    watch_weights(model.blocks[0], lambda name, w: kept.append(w))
+    gathered_weights = []
+    watch_weights(model.blocks[0], lambda name, w: gathered_weights.append(w))
     with torch.no_grad():
         model(batch(rig))
-    assert len(kept) == 2
+    assert len(gathered_weights) == 2
     with pytest.raises(RuntimeError, match="reshard"):
-        kept[0].dequantize()
+        gathered_weights[0].dequantize()
 
 
 @ranks(2)
@@ -206,16 +207,17 @@ def test_layers_refuse_a_policys_dtype_that_they_do_not_compute_in(rig, fp8_weig
 def test_scale_options_hold_for_gathered_weights(rig, options):
     model = make(UNEVEN, recipe=fp8rs.Float8CurrentScaling(**options), device=rig.device)
     shard(model, rig)
-    whole = full_weights(model)
-    seen = {}
-    watch_weights(model, lambda name, w: seen.update({name: w.rowwise}))
+    weights = full_weights(model)
+    gathered_weights = {}
+    watch_weights(model, lambda name, w: gathered_weights.update({name: w.rowwise}))
     model(batch(rig)).sum().backward()
-    for name, weight in whole.items():
-        power, epsilon = options.get("power_2_scale", False), options.get("amax_epsilon", 0.0)
+    for name, weight in weights.items():
+        power = options.get("power_2_scale", False)
+        epsilon = options.get("amax_epsilon", 0.0)
         _, _, scale = torch.ops.fp8rs.quantize_current(
             weight, torch.float8_e4m3fn, True, False, power, epsilon
         )
-        assert same_bytes(seen[name].scale, scale)
+        assert same_bytes(gathered_weights[name].scale, scale)
         assert not same_bytes(scale, expected(weight)[1])
 
 
@@ -224,14 +226,14 @@ def test_scale_options_hold_for_gathered_weights(rig, options):
 def test_tensor_parallel_weights_have_one_scale_over_both_meshes(rig, hidden):
     mesh = rig.mesh(2, 2, names=("data", "tensor"))
     model = make(hidden, device=rig.device)
-    whole = full_weights(model)
+    weights = full_weights(model)
     block = model.blocks[0]
     parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(block, mesh=mesh["data"])
     for _ in range(2):
         block.unshard()
         for name, dim in (("up", 0), ("down", 1)):
-            codes, scale = expected(whole[f"blocks.0.{name}"])
+            codes, scale = expected(weights[f"blocks.0.{name}"])
             weight = getattr(block, name).weight.to_local()
             assert isinstance(weight, Float8Tensor)
             part = codes.chunk(2, dim)[mesh["tensor"].get_local_rank()]

@@ -42,12 +42,12 @@ def step(model, rig, rows, optimizer=None):
     """Train a step with some rows on this rank. Return the loss and what was gathered."""
     if optimizer is None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Collectives() as seen:
+    with Collectives() as collectives:
         loss = model(batch(rig, rows=rows * rig.world_size)).float().square().mean()
         loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    gathered = {c.dtype for c in seen.seen if c.kind == "gather"}
+    gathered = {c.dtype for c in collectives.calls if c.kind == "gather"}
     return loss.detach(), gathered
 
 
@@ -134,9 +134,9 @@ def test_an_explicit_choice_of_gathers_stays(rig, options):
     with measured():
         model = sharded(rig, recipe="current", **options)
         loss = model(batch(rig, rows=4)).float().sum()
-        with Collectives() as seen:
+        with Collectives() as collectives:
             loss.backward()
-        assert {c.dtype for c in seen.seen if c.kind == "gather"} == {torch.uint8}
+        assert {c.dtype for c in collectives.calls if c.kind == "gather"} == {torch.uint8}
 
 
 @ranks(2)
@@ -181,11 +181,11 @@ def test_the_report_has_the_bytes_that_are_gathered(rig):
 @ranks(2)
 def test_a_state_dict_moves_between_both_choices(rig):
     with measured():
-        few = sharded(rig, recipe="current")
-        step(few, rig, 4)
-        many = sharded(rig, recipe="current")
-        step(many, rig, 2 * TOKENS)
-        many.load_state_dict(few.state_dict())
-        few.load_state_dict(many.state_dict())
-        for a, b in zip(few.parameters(), many.parameters(), strict=True):
+        high_precision_model = sharded(rig, recipe="current")
+        step(high_precision_model, rig, 4)
+        fp8_model = sharded(rig, recipe="current")
+        step(fp8_model, rig, 2 * TOKENS)
+        fp8_model.load_state_dict(high_precision_model.state_dict())
+        high_precision_model.load_state_dict(fp8_model.state_dict())
+        for a, b in zip(high_precision_model.parameters(), fp8_model.parameters(), strict=True):
             assert same_bytes(a.to_local(), b.to_local())

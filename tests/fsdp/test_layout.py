@@ -21,8 +21,8 @@ cols = st.integers(1, 140)
 counts = st.integers(1, 5)
 
 
-def placement(ranks, rank, shape, dim=0, whole=None, origin=(0, 0)):
-    return ShardSpec("cpu", (), (), ranks, rank, dim, shape, whole or shape, origin)
+def placement(ranks, rank, shape, dim=0, full_shape=None, origin=(0, 0)):
+    return ShardSpec("cpu", (), (), ranks, rank, dim, shape, full_shape or shape, origin)
 
 
 def length(p):
@@ -53,17 +53,19 @@ def test_shards_are_a_whole_weight_in_order(rows, cols, ranks, dim):
 @given(rows, cols, counts, counts, st.integers(0, 1), st.integers(0, 1))
 def test_no_two_elements_have_one_number(rows, cols, parts, ranks, tensor_dim, dim):
     """With tensor parallelism along one dimension, and FSDP's shards of each part."""
-    shape, seen = (rows, cols), []
+    shape = (rows, cols)
+    numbers = []
     chunk = -(-shape[tensor_dim] // parts)
     for start in range(0, shape[tensor_dim], chunk):
-        whole, origin = list(shape), [0, 0]
-        whole[tensor_dim] = min(chunk, shape[tensor_dim] - start)
+        part_shape = list(shape)
+        origin = [0, 0]
+        part_shape[tensor_dim] = min(chunk, shape[tensor_dim] - start)
         origin[tensor_dim] = start
         for rank in range(ranks):
-            p = placement(ranks, rank, shape, dim, tuple(whole), tuple(origin))
-            seen.extend(elements(p))
+            p = placement(ranks, rank, shape, dim, tuple(part_shape), tuple(origin))
+            numbers.extend(elements(p))
     if tensor_dim == dim or dim == 0:
-        assert sorted(seen) == list(range(rows * cols))
+        assert sorted(numbers) == list(range(rows * cols))
 
 
 def by_rows(plane):
@@ -76,7 +78,8 @@ def by_rows(plane):
 
 def cut(plane, p, height, dim):
     """Return a shard's rows or columns of a whole weight's plane, with their scales."""
-    start, end = p.shard_offset, p.shard_offset + length(p)
+    start = p.shard_offset
+    end = p.shard_offset + length(p)
     data = plane.data.view(torch.uint8).narrow(dim, start, end - start).view(plane.data.dtype)
     if plane.format.per_tensor:
         return Plane(data, plane.scale, plane.format)
@@ -103,20 +106,21 @@ def test_what_is_gathered_is_read_as_the_whole_weights_planes(rows, cols, ranks,
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * cols)).exp()
     row, col = quantize_planes(QuantSpec(format, fp8_dtype), x, True, layout.columnwise)
     # Scales of 1x128 are stored by columns for its GEMM. No recipe has such a format for weights.
-    row, col = by_rows(row), by_rows(col)
+    row = by_rows(row)
+    col = by_rows(col)
     sent = []
     for rank in range(ranks):
         p = placement(ranks, rank, (rows, cols))
-        own = cut(row, p, format.block[0], 0)
+        row_part = cut(row, p, format.block[0], 0)
         other = cut(col, p, layout.height, 1) if layout.columnwise else None
-        sent.append(layout.pack((own, other), p))
+        sent.append(layout.pack((row_part, other), p))
         assert [t.numel() for t in sent[-1]] == [t.numel() for t in sent[0]]
         assert sum(t.nbytes for t in sent[-1]) == layout.nbytes(p)
     outputs = [torch.cat(parts) for parts in zip(*sent, strict=True)]
     scale = row.scale if format.per_tensor else None
-    found = layout.unpack(outputs, p, scale)
-    assert layout.columnwise == (found[1] is not None)
-    for whole, gathered in zip((row, col), found, strict=True):
+    gathered_planes = layout.unpack(outputs, p, scale)
+    assert layout.columnwise == (gathered_planes[1] is not None)
+    for plane, gathered in zip((row, col), gathered_planes, strict=True):
         if gathered is not None:
-            assert same(gathered.data, whole.data)
-            assert same(gathered.scale, whole.scale)
+            assert same(gathered.data, plane.data)
+            assert same(gathered.scale, plane.scale)

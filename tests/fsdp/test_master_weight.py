@@ -170,10 +170,10 @@ def test_writes_are_seen(weight, name):
 
 
 def test_a_copied_tensor_alone_keeps_its_weight(weight):
-    again = copy.deepcopy(weight.detach())
-    assert handle_of_tensor(again) is handle_of_tensor(weight)
-    assert again.high_precision.data_ptr() != weight.high_precision.data_ptr()
-    assert torch.equal(again.high_precision, weight.high_precision)
+    copied = copy.deepcopy(weight.detach())
+    assert handle_of_tensor(copied) is handle_of_tensor(weight)
+    assert copied.high_precision.data_ptr() != weight.high_precision.data_ptr()
+    assert torch.equal(copied.high_precision, weight.high_precision)
 
 
 @pytest.mark.parametrize("save", [torch.save, pickle.dump])
@@ -237,10 +237,10 @@ def test_a_converted_model_does_what_a_plain_one_does(tmp_path):
 
 def test_a_copied_model_has_a_state_of_its_own():
     model = make(EVEN)
-    again = copy.deepcopy(model)
-    assert state_of(again.head) is not state_of(model.head)
-    assert again.head.weight is not model.head.weight
-    again(batch(Whole)).sum().backward()
+    copied = copy.deepcopy(model)
+    assert state_of(copied.head) is not state_of(model.head)
+    assert copied.head.weight is not model.head.weight
+    copied(batch(Whole)).sum().backward()
     assert model.head.weight.grad is None
 
 
@@ -249,15 +249,15 @@ def test_a_copied_model_has_a_state_of_its_own():
 def test_a_pickled_model_still_gathers_fp8(save, recipe):
     model = make(EVEN, recipe=RECIPES[recipe])
     model(batch(Whole)).sum().backward()
-    again = reloaded(model, weights_only=False, save=save)
-    for old, new in zip(model.modules(), again.modules(), strict=True):
+    loaded = reloaded(model, weights_only=False, save=save)
+    for old, new in zip(model.modules(), loaded.modules(), strict=True):
         if isinstance(old, nn.Linear):
             assert type(new.weight) is nn.Parameter
             assert torch.equal(new.weight, old.weight)
-    state = state_of(again.head)
-    assert state.root is again
+    state = state_of(loaded.head)
+    assert state.root is loaded
     assert state.sharded_model is None
-    assert torch.equal(again(batch(Whole)), model(batch(Whole)))
+    assert torch.equal(loaded(batch(Whole)), model(batch(Whole)))
 
 
 @pytest.mark.parametrize("save", [torch.save, pickle.dump])
@@ -280,10 +280,10 @@ def test_a_pickled_model_rolls_when_it_would_have():
     for recorded in (True, False):
         if recorded:
             model(batch(Whole)).sum().backward()
-        again = reloaded(model, save=pickle.dump)
-        rows = (again.head.fp8_amax_history > 0).any(1).sum()
-        torch.optim.SGD(again.parameters(), 0.0).step()
-        assert (again.head.fp8_amax_history > 0).any(1).sum() == rows + recorded
+        loaded = reloaded(model, save=pickle.dump)
+        rows = (loaded.head.fp8_amax_history > 0).any(1).sum()
+        torch.optim.SGD(loaded.parameters(), 0.0).step()
+        assert (loaded.head.fp8_amax_history > 0).any(1).sum() == rows + recorded
         torch.optim.SGD(model.parameters(), 0.0).step()
 
 
@@ -346,7 +346,8 @@ class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(64, 32)
-        self.mid, self.head = nn.Linear(32, 32), nn.Linear(32, 64, bias=False)
+        self.mid = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 64, bias=False)
 
     def forward(self, tokens):
         self.looked_up = self.embed(tokens)
@@ -369,10 +370,10 @@ def test_a_weight_that_was_tied_after_the_conversion(rig, recipe):
         output = model(torch.arange(64, device=rig.device))
         output.sum().backward()
         models.append((model, output))
-    (whole, expected), (model, output) = models
-    assert torch.equal(model.looked_up, whole.looked_up)
+    (reference, expected), (model, output) = models
+    assert torch.equal(model.looked_up, reference.looked_up)
     assert torch.equal(output, expected)
-    assert torch.equal(model.embed.weight.grad.full_tensor(), whole.embed.weight.grad)
+    assert torch.equal(model.embed.weight.grad.full_tensor(), reference.embed.weight.grad)
     assert isinstance(local_of(model.mid.weight), MasterWeight)
 
 

@@ -82,9 +82,9 @@ def test_it_trains_as_the_whole_model(
     options = {"dtype": PARAMETERS[parameters], "device": rig.device}
     converted = {"recipe": RECIPES[recipe], "fp8_weights": weights == "fp8"}
     sharding = {"mesh": rig.mesh(*shape), "reshard_after_forward": reshard}
-    whole = make(hidden, **options, **converted)
+    reference = make(hidden, **options, **converted)
     if init == "real":
-        model = shard(copy.deepcopy(whole), **sharding)
+        model = shard(copy.deepcopy(reference), **sharding)
     else:
         model = shard(make(hidden, **{**options, "device": "meta"}, **converted), **sharding)
         model.to_empty(device=rig.device)
@@ -100,20 +100,20 @@ def test_it_trains_as_the_whole_model(
         for block in model.blocks:
             block.compile(backend=backend, fullgraph=True)
     kind = AdamW if weights == "fp8" else torch.optim.AdamW
-    optimizers = [kind(m.parameters(), lr=1e-2) for m in (whole, model)]
+    optimizers = [kind(m.parameters(), lr=1e-2) for m in (reference, model)]
     for step in range(3):
         # It has a gradient as the second block's input does: the blocks are one graph.
         x = batch(rig, step, PARAMETERS[parameters]).requires_grad_()
         before = shard_bytes(model)
-        wanted, found = (m(x).float().square().mean() for m in (whole, model))
+        wanted, actual = (m(x).float().square().mean() for m in (reference, model))
         gathered = [not isinstance(b.up.weight, DTensor) for b in model.blocks]
         assert gathered == [not reshard] * 2
-        assert same_bytes(found.detach(), wanted.detach()), step
+        assert same_bytes(actual.detach(), wanted.detach()), step
         wanted.backward()
-        (found * (rig.world_size if rig.rank == rig.world_size - 1 else 0)).backward()
+        (actual * (rig.world_size if rig.rank == rig.world_size - 1 else 0)).backward()
         model.reshard()
         assert same(shard_bytes(model), before), "a step's gathers wrote to the shards"
-        wholes = dict(whole.named_parameters())
+        wholes = dict(reference.named_parameters())
         for name, parameter in model.named_parameters():
             grad = parameter.grad.full_tensor()
             assert grad.dtype == wholes[name].grad.dtype
@@ -121,9 +121,9 @@ def test_it_trains_as_the_whole_model(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        compare(model, whole, weights, step)
+        compare(model, reference, weights, step)
         check_scales(model)
-    check_gathered(model, whole, weights, recipe)
+    check_gathered(model, reference, weights, recipe)
     graphs = 2 if recipe == "delayed" else 1  # of delayed scaling one finds the first scales
     assert backend.frame_count == (graphs if blocks == "compiled" else 0)
     dynamo.reset()
@@ -154,35 +154,36 @@ def check_shards(model, weights, shards):
 
 def shard_bytes(model):
     """Copies of all bytes that the shards are made of."""
-    found = []
+    results = []
     for layer in linears(model).values():
         local = local_of(layer.weight)
         if isinstance(local, QuantizedTensor):
-            found += [t.clone() for t in storage_of(local).tensors()]
+            results += [t.clone() for t in storage_of(local).tensors()]
         else:
-            found.append(local.high_precision.clone())
-    return found
+            results.append(local.high_precision.clone())
+    return results
 
 
 def same(left, right):
     return all(same_bytes(a, b) for a, b in zip(left, right, strict=True))
 
 
-def compare(model, whole, weights, step):
+def compare(model, reference, weights, step):
     """Check that the parameters equal the unsharded model's."""
-    wholes = dict(whole.named_parameters())
+    wholes = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        wanted, found = wholes[name].detach(), parameter.detach()
+        wanted = wholes[name].detach()
+        actual = parameter.detach()
         if isinstance(wanted, QuantizedTensor):
             wanted = wanted.dequantize()
-            found = DTensor.from_local(
+            actual = DTensor.from_local(
                 local_of(parameter).dequantize(),
                 parameter.device_mesh,
                 parameter.placements,
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-        assert same_bytes(found.full_tensor(), wanted), (name, step)
+        assert same_bytes(actual.full_tensor(), wanted), (name, step)
 
 
 def check_scales(model):
@@ -193,16 +194,17 @@ def check_scales(model):
             assert on_all_ranks(storage_of(local).any_plane.scale.reshape(1).clone()), name
 
 
-def check_gathered(model, whole, weights, recipe):
+def check_gathered(model, reference, weights, recipe):
     """Check that gathered bytes equal the quantized whole weight's."""
     parts = [(f"blocks.{i}.", block) for i, block in enumerate(model.blocks)]
-    wholes = linears(whole)
+    wholes = linears(reference)
     for prefix, part in [*parts, ("", model)]:
         before = shard_bytes(model)
         part.unshard()
         mine = linears(part) if prefix else {"head": model.head}
         for name, layer in mine.items():
-            weight, wanted = layer.weight, wholes[prefix + name].weight
+            weight = layer.weight
+            wanted = wholes[prefix + name].weight
             assert isinstance(weight, QuantizedTensor)
             if weights == "fp8":
                 planes = wanted.planes

@@ -32,15 +32,15 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 def sent(model, rig):
     """Bytes that a step gathers and reduces."""
-    with Collectives() as seen:
+    with Collectives() as collectives:
         model(batch(rig)).float().square().mean().backward()
-    return seen.nbytes("gather"), seen.nbytes("scatter")
+    return collectives.nbytes("gather"), collectives.nbytes("scatter")
 
 
 def storages(tensors):
     """Bytes of what tensors are views of, each once."""
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(found.values())
+    storage_bytes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storage_bytes.values())
 
 
 @ranks(2, 4)
@@ -55,10 +55,10 @@ def test_bytes_are_those_of_the_collectives(rig, recipe, hidden):
     gathered, scattered = sent(model, rig)
     expected = planned.gathered if recipe else planned.gathered_high_precision
     assert (expected, planned.scattered) == (gathered, scattered)
-    found = fp8rs.report(model)
-    assert (found.gathered, found.scattered) == (gathered, scattered)
-    assert found.world_size == rig.world_size
-    assert len(found.converted) == (5 if recipe else 0)
+    report = fp8rs.report(model)
+    assert (report.gathered, report.scattered) == (gathered, scattered)
+    assert report.world_size == rig.world_size
+    assert len(report.converted) == (5 if recipe else 0)
 
 
 @ranks(2)
@@ -67,11 +67,11 @@ def test_parts_of_tensor_parallelism_are_planned_as_fsdp2_shards_them(rig, fp8_w
     """Ranks of the tensor-parallel mesh are not shards."""
     model = make(EVEN, device=rig.device, fp8_weights=fp8_weights)
     mesh = init_device_mesh(rig.device.type, (1, 2), mesh_dim_names=("dp", "tp"))
-    whole = fp8rs.report(model, world_size=1)
+    unsharded = fp8rs.report(model, world_size=1)
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     planned = fp8rs.report(model, world_size=1)
-    assert planned.memory.parameters < whole.memory.parameters
+    assert planned.memory.parameters < unsharded.memory.parameters
     assert fp8rs.report(model, world_size=4).memory.parameters < planned.memory.parameters
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh["dp"], mp_policy=BF16)
@@ -103,14 +103,14 @@ def test_groups_that_stay_unsharded_are_gathered_once(rig):
     for part, reshard in ((model.blocks[0], True), (model.blocks[1], False), (model.head, False)):
         fully_shard(part, mp_policy=BF16, reshard_after_forward=reshard)
     fully_shard(model, mp_policy=BF16)
-    found = fp8rs.report(model)
-    assert (found.gathered, found.scattered) == sent(model, rig)
+    report = fp8rs.report(model)
+    assert (report.gathered, report.scattered) == sent(model, rig)
     model.set_reshard_after_forward(False)
     every = fp8rs.report(model)
     assert (every.gathered, every.scattered) == sent(model, rig)
     # The blocks are equal, and the first one is the only one to be gathered again.
-    assert 2 * (found.gathered - every.gathered) < every.gathered
-    assert found.memory.gathered == every.memory.gathered == every.gathered
+    assert 2 * (report.gathered - every.gathered) < every.gathered
+    assert report.memory.gathered == every.memory.gathered == every.gathered
 
 
 @ranks(4)
@@ -126,8 +126,8 @@ def test_bytes_with_replicas_and_other_units(rig):
         fully_shard(part, mesh=mesh, mp_policy=BF16)
     gathered, scattered = sent(model, rig)
     assert (planned.gathered, planned.scattered) == (gathered, scattered)
-    found = fp8rs.report(model)
-    assert (found.gathered, set(found.units)) == (gathered, set(planned.units))
+    report = fp8rs.report(model)
+    assert (report.gathered, set(report.units)) == (gathered, set(planned.units))
     with pytest.raises(ValueError, match="world_size is 4, but the model is sharded over 2 ranks"):
         fp8rs.report(model, world_size=4)
 
@@ -148,8 +148,8 @@ def test_memory_is_what_a_step_leaves(rig, recipe):
     assert storages(grads) == planned.gradients
     if rig.rank == 0:  # whose shards are the longest; states have no padding
         states = [s for p in model.parameters() for s in optimizer.state[p].values()]
-        held = sum(local_of(s).nbytes for s in states if s.dim())
-        assert held == planned.optimizer
+        state_bytes = sum(local_of(s).nbytes for s in states if s.dim())
+        assert state_bytes == planned.optimizer
 
 
 @ranks(2)
@@ -158,10 +158,10 @@ def test_memory_is_what_a_step_leaves(rig, recipe):
 def test_memory_of_fp8_weights_is_what_a_step_leaves(rig, recipe, dtype):
     """Codes and scales, gradients and states, with masters and without."""
     plain = make(UNEVEN, recipe=None, dtype=dtype)
+    conversion = {"recipe": RECIPES[recipe], "fp8_weights": True}
     for name, options in ADAMWS.items():
-        given = {"recipe": RECIPES[recipe], "fp8_weights": True}
-        planned = fp8rs.report(plain, world_size=2, optimizer=name, **given)
-        model = make(UNEVEN, device=rig.device, dtype=dtype, **given)
+        planned = fp8rs.report(plain, world_size=2, optimizer=name, **conversion)
+        model = make(UNEVEN, device=rig.device, dtype=dtype, **conversion)
         shard(model, rig, mp_policy=BF16)
         optimizer = fp8rs.optim.AdamW(model.parameters(), **options)
         model(batch(rig)).float().square().mean().backward()
@@ -170,13 +170,13 @@ def test_memory_of_fp8_weights_is_what_a_step_leaves(rig, recipe, dtype):
         grads = [local_of(p.grad) for p in model.parameters()]
         assert storages(grads) == planned.memory.gradients
         # Cut blocks have a scale on each rank that has a part: a plan is of the largest shards.
-        held = torch.tensor([stored(local_of(p)) for p in model.parameters()])
-        dist.all_reduce(held, dist.ReduceOp.MAX)
-        assert held.sum() == planned.memory.parameters
+        parameter_bytes = torch.tensor([stored(local_of(p)) for p in model.parameters()])
+        dist.all_reduce(parameter_bytes, dist.ReduceOp.MAX)
+        assert parameter_bytes.sum() == planned.memory.parameters
         if rig.rank == 0:
             states = [s for p in model.parameters() for s in optimizer.state[p].values()]
-            kept = sum(local_of(s).nbytes for s in states if s.dim())
-            assert kept == planned.memory.optimizer
+            state_bytes = sum(local_of(s).nbytes for s in states if s.dim())
+            assert state_bytes == planned.memory.optimizer
 
 
 def stored(local):
@@ -195,11 +195,11 @@ def test_gathered_memory_is_that_of_the_whole_weights(rig, recipe):
     planned = fp8rs.report(model, world_size=2, reshard_after_forward=False).memory
     shard(model, rig, mp_policy=BF16, reshard_after_forward=False)
     model(batch(rig))
-    held = []
+    unsharded_tensors = []
     for parameter in model.parameters():
         if hasattr(parameter, "rowwise"):
             planes = [p for p in (parameter.rowwise, parameter.columnwise) if p is not None]
-            held += [t for p in planes for t in (p.data, p.scale) if t.dim()]
+            unsharded_tensors += [t for p in planes for t in (p.data, p.scale) if t.dim()]
         else:
-            held.append(parameter.detach())
-    assert storages(held) == planned.gathered
+            unsharded_tensors.append(parameter.detach())
+    assert storages(unsharded_tensors) == planned.gathered

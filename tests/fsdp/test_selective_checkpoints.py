@@ -285,7 +285,8 @@ def test_other_modes_see_the_operators_of_all_gather_hooks(mesh, recipe):
         policy_names.append(op.name())
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    outer, inner = Operators(), Operators()
+    outer = Operators()
+    inner = Operators()
     with FakeTensorMode():
         model = Model()
         fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe])
@@ -318,7 +319,8 @@ def test_modes_are_in_their_order_again_after_an_exception():
         raise ZeroDivisionError
 
     selective, _ = create_selective_checkpoint_contexts(save())
-    outer, inner = Operators(), Operators()
+    outer = Operators()
+    inner = Operators()
     with outer, selective, inner:
         with pytest.raises(ZeroDivisionError):
             fail(depth=2)

@@ -37,12 +37,12 @@ from internals import gathered_bytes, has_prepared_codes, keeps_codes, local_of,
 def test_unshard_outside_a_forward(rig):
     model = make(UNEVEN, device=rig.device)
     shard(model, rig)
-    whole = full_weights(model)
+    weights = full_weights(model)
     with torch.no_grad():
         model(batch(rig))  # lazy init belongs to the root
         block = model.blocks[1]
         block.unshard()
-        codes, scale = expected(whole["blocks.1.up"])
+        codes, scale = expected(weights["blocks.1.up"])
         assert same_bytes(block.up.weight.rowwise.data, codes)
         assert same_bytes(block.up.weight.rowwise.scale, scale)
         block.reshard()
@@ -65,19 +65,21 @@ def test_scales_are_stale_after_optimizer_stepped(rig, gather):
         local_of(layer.weight).high_precision.mul_(3)
     fp8rs.optimizer_stepped(model)
 
-    whole = full_weights(model)
+    weights = full_weights(model)
     block = model.blocks[1]
-    seen = {}
+    gathered_weights = {}
     if gather == "unshard":
         block.unshard()
-        seen["blocks.1.up"] = block.up.weight.rowwise.map(torch.clone)
+        gathered_weights["blocks.1.up"] = block.up.weight.rowwise.map(torch.clone)
         block.reshard()
     else:
-        watch_weights(model, lambda name, w: seen.update({name: w.rowwise.map(torch.clone)}))
+        watch_weights(
+            model, lambda name, w: gathered_weights.update({name: w.rowwise.map(torch.clone)})
+        )
         with torch.no_grad():
             model(batch(rig))
-    for name, row in seen.items():
-        codes, scale = expected(whole[name])
+    for name, row in gathered_weights.items():
+        codes, scale = expected(weights[name])
         assert same_bytes(row.data, codes), name
         assert same_bytes(row.scale, scale), name
 
@@ -99,9 +101,9 @@ def test_scales_are_stale_after_a_compiled_step(rig):
         model.reshard()
         block.reshard()
 
-        whole = full_weights(model)
+        weights = full_weights(model)
         block.unshard()
-        codes, scale = expected(whole["blocks.1.up"])
+        codes, scale = expected(weights["blocks.1.up"])
         assert same_bytes(block.up.weight.rowwise.data, codes)
         assert same_bytes(block.up.weight.rowwise.scale, scale)
         block.reshard()
@@ -113,27 +115,29 @@ def test_a_submodule_called_by_itself(rig, recipe):
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
     for block in model.blocks:
         fully_shard(block, mesh=rig.mesh())
-    whole = full_weights(model)
+    weights = full_weights(model)
     block = model.blocks[0]
-    seen = {}
-    watch_weights(block, lambda name, w: seen.update({name: w.rowwise.map(torch.clone)}))
+    gathered_weights = {}
+    watch_weights(
+        block, lambda name, w: gathered_weights.update({name: w.rowwise.map(torch.clone)})
+    )
     x = batch(rig).requires_grad_()
     for _ in range(2):
         block(x).sum().backward()
     for name in ("up", "down"):
-        codes, scale, *_ = whole_planes(whole[f"blocks.0.{name}"], recipe)
-        assert same_bytes(seen[name].data, codes)
-        assert same_bytes(seen[name].scale, scale)
+        codes, scale, *_ = whole_planes(weights[f"blocks.0.{name}"], recipe)
+        assert same_bytes(gathered_weights[name].data, codes)
+        assert same_bytes(gathered_weights[name].scale, scale)
     assert x.grad is not None
     assert block.up.weight.grad is not None
 
 
-def watch_fp8(model, seen):
+def watch_fp8(model, codes):
     """Keep the codes that converted layers work on."""
     for name, layer in linears(model).items():
         if isinstance(layer, fp8rs.nn.Linear):
             layer.register_forward_pre_hook(
-                lambda layer, args, name=name: seen.update(
+                lambda layer, args, name=name: codes.update(
                     {name: layer.weight.rowwise.data.clone()}
                 )
             )
@@ -141,21 +145,21 @@ def watch_fp8(model, seen):
 
 def check_runs_of(run, model, rig):
     """Each run has one all-reduce and fresh bytes, though the root's forward does not run."""
-    seen = {}
-    watch_fp8(model, seen)
+    codes_by_name = {}
+    watch_fp8(model, codes_by_name)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     for _ in range(3):
-        seen.clear()
-        whole = full_weights(model)
+        codes_by_name.clear()
+        weights = full_weights(model)
         with Collectives() as forward:
             y = run(batch(rig))
-        assert len(reduces(forward)) == 1, forward.seen
+        assert len(reduces(forward)) == 1, forward.calls
         with Collectives() as back:
             y.sum().backward()
         assert reduces(back) == []
-        assert seen
-        for name, codes in seen.items():
-            assert same_bytes(codes, expected(whole[name])[0]), name
+        assert codes_by_name
+        for name, codes in codes_by_name.items():
+            assert same_bytes(codes, expected(weights[name])[0]), name
         optimizer.step()
 
 
@@ -184,7 +188,7 @@ def test_training_through_another_method_has_one_all_reduce_per_forward(rig):
 
 @ranks(2)
 def test_an_early_unshard_changes_nothing(rig):
-    found = []
+    results = []
     for early in (True, False):
         model = make(UNEVEN, device=rig.device)
         for block in model.blocks:
@@ -198,13 +202,13 @@ def test_an_early_unshard_changes_nothing(rig):
             n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
             for n, p in model.named_parameters()
         }
-        found.append({"y": y.detach(), **gradients})
-    assert found[0].keys() == found[1].keys()
-    for name, value in found[1].items():
-        assert value.any() and torch.equal(found[0][name], value), name
+        results.append({"y": y.detach(), **gradients})
+    assert results[0].keys() == results[1].keys()
+    for name, value in results[1].items():
+        assert value.any() and torch.equal(results[0][name], value), name
 
 
-def held(device):
+def live_bytes(device):
     """Bytes of all uint8 tensors that live, apart from those that FSDP2 has freed."""
     gc.collect()
     storages = {}
@@ -216,9 +220,12 @@ def held(device):
 
 
 def falls_below(limit, device):
-    """Wait until `held` is below a limit: gloo's threads release buffers after a collective."""
+    """Wait until `live_bytes` is below a limit.
+
+    gloo's threads release buffers after a collective.
+    """
     for _ in range(100):
-        if held(device) < limit:
+        if live_bytes(device) < limit:
             return True
         time.sleep(0.02)
     return False
@@ -227,7 +234,7 @@ def falls_below(limit, device):
 @ranks(1, 2)
 @recipes
 def test_no_codes_are_kept_between_all_gathers(rig, recipe):
-    before = held(rig.device)
+    before = live_bytes(rig.device)
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
     shard(model, rig)
     for _ in range(2):
@@ -266,7 +273,7 @@ def test_shards_that_are_gathered_together_are_cast_in_one_launch(rig, recipe):
         assert backward.sizes == [], "the codes of the forward are kept"
 
 
-def kept(model):
+def layers_with_codes(model):
     """The names of the layers whose codes are kept for a backward."""
     return [name for name, layer in linears(model).items() if keeps_codes(layer)]
 
@@ -279,18 +286,18 @@ def test_codes_are_kept_from_a_training_forward_to_its_backward(rig, recipe):
     resharded = [name for name in linears(model) if name.startswith("blocks")]
     with torch.no_grad():
         model(batch(rig))
-    assert kept(model) == []
+    assert layers_with_codes(model) == []
     y = model(batch(rig))
-    assert kept(model) == resharded, "the root's weights remain gathered"
+    assert layers_with_codes(model) == resharded, "the root's weights remain gathered"
     y.sum().backward()
-    assert kept(model) == []
+    assert layers_with_codes(model) == []
     model(batch(rig))
     torch.optim.SGD(model.parameters(), lr=0.0).step()
-    assert kept(model) == [], "the optimizer writes to the weights"
+    assert layers_with_codes(model) == [], "the optimizer writes to the weights"
     for block in model.blocks:
         block.set_reshard_after_forward(False)
     model(batch(rig))
-    assert kept(model) == [], "no backward gathers them again"
+    assert layers_with_codes(model) == [], "no backward gathers them again"
 
 
 @ranks(1, 2)
@@ -326,15 +333,16 @@ def test_an_unshard_between_forward_and_backward_casts_the_current_values(rig, r
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
     shard(model, rig)
     y = model(batch(rig))
-    block, seen = model.blocks[0], []
+    block = model.blocks[0]
+    planes = []
     for factor in (1.0, -0.5):
         local_of(block.up.weight).high_precision.mul_(factor)
         block.unshard()
-        seen.append(block.up.weight.rowwise.map(torch.clone))
+        planes.append(block.up.weight.rowwise.map(torch.clone))
         block.reshard()
-    assert not same_bytes(seen[0].data, seen[1].data)
+    assert not same_bytes(planes[0].data, planes[1].data)
     y.sum().backward()
-    assert kept(model) == []
+    assert layers_with_codes(model) == []
 
 
 @ranks(2)
@@ -348,7 +356,7 @@ def test_a_weight_that_is_cast_again_in_a_backward_leaves_nothing(rig, recipe):
     y.sum().backward()
     for layer in linears(model).values():
         assert not has_prepared_codes(layer)
-    assert kept(model) == []
+    assert layers_with_codes(model) == []
 
 
 @ranks(2)
@@ -366,16 +374,16 @@ def test_a_layer_called_twice_in_one_forward(rig):
     fp8rs.convert_to_float8_training(model, recipe="current")
     shard(model.stack, rig)
     fully_shard(model, mesh=rig.mesh())
-    whole = full_weights(model)
+    weights = full_weights(model)
     count = []
 
     def check(name, weight):
-        assert same_bytes(weight.rowwise.data, expected(whole[name])[0])
+        assert same_bytes(weight.rowwise.data, expected(weights[name])[0])
         count.append(name)
 
     watch_weights(model, check)
     model(batch(rig)).sum().backward()
-    assert len(count) == 2 * len(whole)
+    assert len(count) == 2 * len(weights)
 
 
 @ranks(2)
@@ -419,8 +427,8 @@ def test_a_layer_that_never_runs_gets_a_history(rig):
         y.sum().backward()
         optimizer.step()
     unused = model.stack.blocks[1].up
-    whole = full_weights(model)["stack.blocks.1.up"]
-    assert unused.fp8_scale[0, 0] == expected(whole)[1]
+    weight = full_weights(model)["stack.blocks.1.up"]
+    assert unused.fp8_scale[0, 0] == expected(weight)[1]
 
 
 @ranks(2)
@@ -446,32 +454,32 @@ def test_amaxes_of_an_evaluation_are_recorded_when_a_layer_trains(rig):
 def test_backward_gathers_the_same_bytes_again(rig, hidden, recipe):
     model = make(HIDDEN[hidden], recipe=RECIPES[recipe], device=rig.device)
     shard(model, rig)
-    seen = {}
+    gathered_weights = {}
     block = model.blocks[0]
-    watch_weights(model, lambda name, w: seen.update({name: w.rowwise.data.clone()}))
-    again = []
+    watch_weights(model, lambda name, w: gathered_weights.update({name: w.rowwise.data.clone()}))
+    backward_codes = []
     block.down.register_full_backward_pre_hook(
-        lambda module, grads: again.append(module.weight.rowwise.data.clone())
+        lambda module, grads: backward_codes.append(module.weight.rowwise.data.clone())
     )
     model(batch(rig)).sum().backward()
-    assert len(again) == 1
-    assert same_bytes(again[0], seen["blocks.0.down"])
+    assert len(backward_codes) == 1
+    assert same_bytes(backward_codes[0], gathered_weights["blocks.0.down"])
 
 
 @ranks(2)
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_modules_that_are_sharded_together_are_one_unit(rig, fp8_weights):
     """FSDP2 gives them one group. Each shard is cast, and its scale synchronized, once."""
-    whole, model = (make(UNEVEN, device=rig.device, fp8_weights=fp8_weights) for _ in range(2))
-    shard(whole, rig)
+    reference, model = (make(UNEVEN, device=rig.device, fp8_weights=fp8_weights) for _ in range(2))
+    shard(reference, rig)
     fully_shard([model.blocks[0], model.blocks[1]], mesh=rig.mesh())
     fully_shard(model, mesh=rig.mesh())
     for step in range(2):
-        for one in (whole, model):
+        for module in (reference, model):
             if rig.rank == 0:
                 with torch.no_grad():
-                    one.blocks[0].up.weight.to_local()[:1].mul_(3)
-        assert torch.equal(whole(batch(rig, step)), model(batch(rig, step)))
+                    module.blocks[0].up.weight.to_local()[:1].mul_(3)
+        assert torch.equal(reference(batch(rig, step)), model(batch(rig, step)))
     assert len(units_of(model)) == len({id(unit) for unit in units_of(model)}) == 2
 
 

@@ -43,7 +43,8 @@ class Fresh:
     """
 
     def __init__(self, model, recipe):
-        self.recipe, self.checked = recipe, 0
+        self.recipe = recipe
+        self.checked = 0
         self.masters = {
             n: layer.weight
             for n, layer in linears(model).items()
@@ -66,14 +67,14 @@ class Fresh:
         rows = -(-master.shape[0] // group.size())
         padded = local.new_zeros((rows, local.shape[1]))
         padded[: local.shape[0]] = local
-        whole = local.new_empty((rows * group.size(), local.shape[1]))
-        torch.distributed.all_gather_into_tensor(whole, padded, group=group)
-        whole = whole[: master.shape[0]]
+        full_values = local.new_empty((rows * group.size(), local.shape[1]))
+        torch.distributed.all_gather_into_tensor(full_values, padded, group=group)
+        full_values = full_values[: master.shape[0]]
         if self.recipe == "delayed":  # a write may be a step, which rolls: any scale will do
             scale = weight.rowwise.scale
-            codes, _ = torch.ops.fp8rs.quantize(whole, scale, torch.float8_e4m3fn)
+            codes, _ = torch.ops.fp8rs.quantize(full_values, scale, torch.float8_e4m3fn)
         else:
-            codes, scale, *_ = whole_planes(whole, self.recipe)
+            codes, scale, *_ = whole_planes(full_values, self.recipe)
         assert same_bytes(weight.rowwise.data, codes), name
         assert same_bytes(weight.rowwise.scale, scale), name
         self.checked += 1
@@ -117,7 +118,8 @@ class Moving(nn.Module):
     def __init__(self, hidden):
         super().__init__()
         self.register_forward_pre_hook(delay)
-        self.online, self.target = Stack(hidden), Stack(hidden)
+        self.online = Stack(hidden)
+        self.target = Stack(hidden)
         self.predictor = nn.Linear(32, 32)
         with torch.no_grad():
             for p in self.target.parameters():
@@ -126,8 +128,8 @@ class Moving(nn.Module):
     @torch.no_grad()
     def move(self):
         pairs = zip(self.online.parameters(), self.target.parameters(), strict=True)
-        for theirs, own in pairs:
-            own.mul_(0.5).add_(theirs, alpha=0.5)
+        for source, param in pairs:
+            param.mul_(0.5).add_(source, alpha=0.5)
 
     def forward(self, x):
         if self.before:
@@ -172,7 +174,7 @@ def test_writes_made_together_cost_one_all_reduce(rig, before, hidden):
     for _ in range(3):
         with Collectives() as forward:
             loss = model(batch(rig))
-        assert len(reduces(forward)) == (1 if before else 2), forward.seen
+        assert len(reduces(forward)) == (1 if before else 2), forward.calls
         with Collectives() as backward:
             loss.backward()
         assert reduces(backward) == []
@@ -188,7 +190,7 @@ def test_a_forward_has_at_most_one_all_reduce(rig, hidden, recipe):
     for expected in (1, 1, 1 if recipe == "current" else 0):
         with Collectives() as forward:
             loss = model(batch(rig)).square().mean()
-        assert len(reduces(forward)) == expected, forward.seen
+        assert len(reduces(forward)) == expected, forward.calls
         with Collectives() as backward:
             loss.backward()
         assert reduces(backward) == []
@@ -219,9 +221,9 @@ def test_weights_that_the_forward_clips(rig, hidden, recipe):
     fresh = Fresh(model, recipe)
     model(batch(rig)).square().mean().backward()
     assert fresh.checked == len(fresh.masters)
-    for name, whole in full_weights(model).items():
+    for name, weight in full_weights(model).items():
         if "blocks" in name:
-            assert whole.abs().amax() <= Clipped.bound
+            assert weight.abs().amax() <= Clipped.bound
 
 
 class Stepping(nn.Module):
@@ -279,16 +281,16 @@ def test_delayed_steps_in_a_forward_see_their_own_writes(rig, hidden):
 
 @ranks(2)
 @recipes
-@pytest.mark.parametrize("whole", [True, False], ids=["root", "submodule"])
+@pytest.mark.parametrize("root", [True, False], ids=["root", "submodule"])
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-def test_a_teacher_in_a_hook_of_its_students_backward(rig, grad, whole, recipe):
+def test_a_teacher_in_a_hook_of_its_students_backward(rig, grad, root, recipe):
     options = {"recipe": BLOCKS.get(recipe, recipe), "device": rig.device}
     # By default, FSDP2 leaves a root's own weights unsharded after a forward.
     student, teacher = (
         shard(make(UNEVEN, seed=s, **options), rig, reshard_after_forward=True) for s in (0, 1)
     )
     teacher.requires_grad_(False)
-    part = teacher if whole else teacher.blocks[1]
+    part = teacher if root else teacher.blocks[1]
     fresh = Fresh(part, recipe)
     x = batch(rig)
     with torch.no_grad():
@@ -305,7 +307,7 @@ def test_a_teacher_in_a_hook_of_its_students_backward(rig, grad, whole, recipe):
 
     for n in range(3):
         fresh.write(1.25)
-        if grad or not whole:  # inside a backward, only a new forward of the root updates scales
+        if grad or not root:  # inside a backward, only a new forward of the root updates scales
             fp8rs.precompute_float8_dynamic_scale_for_fsdp(part)
         before = fresh.checked
         y = student(x)
@@ -388,7 +390,7 @@ def test_writes_in_any_order(rig, script, all_reduces, hidden, recipe):
         with torch.no_grad(), Collectives() as forward:
             model(batch(rig))
         if recipe == "current":
-            assert len(reduces(forward)) == all_reduces, forward.seen
+            assert len(reduces(forward)) == all_reduces, forward.calls
     fresh = Fresh(model, recipe)
     with torch.no_grad():
         model(batch(rig))
@@ -402,7 +404,8 @@ def test_a_gather_waits_for_what_was_written_before_the_forward(marked):
     layer = nn.Linear(1, 1)
     weight = ParamHandle(layer, "weight")
     unit = gather_unit_of(weight)
-    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    main = torch.cuda.current_stream()
+    side = torch.cuda.Stream()
     written = torch.zeros(1 << 24, device="cuda")
     written.fill_(0).sum()  # a kernel's first use would wait for whatever runs
     torch.cuda.synchronize()

@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from distributed import ranks
 from distributed.collectives import Collectives
+from distributed.folders import shared_folder
 from distributed.models import (
     EVEN,
     HIDDEN,
@@ -58,16 +58,16 @@ def assert_plain(value):
     assert type(inner) is torch.Tensor, type(inner)
 
 
-def whole(value):
+def full_value(value):
     value = value.detach()
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def assert_equal(model, state):
-    got = {n: whole(v) for n, v in model.state_dict().items()}
+    got = {n: full_value(v) for n, v in model.state_dict().items()}
     assert list(got) == list(state)
     for name, value in state.items():
-        assert torch.equal(got[name].cpu(), whole(value).cpu()), name
+        assert torch.equal(got[name].cpu(), full_value(value).cpu()), name
 
 
 def assert_still_master(model):
@@ -92,8 +92,8 @@ def test_a_state_dict_is_plain_and_shares_memory(rig, hidden):
     local = state["head.weight"].to_local()
     local.fill_(0.5)
     assert torch.all(full_weights(model)["head"] == 0.5)
-    kept = model.state_dict(keep_vars=True)["head.weight"]
-    assert kept is model.head.weight
+    weight = model.state_dict(keep_vars=True)["head.weight"]
+    assert weight is model.head.weight
 
 
 @ranks(2)
@@ -170,9 +170,9 @@ def test_a_full_state_dict_is_assigned_onto_a_meta_model_with_histories(rig, fp8
     shard(model, rig)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full, options=options)
-    whole = make(UNEVEN, recipe="delayed", device=rig.device, fp8_weights=fp8_weights)
+    reference = make(UNEVEN, recipe="delayed", device=rig.device, fp8_weights=fp8_weights)
     x = batch(rig)
-    assert torch.equal(model(x), whole(x))
+    assert torch.equal(model(x), reference(x))
 
 
 @ranks(2)
@@ -188,12 +188,12 @@ def test_a_full_state_dict_loads_onto_a_meta_model(rig, broadcast):
     shard(other, rig)
     if broadcast:
         other.to_empty(device=rig.device)
-        given = source if rig.rank == 0 else {}
+        rank_state = source if rig.rank == 0 else {}
     else:
-        given = source
+        rank_state = source
     set_model_state_dict(
         other,
-        given,
+        rank_state,
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast),
     )
     assert_still_master(other)
@@ -237,16 +237,17 @@ def test_torch_save_of_a_sharded_state_dict(rig, hidden):
 def test_a_loaded_model_gathers_as_the_saved_one_would(rig, recipe, save):
     """A pickle of the whole converted model, as `torch.save(model)` and spawned processes make."""
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
-    outputs, seen = [], []
+    outputs = []
+    calls = []
     for m in (model, reloaded(model, weights_only=False, save=save)):
         shard(m, rig)
         with Collectives() as collectives:
             outputs.append(m(batch(rig)))
-        seen.append(collectives.seen)
+        calls.append(collectives.calls)
         m.reshard()
         assert_still_master(m)
     assert torch.equal(*outputs)
-    assert seen[0] == seen[1], seen
+    assert calls[0] == calls[1], calls
 
 
 @ranks(2)
@@ -256,18 +257,8 @@ def test_a_pickle_leaves_process_groups_out_and_says_so(rig, recipe):
     model = make(UNEVEN, recipe=recipe, device=rig.device, amax_reduction_group=alone)
     shard(copy.deepcopy(model), rig)(batch(rig)).sum().backward()  # a copy keeps the group
     with pytest.warns(UserWarning, match="amax_reduction_group"):
-        again = pickle.loads(pickle.dumps(model))
-    shard(again, rig)(batch(rig)).sum().backward()
-
-
-def shared_folder(rig):
-    folder = [None]
-    if rig.rank == 0:
-        import tempfile
-
-        folder[0] = tempfile.mkdtemp(prefix="fp8rs-dcp-")
-    dist.broadcast_object_list(folder, 0)
-    return folder[0]
+        loaded = pickle.loads(pickle.dumps(model))
+    shard(loaded, rig)(batch(rig)).sum().backward()
 
 
 def state_of(model, optimizer):
@@ -280,65 +271,55 @@ def state_of(model, optimizer):
 @pytest.mark.parametrize("converted", [True, False])
 def test_distributed_checkpoints_move_between_world_sizes(rig, hidden, converted):
     """Saved on 4 ranks, loaded on 2 (in a mesh of half the ranks), saved there, loaded on 4."""
-    import shutil
-
     folder = shared_folder(rig)
-    try:
-        model, optimizer = trained(rig, hidden)
-        expected = {n: whole(v).clone() for n, v in model.state_dict().items()}
-        moments = {
-            n: whole(v["exp_avg"]).clone()
-            for n, v in get_optimizer_state_dict(model, optimizer)["state"].items()
-        }
-        state = state_of(model, optimizer)
-        for value in (*state["model"].values(),):
-            assert_plain(value)
-        for entry in state["optimizer"]["state"].values():
-            for value in entry.values():
-                if isinstance(value, torch.Tensor):
-                    assert_plain(value)
-        dcp.save(state, checkpoint_id=f"{folder}/four")
+    model, optimizer = trained(rig, hidden)
+    expected = {n: full_value(v).clone() for n, v in model.state_dict().items()}
+    moments = {
+        n: full_value(v["exp_avg"]).clone()
+        for n, v in get_optimizer_state_dict(model, optimizer)["state"].items()
+    }
+    state = state_of(model, optimizer)
+    for value in state["model"].values():
+        assert_plain(value)
+    for entry in state["optimizer"]["state"].values():
+        for value in entry.values():
+            if isinstance(value, torch.Tensor):
+                assert_plain(value)
+    dcp.save(state, checkpoint_id=f"{folder}/four")
 
-        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        group = halves[rig.rank // 2]
-        mesh = dist.device_mesh.DeviceMesh.from_group(group, rig.device_type)
-        recipe = "current" if converted else None
-        other = make(HIDDEN[hidden], recipe=recipe, seed=1, device=rig.device)
-        shard(other, mesh=mesh)
-        other_optimizer = adamw(other)
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = halves[rig.rank // 2]
+    mesh = dist.device_mesh.DeviceMesh.from_group(group, rig.device_type)
+    recipe = "current" if converted else None
+    other = make(HIDDEN[hidden], recipe=recipe, seed=1, device=rig.device)
+    shard(other, mesh=mesh)
+    other_optimizer = adamw(other)
+    state = state_of(other, other_optimizer)
+    dcp.load(state, checkpoint_id=f"{folder}/four", process_group=group)
+    set_state_dict(
+        other,
+        other_optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    assert_equal(other, expected)
+    if converted:
+        assert_still_master(other)
+    for n, v in get_optimizer_state_dict(other, other_optimizer)["state"].items():
+        assert torch.equal(full_value(v["exp_avg"]), moments[n]), n
+    if rig.rank < 2:
         state = state_of(other, other_optimizer)
-        dcp.load(state, checkpoint_id=f"{folder}/four", process_group=group)
-        set_state_dict(
-            other,
-            other_optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        assert_equal(other, expected)
-        if converted:
-            assert_still_master(other)
-        for n, v in get_optimizer_state_dict(other, other_optimizer)["state"].items():
-            assert torch.equal(whole(v["exp_avg"]), moments[n]), n
-        if rig.rank < 2:
-            dcp.save(
-                state_of(other, other_optimizer),
-                checkpoint_id=f"{folder}/two",
-                process_group=group,
-            )
-        dist.barrier()
+        dcp.save(state, checkpoint_id=f"{folder}/two", process_group=group)
+    dist.barrier()
 
-        last = make(HIDDEN[hidden], seed=2, device=rig.device)
-        shard(last, rig)
-        last_optimizer = adamw(last)
-        state = state_of(last, last_optimizer)
-        dcp.load(state, checkpoint_id=f"{folder}/two")
-        # Without set_state_dict: the state dict's tensors are the weights' own memory.
-        assert_equal(last, expected)
-        assert torch.equal(last(batch(rig)), model(batch(rig)))
-    finally:
-        dist.barrier()
-        if rig.rank == 0:
-            shutil.rmtree(Path(folder))
+    last = make(HIDDEN[hidden], seed=2, device=rig.device)
+    shard(last, rig)
+    last_optimizer = adamw(last)
+    state = state_of(last, last_optimizer)
+    dcp.load(state, checkpoint_id=f"{folder}/two")
+    # Without set_state_dict: the state dict's tensors are the weights' own memory.
+    assert_equal(last, expected)
+    assert torch.equal(last(batch(rig)), model(batch(rig)))
 
 
 @ranks(2)
@@ -356,7 +337,7 @@ def test_training_goes_on_after_a_resume(rig, recipe):
     set_optimizer_state_dict(other, other_optimizer, optimizer_state, options=options)
     moments = [
         {
-            (n, kind): whole(v[kind])
+            (n, kind): full_value(v[kind])
             for n, v in get_optimizer_state_dict(m, o)["state"].items()
             for kind in ("exp_avg", "exp_avg_sq")
         }

@@ -39,7 +39,7 @@ def parallel(rig, recipe, backend=None, hidden=(64,), **options):
     return model
 
 
-def whole(parameter):
+def full_value(parameter):
     """The values of a parameter on one device."""
     value = parameter.detach()
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -49,14 +49,16 @@ def whole(parameter):
 def trained(model, rig, steps=3):
     """The outputs and this rank's gradients of some steps."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    seen = []
+    results = []
     for n in range(steps):
         y = model(batch(rig, n))
         y.square().mean().backward()
-        seen.append([y.detach().clone(), *(p.grad.to_local().clone() for p in model.parameters())])
+        results.append(
+            [y.detach().clone(), *(p.grad.to_local().clone() for p in model.parameters())]
+        )
         optimizer.step()
         optimizer.zero_grad()
-    return seen
+    return results
 
 
 @ranks(4)
@@ -96,7 +98,8 @@ def test_masters_begin_with_the_first_values_of_a_ranks_own_part(rig, recipe, sh
         p.grad = torch.zeros_like(p)
     optimizer.step()
     for name, layer in linears(model).items():
-        master, weight = whole(optimizer.state[layer.weight]["master"]), whole(layer.weight)
+        master = full_value(optimizer.state[layer.weight]["master"])
+        weight = full_value(layer.weight)
         assert torch.equal(master.cpu(), first[name]), name
         # Half of the distance between codes where they are farthest apart, with E8M0 scales.
         assert (weight - master).abs().max() <= master.abs().max() / 14, name
@@ -121,15 +124,15 @@ def test_codes_are_rounded_with_other_numbers_on_each_rank(rig, recipe, sharded)
     block = model.blocks[0]
     for layer in (block.up, block.down):  # the even columns have the scales, whatever is cut
         layer.weight.detach().copy_(2.0 - torch.arange(layer.in_features) % 2)
-    one = stepped_at_random(copy.deepcopy(model)).blocks[0].up.weight.dequantize()
+    unsharded_up = stepped_at_random(copy.deepcopy(model)).blocks[0].up.weight.dequantize()
     parallelize_module(block, mesh["tensor"], PLAN)
     if sharded:
         fully_shard(block, mesh=mesh["data"])
     stepped_at_random(model)
-    up, down = (whole(layer.weight) for layer in (block.up, block.down))
+    up, down = (full_value(layer.weight) for layer in (block.up, block.down))
     if not sharded or recipe in ("rowwise", "mxfp8"):
         # By rows it does not matter how a weight is cut.
-        assert torch.equal(up, one)
+        assert torch.equal(up, unsharded_up)
     for parts in (up[:, 1::2].chunk(4), down[:, 1::2].chunk(2, 1), down[:, 1::2].chunk(2)):
         for i, a in enumerate(parts):
             assert len(a.unique()) == 2, "up or down"

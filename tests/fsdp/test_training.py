@@ -45,9 +45,9 @@ def adamw(model):
 
 def whole_batches(rig, steps=STEPS):
     """The global batches, on every rank."""
-    whole = WHOLE()
-    whole.device = rig.device
-    return [batch(whole, n) for n in range(steps)]
+    one_rank = WHOLE()
+    one_rank.device = rig.device
+    return [batch(one_rank, n) for n in range(steps)]
 
 
 def tolerance(rig):
@@ -103,15 +103,15 @@ def test_two_runs_give_the_same_bytes(rig, recipe):
         for _ in range(2):
             model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
             shard(model, rig)
-            seen = []
+            tensors = []
             watch_weights(
                 model,
-                lambda name, w, seen=seen: seen.extend(
+                lambda name, w, tensors=tensors: tensors.extend(
                     [w.rowwise.data.clone(), w.rowwise.scale.clone()]
                 ),
             )
-            seen += [torch.tensor(train(model, adamw(model), [batch(rig, n) for n in range(5)]))]
-            runs.append(seen)
+            tensors += [torch.tensor(train(model, adamw(model), [batch(rig, n) for n in range(5)]))]
+            runs.append(tensors)
         assert len(runs[0]) == len(runs[1]) > 40
         assert all(itertools.starmap(same_bytes, zip(*runs, strict=True)))
     finally:
@@ -166,13 +166,15 @@ def test_any_optimizer(rig, name):
             if isinstance(value, DTensor):
                 assert type(local_of(value)) is torch.Tensor
     # And the next forward sees the new values.
-    whole = full_weights(converted)
-    seen = {}
-    watch_weights(converted, lambda name, w: seen.update({name: w.rowwise.data.clone()}))
+    weights = full_weights(converted)
+    gathered_weights = {}
+    watch_weights(
+        converted, lambda name, w: gathered_weights.update({name: w.rowwise.data.clone()})
+    )
     converted(batch(rig))
-    for name, weight in whole.items():
+    for name, weight in weights.items():
         codes = torch.ops.fp8rs.quantize_current(weight, torch.float8_e4m3fn, True, False)[0]
-        assert same_bytes(seen[name], codes)
+        assert same_bytes(gathered_weights[name], codes)
 
 
 @ranks(2)
@@ -332,9 +334,9 @@ def test_gradient_clipping(rig):
     model(batch(rig)).square().mean().backward()
     squares = [p.grad.full_tensor().double().square().sum() for p in model.parameters()]
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    whole = torch.stack(squares).sum().sqrt()
-    assert whole > 0.1
-    torch.testing.assert_close(norm.full_tensor().double(), whole, rtol=1e-5, atol=0)
+    full_norm = torch.stack(squares).sum().sqrt()
+    assert full_norm > 0.1
+    torch.testing.assert_close(norm.full_tensor().double(), full_norm, rtol=1e-5, atol=0)
     clipped = nn.utils.get_total_norm([p.grad for p in model.parameters()])
     torch.testing.assert_close(clipped.full_tensor().item(), 0.1, rtol=1e-3, atol=0)
 
@@ -385,9 +387,9 @@ def test_inference_mode(rig):
     first.sum().backward()
     with torch.inference_mode():
         assert torch.equal(model(x), first)
-    again = model(x)
-    assert torch.equal(again, first)
-    again.sum().backward()
+    second = model(x)
+    assert torch.equal(second, first)
+    second.sum().backward()
 
 
 @ranks(2)
@@ -437,14 +439,16 @@ def test_weights_of_several_dtypes(rig, recipe):
     model.blocks[1].to(torch.bfloat16)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     shard(model, rig, mp_policy=policy)
-    whole = full_weights(model)
-    seen = {}
-    watch_weights(model, lambda name, w: seen.update({name: (w.rowwise.data.clone(), w.dtype)}))
+    weights = full_weights(model)
+    gathered_weights = {}
+    watch_weights(
+        model, lambda name, w: gathered_weights.update({name: (w.rowwise.data.clone(), w.dtype)})
+    )
     model(batch(rig)).float().sum().backward()
-    for name, weight in whole.items():
+    for name, weight in weights.items():
         assert weight.dtype == (torch.bfloat16 if "blocks.1" in name else torch.float32)
-        assert same_bytes(seen[name][0], whole_planes(weight, recipe)[0])
-        assert seen[name][1] == torch.bfloat16
+        assert same_bytes(gathered_weights[name][0], whole_planes(weight, recipe)[0])
+        assert gathered_weights[name][1] == torch.bfloat16
 
 
 @ranks(2)

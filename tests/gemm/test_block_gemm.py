@@ -51,11 +51,11 @@ def _values(codes, scale):
         assert cols % 32 == 0
         blocks = cols // 32
         # Invert the packing: pack the indices and look up each scale.
-        places = swizzle(torch.arange(rows * blocks).view(rows, blocks) + 1, torch.int32)
-        found = torch.zeros(rows * blocks + 1, dtype=torch.uint8)
-        found[places.long()] = scale.view(torch.uint8)
-        assert scale.numel() == places.numel()
-        exponents = found[1:].view(rows, blocks).double() - 127
+        positions = swizzle(torch.arange(rows * blocks).view(rows, blocks) + 1, torch.int32)
+        unswizzled = torch.zeros(rows * blocks + 1, dtype=torch.uint8)
+        unswizzled[positions.long()] = scale.view(torch.uint8)
+        assert scale.numel() == positions.numel()
+        exponents = unswizzled[1:].view(rows, blocks).double() - 127
         return (codes.double() * expand(torch.pow(2.0, exponents), (1, 32), (rows, cols))).float()
     if scale.numel() == 1:
         return codes.float() * scale
@@ -115,8 +115,10 @@ PAIRS = [
 def test_operands(on, a, b, capability, shape, out_dtype, with_bias):
     m, n, k = shape
     generator = torch.Generator().manual_seed(0)
-    x, w = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
-    left, right = quantized(x, a, power_2=b.microscaled), quantized(w, b)
+    x = torch.randn(m, k, generator=generator)
+    w = torch.randn(n, k, generator=generator)
+    left = quantized(x, a, power_2=b.microscaled)
+    right = quantized(w, b)
     bias = torch.randn(n, generator=generator) if with_bias else None
     want = scaled_mm(left, right, bias=bias, out_dtype=torch.float32)
     on(capability)
@@ -131,14 +133,14 @@ def test_operands(on, a, b, capability, shape, out_dtype, with_bias):
 def test_choice_of_operands(on, name):
     """On Hopper, MXFP8 activations have one power-of-two scale per row."""
     recipe = fp8rs.quantize.recipes.resolve_recipe(name)
-    own = recipe.block_format("input")
+    input_format = recipe.block_format("input")
     cpu = torch.device("cpu")
-    assert operands.operand_format(own, cpu, False) == own
+    assert operands.operand_format(input_format, cpu, False) == input_format
     on(HOPPER)
-    expected = formats.ROW if name == "mxfp8" else own
-    assert operands.operand_format(own, cpu, False) == expected
+    expected = formats.ROW if name == "mxfp8" else input_format
+    assert operands.operand_format(input_format, cpu, False) == expected
     on(BLACKWELL)
-    assert operands.operand_format(own, cpu, False) == own
+    assert operands.operand_format(input_format, cpu, False) == input_format
 
 
 def test_hopper_linear_equals_the_simulation(on, monkeypatch):
@@ -150,7 +152,8 @@ def test_hopper_linear_equals_the_simulation(on, monkeypatch):
 
     torch.manual_seed(0)
     layer = fp8rs.nn.Linear(72, 48, recipe="mxfp8")
-    x, dy = torch.randn(50, 72), torch.randn(50, 48)
+    x = torch.randn(50, 72)
+    dy = torch.randn(50, 48)
     on(HOPPER)
     monkeypatch.setattr(function, "scaled_mm", as_cuda)
     monkeypatch.setattr("oracle.linear.rebases", lambda blocks, device: True)
@@ -170,9 +173,9 @@ def test_one_plane_serves_dgrad(on):
     """Row scales become a column scale, squares are rebased, and 1x32 blocks need a plane."""
     w = torch.randn(48, 72)
     row = quantized(w, formats.ROW)
-    made = operands.dgrad_operand(row, False)
-    assert torch.equal(made.data.view(torch.uint8), row.data.view(torch.uint8).t())
-    assert torch.equal(made.scale, torch.ones(72, 1))
+    operand = operands.dgrad_operand(row, False)
+    assert torch.equal(operand.data.view(torch.uint8), row.data.view(torch.uint8).t())
+    assert torch.equal(operand.scale, torch.ones(72, 1))
     assert torch.equal(operands.dgrad_column_scale(row.format, row.scale), row.scale.t())
     square = quantized(w, formats.MX_32X32)
     assert operands.dgrad_operand(square, False).format == formats.MX_32X32

@@ -41,12 +41,12 @@ for row in GROUPED["kernels"]:
 def measurements():
     """Each cost, and its measured parts, operations, elements and microseconds."""
     for name, cost in estimates.LINEAR.items():
-        found = []
+        points = []
         for row in LINEAR["rows"]:
             tokens, k, n = row["shape"]
             elements = tokens * (n + k) + n * k
-            found.append((1, 2 * tokens * n * k, elements, 1e3 * row["ms"][name]["both"]))
-        yield pytest.param(cost, found, id=f"linear-{name}")
+            points.append((1, 2 * tokens * n * k, elements, 1e3 * row["ms"][name]["both"]))
+        yield pytest.param(cost, points, id=f"linear-{name}")
     balanced = [rows for case, rows in CASES.items() if "balanced" in case]
     weights = [
         (r["experts"], 2 * r["rows"] * r["n"] * r["k"], r["experts"] * r["n"] * r["k"])
@@ -54,26 +54,26 @@ def measurements():
     ]
     for fp8, costs in estimates.GROUPED_GEMMS.items():
         for cost, gemms in (costs.rows, ("forward", "dgrad")), (costs.wgrad, ("wgrad",)):
-            found = [
+            points = [
                 (*weight, rows[gemm]["fp8" if fp8 else "bf16"])
                 for weight, rows in zip(weights, balanced, strict=True)
                 for gemm in gemms
             ]
-            yield pytest.param(cost, found, id=f"grouped-{gemms[0]}-{fp8}")
+            yield pytest.param(cost, points, id=f"grouped-{gemms[0]}-{fp8}")
     for name, cost in (
         ("rows", estimates.QUANTIZE[False]),
         ("rows and columns", estimates.QUANTIZE[True]),
     ):
-        found = [(1, 0, r["rows"] * r["cols"], r["time"]) for r in KERNELS[name]]
-        yield pytest.param(cost, found, id=name)
+        points = [(1, 0, r["rows"] * r["cols"], r["time"]) for r in KERNELS[name]]
+        yield pytest.param(cost, points, id=name)
     sizes = {
         r["model"]: r["experts"] * r["n"] * r["k"]
         for r in GROUPED["gemms"]
         if r["weight"] == "gate_up"
     }
     kernels = KERNELS["transposition of gate_up codes"]
-    found = [(1, 0, sizes[r["model"]], r["time"]) for r in kernels]
-    yield pytest.param(estimates.TRANSPOSE, found, id="transposition")
+    points = [(1, 0, sizes[r["model"]], r["time"]) for r in kernels]
+    yield pytest.param(estimates.TRANSPOSE, points, id="transposition")
 
 
 @pytest.mark.parametrize("cost, measured", list(measurements()))
@@ -81,15 +81,15 @@ def test_costs_are_least_squares_fits(cost, measured):
     """The relative errors are minimal. Infinite rates and overheads of 0 are not fitted."""
     used = [cost.overhead > 0, 1e-6 * (cost.tflops < inf), 1e-3 * (cost.gelements < inf)]
     terms = torch.tensor(
-        [[a * unit / us for a, unit in zip(given, used, strict=True)] for *given, us in measured],
+        [[a * unit / us for a, unit in zip(units, used, strict=True)] for *units, us in measured],
         dtype=torch.float64,
     )
     terms = terms[:, [unit > 0 for unit in used]]
-    one = torch.ones(len(terms), 1, dtype=torch.float64)
-    fitted = torch.linalg.lstsq(terms, one).solution
-    least = (terms @ fitted - one).square().sum().item()
-    found = sum((cost.us(*given) / us - 1) ** 2 for *given, us in measured)
-    assert found == pytest.approx(least, rel=0.01), f"{fitted}, or inverse: {1 / fitted}"
+    ones = torch.ones(len(terms), 1, dtype=torch.float64)
+    fitted = torch.linalg.lstsq(terms, ones).solution
+    least = (terms @ fitted - ones).square().sum().item()
+    squares = sum((cost.us(*units) / us - 1) ** 2 for *units, us in measured)
+    assert squares == pytest.approx(least, rel=0.01), f"{fitted}, or inverse: {1 / fitted}"
 
 
 @pytest.mark.parametrize("name", ["current", "rowwise", "mxfp8", "block"])
@@ -144,8 +144,8 @@ def test_the_choice_is_measured_as_fast_as_high_precision(case):
     chosen = measured[choose(rows, weight)]
     assert chosen <= measured[HIGH_PRECISION]
     # Small gains are forgone, and wgrad of many rows is not in FP8.
-    many = rows > MAX_WGRAD_ROWS * weight.experts
-    least = min(us for choice, us in measured.items() if not (choice.wgrad and many))
+    has_parts = rows > MAX_WGRAD_ROWS * weight.experts
+    least = min(us for choice, us in measured.items() if not (choice.wgrad and has_parts))
     assert chosen <= max(1.15 * least, least + 1.2 * MIN_SAVING)
 
 
@@ -214,17 +214,19 @@ def test_row_scales_cost_a_pass_over_gradients():
 @pytest.mark.parametrize("n, k", [(1536, 2048), (4096, 14336)])
 def test_the_choice_does_not_depend_on_the_layout(n, k):
     for rows in (128, 1024, 8192):
-        weight, transposed = GroupedWeight(8, n, k), GroupedWeight(8, k, n)
+        weight = GroupedWeight(8, n, k)
+        transposed = GroupedWeight(8, k, n)
         assert choose(8 * rows, weight) == choose(8 * rows, transposed)
 
 
 @pytest.mark.parametrize("rows", [16, 128, 1024, MAX_WGRAD_ROWS])
 @pytest.mark.parametrize("n, k", [(64, 96), (1536, 2048), (28672, 4096)])
 def test_no_other_choice_is_much_faster(rows, n, k):
-    given = 8 * rows, GroupedWeight(8, n, k)
-    chosen, plain = choose(*given), grouped_us(HIGH_PRECISION, *given)
-    least = min(grouped_us(c, *given) for c in CHOICES)
+    sizes = 8 * rows, GroupedWeight(8, n, k)
+    chosen = choose(*sizes)
+    plain = grouped_us(HIGH_PRECISION, *sizes)
+    least = min(grouped_us(c, *sizes) for c in CHOICES)
     if chosen == HIGH_PRECISION:
         assert least > min(plain / MIN_SPEEDUP, plain - MIN_SAVING)
     else:
-        assert grouped_us(chosen, *given) == least
+        assert grouped_us(chosen, *sizes) == least

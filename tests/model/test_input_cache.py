@@ -87,7 +87,9 @@ def test_buffer_read_by_two_models(device, recipe, write):
     """A write that bypasses torch, such as a collective's, does not change the version."""
     if write == "numpy" and device.type != "cpu":
         pytest.skip("numpy is of the CPU")
-    (a, b), x, new = models(device, recipe), data(device), data(device, 1)
+    a, b = models(device, recipe)
+    x = data(device)
+    new = data(device, 1)
     with torch.no_grad():
         a(x)
         WRITES[write](x, new.clone())
@@ -100,13 +102,15 @@ def test_buffer_read_by_two_backwards(device, recipe, write):
     """The backwards run in another thread than the forwards, as on a GPU."""
     if write == "numpy" and device.type != "cpu":
         pytest.skip("numpy is of the CPU")
-    (a, b), x, new = models(device, saving_inputs(recipe)), data(device), data(device, 1)
+    a, b = models(device, saving_inputs(recipe))
+    x = data(device)
+    new = data(device, 1)
     gradients = []
     with ThreadPoolExecutor(1) as autograd:
         autograd.submit(a(x).sum().backward).result()
         WRITES[write](x, new.clone())
-        for given in (x, new.clone()):
-            autograd.submit(b(given).sum().backward).result()
+        for values in (x, new.clone()):
+            autograd.submit(b(values).sum().backward).result()
             gradients.append(b[0].weight.grad)
             b.zero_grad()
     assert torch.equal(*gradients)
@@ -114,8 +118,10 @@ def test_buffer_read_by_two_backwards(device, recipe, write):
 
 def test_late_free_does_not_drop_the_next_input(device):
     """Another thread may free an input after the cache holds the next one."""
-    cache, planes = QuantizedInputCache(), (None, None)
-    x, y = data(device), data(device, 1)
+    cache = QuantizedInputCache()
+    planes = (None, None)
+    x = data(device)
+    y = data(device, 1)
     cache.put(x, input_token(x, None), planes, None, user=1)
     first = cache.entry.tensor
     cache.put(y, input_token(y, None), planes, None, user=1)
@@ -157,7 +163,8 @@ def test_write_through_data_inside_a_compiled_graph(device, recipe):
 
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    x, new = data(device), data(device, 1)
+    x = data(device)
+    new = data(device, 1)
     with torch.no_grad():
         first, second = compiled(x.clone(), new)
         assert torch.equal(first, a(x.clone()))
@@ -200,17 +207,17 @@ def test_tangents_are_refused(device, dual):
     """Forward-mode differentiation would return derivatives of 0 for layers without gradients."""
     (a,) = layers(device, "current", 1)
     a.requires_grad_(False)
-    given = {"weight": a.weight.detach(), "input": data(device)}
+    operands = {"weight": a.weight.detach(), "input": data(device)}
 
     def call(x):
-        x, weight = (x, given["weight"]) if dual == "input" else (given["input"], x)
+        x, weight = (x, operands["weight"]) if dual == "input" else (operands["input"], x)
         return torch.func.functional_call(a, {"weight": weight}, x)
 
-    tangent = torch.ones_like(given[dual])
+    tangent = torch.ones_like(operands[dual])
     with pytest.raises(RuntimeError, match="apply it before the conversion"):
-        torch.func.jvp(call, (given[dual],), (tangent,))
+        torch.func.jvp(call, (operands[dual],), (tangent,))
     _, of_the_rest = torch.func.jvp(
-        lambda x: call(given[dual]) + x.sum(), (given[dual],), (tangent,)
+        lambda x: call(operands[dual]) + x.sum(), (operands[dual],), (tangent,)
     )
     assert (of_the_rest == tangent.sum()).all()
 
@@ -243,5 +250,5 @@ def test_backward_uses_the_scale_of_each_layers_forward(device):
             between(x.clone())
         (y + last(x).sum()).backward()
         gradients.append([layer.weight.grad for layer in (first, last)])
-    for again, kept in zip(*gradients, strict=True):
-        assert torch.equal(again, kept)
+    for repeated, saved in zip(*gradients, strict=True):
+        assert torch.equal(repeated, saved)

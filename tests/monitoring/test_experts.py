@@ -31,7 +31,7 @@ def expected(weight, recipe):
     """Combine the statistics of all matrices, computed by the oracle in float64."""
     recipe = resolve_recipe(RECIPES[recipe])
     blocks = blocks_of(recipe)
-    each = [
+    statistics_E = [
         statistics.of_blocks(
             matrix,
             recipe.fp8_dtype("weight"),
@@ -42,12 +42,15 @@ def expected(weight, recipe):
         for matrix in weight.detach().flatten(1, -2).cpu()
     ]
     signal = weight.detach().cpu().double().flatten(1).square().sum(1)
-    noise = signal / 10 ** (torch.tensor([one["sqnr_db"] for one in each]).double() / 10)
-    mean = {k: sum(one[k] for one in each) / len(each) for k in ("saturated", "underflow")}
+    sqnr_db = torch.tensor([expert["sqnr_db"] for expert in statistics_E]).double()
+    noise = signal / 10 ** (sqnr_db / 10)
+    mean = {}
+    for key in ("saturated", "underflow"):
+        mean[key] = sum(expert[key] for expert in statistics_E) / len(statistics_E)
     return mean | {
-        "amax": max(one["amax"] for one in each),
-        "scale": max(one["scale"] for one in each),
-        "scale_min": min(one["scale_min"] for one in each),
+        "amax": max(expert["amax"] for expert in statistics_E),
+        "scale": max(expert["scale"] for expert in statistics_E),
+        "scale_min": min(expert["scale_min"] for expert in statistics_E),
         "sqnr_db": float(10 * torch.log10(signal.sum() / noise.sum())),
     }
 
@@ -76,16 +79,16 @@ def test_statistics_of_all_experts_equal_the_oracle(recipe, gated, monkeypatch):
     fp8_gemms = recipe in ("current", "delayed", "rowwise", "rowwise_with_gw_hp")
     logged = fp8rs.monitor(model, every=1).step()
     for name in ("gate_up", "down"):
-        found = statistics_of(logged, f"experts.{name}")
+        actual = statistics_of(logged, f"experts.{name}")
         if not fp8_gemms:
             # Without sharding, this recipe's weights are not quantized.
-            assert found == {}
+            assert actual == {}
             continue
         want = expected(model.experts.get_parameter(name), recipe)
-        assert found.keys() == KEYS
-        assert found == pytest.approx(want, rel=1e-5, abs=1e-5)
+        assert actual.keys() == KEYS
+        assert actual == pytest.approx(want, rel=1e-5, abs=1e-5)
         if name == "gate_up":
-            assert found["underflow"] > 1e-3
+            assert actual["underflow"] > 1e-3
 
 
 @ranks(1, 2)
@@ -99,22 +102,22 @@ def test_shards_have_the_statistics_of_the_whole_weight(rig, recipe, hidden):
         name: expected(model.experts.get_parameter(name), recipe) for name in ("gate_up", "down")
     }
     plain = build(rig.device, recipe, sizes.experts)
-    for each in (model, plain):
-        shard(each, rig, 0 if recipe in TWO_PLANES else sizes.dim)
+    for module in (model, plain):
+        shard(module, rig, 0 if recipe in TWO_PLANES else sizes.dim)
     monitor = fp8rs.monitor(model, every=2)
     for step in range(3):
         calls = []
-        for each in (model, plain):
-            with Collectives() as seen:
-                train(each, torch.optim.SGD(each.parameters(), 0.0), [batch(rig, step)])
-            calls.append([(call.kind, call.nbytes) for call in seen.seen])
+        for module in (model, plain):
+            with Collectives() as collectives:
+                train(module, torch.optim.SGD(module.parameters(), 0.0), [batch(rig, step)])
+            calls.append([(call.kind, call.nbytes) for call in collectives.calls])
         # The monitor adds no collective to a forward or backward.
         assert calls[0] == calls[1]
         logged = monitor.step()
         assert bool(logged) == (step != 1)
         for name in want if logged else ():
-            found = statistics_of(logged, f"experts.{name}")
-            assert found == pytest.approx(want[name], rel=1e-5, abs=1e-5), name
+            actual = statistics_of(logged, f"experts.{name}")
+            assert actual == pytest.approx(want[name], rel=1e-5, abs=1e-5), name
 
 
 @ranks(2)
@@ -124,9 +127,9 @@ def test_fp8_weights_have_amax_and_scales_only(rig, recipe):
     amax = model.experts.down.dequantize().abs().max().item()
     shard(model, rig)
     logged = fp8rs.monitor(model, every=1).step()
-    found = statistics_of(logged, "experts.down")
-    assert found.keys() == {"amax", "scale", "scale_min"}
-    assert found["amax"] == pytest.approx(amax, rel=1e-6)
+    statistics = statistics_of(logged, "experts.down")
+    assert statistics.keys() == {"amax", "scale", "scale_min"}
+    assert statistics["amax"] == pytest.approx(amax, rel=1e-6)
 
 
 def test_a_model_with_experts_only_is_monitored_and_plotted(tmp_path):
@@ -148,13 +151,13 @@ def test_weights_of_another_experts_implementation_are_not_quantized():
     fp8rs.convert_to_float8_training(model, experts="fp8", filter_fqns=["attn", "lm_head"])
     monitor = fp8rs.monitor(model, every=1)
     name = next(name for name, _ in model.named_parameters() if name.endswith("down_proj"))
-    found = []
+    results = []
     for following in ("eager", "fp8rs"):
         model(torch.arange(64).view(2, 32)).logits.sum().backward()
         model.set_experts_implementation(following)
-        found.append(statistics_of(monitor.step(), name))  # observes the weights of the next step
-    assert found[0]["sqnr_db"] > 20
-    assert not found[1]
+        results.append(statistics_of(monitor.step(), name))  # observes the weights of the next step
+    assert results[0]["sqnr_db"] > 20
+    assert not results[1]
 
 
 def test_other_steps_do_not_read_the_weights(monkeypatch):

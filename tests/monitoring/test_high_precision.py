@@ -36,20 +36,22 @@ def run(layer, dtype=torch.float32, frozen=()):
     layer.zero_grad()
     y = layer(x)
     y.backward(torch.randn(3, 20, layer.out_features).to(y.dtype))
-    found = {"forward": y, "dgrad": x.grad, "wgrad": layer.weight.grad}
+    results = {"forward": y, "dgrad": x.grad, "wgrad": layer.weight.grad}
     if layer.bias is not None:
-        found["bias"] = layer.bias.grad
-    return {name: t.clone() for name, t in found.items() if t is not None}
+        results["bias"] = layer.bias.grad
+    return {name: t.clone() for name, t in results.items() if t is not None}
 
 
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_chosen_gemms_are_exact_and_others_unchanged(recipe, dtype):
-    model, plain = build(RECIPES[recipe], dtype), build(dtype=dtype)
+    model = build(RECIPES[recipe], dtype)
+    plain = build(dtype=dtype)
     for name, layer in model.named_children():
         if not isinstance(layer, fp8rs.Float8Linear):
             continue
-        exact, quantized = run(plain[int(name)], dtype), run(layer, dtype)
+        exact = run(plain[int(name)], dtype)
+        quantized = run(layer, dtype)
         equal = [gemm for gemm in GEMMS if torch.equal(exact[gemm], quantized[gemm])]
         assert equal == list(layer.recipe.high_precision_gemms)
         for chosen in SUBSETS:
@@ -64,21 +66,25 @@ def test_chosen_gemms_are_exact_and_others_unchanged(recipe, dtype):
 
 
 def test_no_gradient_if_none_is_required():
-    model, plain = build("current"), build()
+    model = build("current")
+    plain = build()
     fp8rs.high_precision(model, "0", gemms=("dgrad", "wgrad"))
     for frozen in (("dgrad",), ("wgrad",), ("dgrad", "wgrad")):
-        exact, got = run(plain[0], frozen=frozen), run(model[0], frozen=frozen)
+        exact = run(plain[0], frozen=frozen)
+        got = run(model[0], frozen=frozen)
         assert exact.keys() == got.keys()
         for gemm in exact.keys() - {"forward"}:
             assert torch.equal(exact[gemm], got[gemm])
 
 
 def test_autocast_sets_the_high_precision_dtype():
-    model, plain = build("current"), build()
+    model = build("current")
+    plain = build()
     fp8rs.high_precision(model, "*")
     x = torch.randn(8, 64)
     with torch.autocast("cpu", torch.bfloat16):
-        y, exact = model[0](x), plain[0](x)
+        y = model[0](x)
+        exact = plain[0](x)
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, exact)
 
@@ -115,23 +121,25 @@ def test_fp8_weights_are_dequantized():
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
-@pytest.mark.parametrize("how", ["layers", "model"])
+@pytest.mark.parametrize("method", ["layers", "model"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_layers_follow(recipe, how):
+def test_compiled_layers_follow(recipe, method):
     """The next call of a compiled layer uses another graph, which is compiled once."""
-    eager, model = build(recipe), build(recipe)
+    eager = build(recipe)
+    model = build(recipe)
     dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
-    for layer in (model[0], model[2]) if how == "layers" else (model,):
+    for layer in (model[0], model[2]) if method == "layers" else (model,):
         layer.compile(backend=backend, fullgraph=True)
-    x, counts = torch.randn(16, 64, requires_grad=True), []
+    x = torch.randn(16, 64, requires_grad=True)
+    counts = []
     choices = [(), ("forward", "wgrad"), ("dgrad",), GEMMS]
     for chosen in 2 * choices:
         results = []
-        for each in (eager, model):
-            fp8rs.high_precision(each, "2", gemms=chosen)
-            y = each(x)
-            leaves = [x, *each.parameters()]
+        for module in (eager, model):
+            fp8rs.high_precision(module, "2", gemms=chosen)
+            y = module(x)
+            leaves = [x, *module.parameters()]
             results.append([y, *torch.autograd.grad(y.square().mean(), leaves)])
         assert all(map(torch.equal, *results)), chosen
         counts.append(backend.frame_count)
@@ -200,16 +208,16 @@ def test_double_backward_is_refused(gemms, owner):
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_gradient_penalty_of_layers_in_high_precision_is_that_of_torch(recipe, dtype):
-    found = []
+    results = []
     for model in (build(dtype=dtype), build(recipe, dtype)):
-        if found:
+        if results:
             fp8rs.high_precision(model, "*")
         torch.manual_seed(1)
         x = torch.randn(8, 64, dtype=dtype, requires_grad=True)
         (dx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         dx.square().sum().backward()
-        found.append([x.grad, *(p.grad for p in model.parameters())])
-    assert all(map(torch.equal, *found))
+        results.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *results))
 
 
 def test_a_dequantized_weight_refuses_double_backward():

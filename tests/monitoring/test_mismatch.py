@@ -15,8 +15,8 @@ def sampled(device, sequences=256, tokens=64, noise=0.1):
     trainer = (engine + noise * torch.randn(tokens, 50, dtype=torch.float64)).log_softmax(-1)
     kl = (engine.exp() * (engine - trainer)).sum(-1).mean()
     drawn = torch.multinomial(engine.exp(), sequences, replacement=True).t()
-    places = torch.arange(tokens)
-    return trainer[places, drawn].to(device), engine[places, drawn].to(device), kl.item()
+    positions = torch.arange(tokens)
+    return trainer[positions, drawn].to(device), engine[positions, drawn].to(device), kl.item()
 
 
 def test_the_estimate_is_the_divergence(device):
@@ -27,31 +27,32 @@ def test_the_estimate_is_the_divergence(device):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_values_equal_their_definition(device, dtype):
     trainer, engine, _ = sampled(device, 5, 7)
-    trainer, engine = trainer.to(dtype), engine.to(dtype)
-    found = mismatch(trainer, engine)
+    trainer = trainer.to(dtype)
+    engine = engine.to(dtype)
+    mismatches = mismatch(trainer, engine)
     ratio = trainer.double() - engine.double()
     kl = ratio.exp() - 1 - ratio
     close = {"rtol": 1e-3, "atol": 1e-6}
-    torch.testing.assert_close(found.kl_per_token.double(), kl, **close)
-    torch.testing.assert_close(found.kl_per_sequence.double(), kl.mean(-1), **close)
-    torch.testing.assert_close(found.log_ratio_per_sequence.double(), ratio.sum(-1), **close)
-    torch.testing.assert_close(found.kl.double(), kl.mean(), **close)
-    torch.testing.assert_close(found.max_log_ratio.double(), ratio.abs().max(), **close)
-    assert {value.dtype for value in vars(found).values()} == {torch.float32}
+    torch.testing.assert_close(mismatches.kl_per_token.double(), kl, **close)
+    torch.testing.assert_close(mismatches.kl_per_sequence.double(), kl.mean(-1), **close)
+    torch.testing.assert_close(mismatches.log_ratio_per_sequence.double(), ratio.sum(-1), **close)
+    torch.testing.assert_close(mismatches.kl.double(), kl.mean(), **close)
+    torch.testing.assert_close(mismatches.max_log_ratio.double(), ratio.abs().max(), **close)
+    assert {value.dtype for value in vars(mismatches).values()} == {torch.float32}
 
 
 def test_equal_distributions_have_no_mismatch(device):
     logprobs, _, _ = sampled(device, 3, 4)
-    found = mismatch(logprobs, logprobs.clone())
-    for name, value in vars(found).items():
+    mismatches = mismatch(logprobs, logprobs.clone())
+    for name, value in vars(mismatches).items():
         assert not value.any(), name
 
 
 def test_small_differences_keep_their_digits(device):
     engine = torch.full((1000,), -2.0, device=device, dtype=torch.float64)
-    found = mismatch(engine + 1e-3, engine)
-    assert found.kl.item() == pytest.approx(5e-7, rel=0.1)
-    assert found.kl_per_sequence.shape == (1,)
+    mismatches = mismatch(engine + 1e-3, engine)
+    assert mismatches.kl.item() == pytest.approx(5e-7, rel=0.1)
+    assert mismatches.kl_per_sequence.shape == (1,)
 
 
 def test_masked_tokens_do_not_count(device):
@@ -59,18 +60,19 @@ def test_masked_tokens_do_not_count(device):
     mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
     mask[2] = False
     expected = mismatch(trainer[mask], engine[mask])
-    trainer[~mask], engine[~mask] = float("nan"), float("-inf")
-    found = mismatch(trainer, engine, mask)
-    torch.testing.assert_close(found.kl, expected.kl)
-    torch.testing.assert_close(found.max_log_ratio, expected.max_log_ratio)
-    assert found.kl_per_sequence[2] == 0
-    assert not found.kl_per_token[~mask].any()
+    trainer[~mask] = float("nan")
+    engine[~mask] = float("-inf")
+    mismatches = mismatch(trainer, engine, mask)
+    torch.testing.assert_close(mismatches.kl, expected.kl)
+    torch.testing.assert_close(mismatches.max_log_ratio, expected.max_log_ratio)
+    assert mismatches.kl_per_sequence[2] == 0
+    assert not mismatches.kl_per_token[~mask].any()
 
 
 def test_no_tokens_have_no_mismatch(device):
     for shape in ((0,), (0, 4), (3, 0)):
-        found = mismatch(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
-        assert found.kl.item() == 0 == found.max_log_ratio.item()
+        mismatches = mismatch(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
+        assert mismatches.kl.item() == 0 == mismatches.max_log_ratio.item()
 
 
 def test_arguments_are_checked():

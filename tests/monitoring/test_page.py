@@ -22,13 +22,13 @@ class Logger:
     """Stands for the loggers that the page calls."""
 
     def __init__(self):
-        self.seen = {}
+        self.values = {}
 
     def add_scalar(self, name, value, step):
-        self.seen[name, step] = value
+        self.values[name, step] = value
 
     def log(self, values, step):
-        self.seen.update({(name, step): value for name, value in values.items()})
+        self.values.update({(name, step): value for name, value in values.items()})
 
 
 @pytest.mark.newest_torch
@@ -39,7 +39,9 @@ def test_code_blocks_run(tmp_path, monkeypatch, capsys):
     names = {"__name__": "__main__"}
     exec(script.replace("range(101)", f"range({STEPS})"), names)
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[:2] for line in printed] == [list(one[:2]) for one in names["monitor"].worst(3)]
+    assert [line[:2] for line in printed] == [
+        list(record[:2]) for record in names["monitor"].worst(3)
+    ]
     assert len(names["statistics"]) == 4 * 7 * 18
     for code in others:
         assert code.startswith("# Continues this page's first block")
@@ -55,8 +57,8 @@ def test_code_blocks_run(tmp_path, monkeypatch, capsys):
         if "plot" in code:
             assert Path("run.png").read_bytes().startswith(b"\x89PNG")
         elif "high_precision" not in code:
-            assert len(logger.seen) == 4 * 7 * 18
-            assert all(math.isfinite(value) for value in logger.seen.values())
+            assert len(logger.values) == 4 * 7 * 18
+            assert all(math.isfinite(value) for value in logger.values.values())
     assert all(
         debug_of(m).high_precision == (False,) * 3
         for m in names["model"].modules()

@@ -34,10 +34,10 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), 1e-2)
 
 
-def assert_equal_on_all_ranks(rig, found):
+def assert_equal_on_all_ranks(rig, value):
     others = [None] * rig.world_size
-    dist.all_gather_object(others, found)
-    assert all(other == found for other in others)
+    dist.all_gather_object(others, value)
+    assert all(other == value for other in others)
 
 
 @ranks(2, cuda=False)
@@ -47,11 +47,12 @@ def assert_equal_on_all_ranks(rig, found):
 def test_statistics_of_sharded_weights_equal_the_whole(rig, recipe, hidden, gather):
     """Shards may split blocks or be empty. The first step and later steps are compared."""
     options = {"recipe": RECIPES[recipe], "device": rig.device}
-    whole = make(HIDDEN[hidden], **options)
+    reference = make(HIDDEN[hidden], **options)
     sharded = shard(make(HIDDEN[hidden], **options, enable_fsdp_float8_all_gather=gather), rig)
-    found = []
-    for model in (whole, sharded):
-        monitor, optimizer = fp8rs.monitor(model, every=2), sgd(model)
+    results = []
+    for model in (reference, sharded):
+        monitor = fp8rs.monitor(model, every=2)
+        optimizer = sgd(model)
         for n in range(3):
             # All ranks have the same tokens, so the sharded model takes the whole model's steps.
             step(
@@ -62,8 +63,8 @@ def test_statistics_of_sharded_weights_equal_the_whole(rig, recipe, hidden, gath
             monitor.step()
         if model is sharded:
             assert_equal_on_all_ranks(rig, monitor.latest)
-        found.append({n: v for n, v in monitor.latest.items() if "/weight/" in n})
-    want, got = found
+        results.append({n: v for n, v in monitor.latest.items() if "/weight/" in n})
+    want, got = results
     assert want.keys() == got.keys()
     assert len(want) >= 5 * 5
     for name, value in want.items():
@@ -73,14 +74,15 @@ def test_statistics_of_sharded_weights_equal_the_whole(rig, recipe, hidden, gath
 @ranks(2, cuda=False)
 def test_a_logged_step_has_one_collective_and_others_none(rig):
     model = shard(make(device=rig.device), rig)
-    monitor, optimizer = fp8rs.monitor(model, every=3), sgd(model)
+    monitor = fp8rs.monitor(model, every=3)
+    optimizer = sgd(model)
     counts = []
     for n in range(4):
-        with Collectives() as seen:
+        with Collectives() as collectives:
             step(model, optimizer, batch(rig, n))
-            before = seen.counts()
+            before = collectives.counts()
             monitor.step()
-        counts.append((seen.counts() - before).total())
+        counts.append((collectives.counts() - before).total())
         assert ("gather", torch.float64) not in before
     assert counts == [1, 0, 0, 1]
 
@@ -92,9 +94,9 @@ def test_statistics_cover_the_tokens_of_all_ranks(rig):
     parts = [batch(replace(rig, rank=rank)) for rank in range(rig.world_size)]
     parts[1][0, 0] = 100.0
     alone = dist.new_group([rig.rank], use_local_synchronization=True)
-    whole = fp8rs.monitor(model.head, group=alone)
+    monitor_of_all = fp8rs.monitor(model.head, group=alone)
     model.head(torch.cat(parts)).sum().backward()
-    want = whole.step()
+    want = monitor_of_all.step()
     monitor = fp8rs.monitor(model.head)
     model.head(parts[rig.rank]).sum().backward()
     got = monitor.step()
@@ -120,20 +122,23 @@ def test_compiled_blocks_are_monitored(rig, recipe):
         for block in model.blocks if compiled else ():
             block.compile(backend=backend, fullgraph=True)
         shard(model, rig, mp_policy=policy)
-        monitor, optimizer = fp8rs.monitor(model, every=2) if monitored else None, sgd(model)
-        seen, logged, graphs = [], [], []
+        monitor = fp8rs.monitor(model, every=2) if monitored else None
+        optimizer = sgd(model)
+        tensors = []
+        logged = []
+        graphs = []
         for n in range(7):
             # Whether the input requires a gradient selects the graph.
-            seen.append(step(model, optimizer, batch(rig, n).requires_grad_()))
+            tensors.append(step(model, optimizer, batch(rig, n).requires_grad_()))
             logged.append(monitor.step() if monitored else None)
             graphs.append(backend.frame_count)
-        seen += [p.to_local().detach() for p in model.parameters()]
-        runs.append((seen, logged, graphs))
+        tensors += [p.to_local().detach() for p in model.parameters()]
+        runs.append((tensors, logged, graphs))
     plain, eager, compiled = runs
     for other in (eager, compiled):
         assert all(torch.equal(a, b) for a, b in zip(plain[0], other[0], strict=True))
     assert eager[1] == compiled[1]
-    assert [bool(found) for found in eager[1]] == [True, False] * 3 + [True]
+    assert [bool(statistics) for statistics in eager[1]] == [True, False] * 3 + [True]
     # With and without a monitor. Delayed scaling has two more graphs for first scales.
     assert compiled[2][-1] == compiled[2][-3] == (4 if recipe == "delayed" else 2), compiled[2]
     dynamo.reset()
@@ -160,22 +165,22 @@ def test_fp8_weights_have_only_amax_and_scales(rig, recipe):
 def test_high_precision_uses_the_gathered_weight(rig, gather):
     """After an FP8 all-gather it is the dequantized weight, otherwise the weight itself."""
     model = make(recipe="current", device=rig.device, enable_fsdp_float8_all_gather=gather)
-    whole = make(recipe="current", device=rig.device)
+    reference = make(recipe="current", device=rig.device)
     if gather:
-        fp8rs.monitor(whole).close()
-        for layer in (m for m in whole.modules() if isinstance(m, fp8rs.Float8Linear)):
+        fp8rs.monitor(reference).close()
+        for layer in (m for m in reference.modules() if isinstance(m, fp8rs.Float8Linear)):
             quantizer = fp8rs.Quantizer("current", columnwise=False)
             with torch.no_grad():
                 layer.weight.copy_(quantizer(layer.weight).dequantize())
-    assert len(fp8rs.high_precision(whole, "*")) == 5
+    assert len(fp8rs.high_precision(reference, "*")) == 5
     shard(model, rig)
     fp8rs.high_precision(model, "*")
     x = batch(rig)
     grads = []
-    for each in (whole, model):
-        y = each(x)
+    for module in (reference, model):
+        y = module(x)
         y.square().mean().backward()
-        grads.append([y, each.blocks[0].norm.weight.grad])
+        grads.append([y, module.blocks[0].norm.weight.grad])
     assert torch.equal(grads[0][0], grads[1][0])
     mean = grads[0][1].clone()
     dist.all_reduce(mean)
@@ -188,7 +193,8 @@ def test_high_precision_uses_the_gathered_weight(rig, gather):
 @pytest.mark.parametrize("fp8", [True, False], ids=["styles of ours", "torch's"])
 def test_tensor_parallel_layers_are_monitored(rig, recipe, fp8):
     """Operands that are gathered in FP8 have amax and scale only. Others have all statistics."""
-    model, mesh = blocks.converted(recipe, rig), rig.mesh(names=("tp",))
+    model = blocks.converted(recipe, rig)
+    mesh = rig.mesh(names=("tp",))
     x = blocks.tokens(rig)
     if fp8:
         parallelize_module(model, mesh, blocks.plan())

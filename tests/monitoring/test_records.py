@@ -26,7 +26,7 @@ def train(path, steps, **options):
     for _ in range(steps):
         model(torch.randn(32, 64)).square().mean().backward()
         logged.append(monitor.step())
-    return monitor, [found for found in logged if found]
+    return monitor, [statistics for statistics in logged if statistics]
 
 
 def test_a_line_is_written_for_each_step_that_is_logged(tmp_path):
@@ -40,7 +40,8 @@ def test_a_line_is_written_for_each_step_that_is_logged(tmp_path):
 
 
 def test_a_plot_is_an_image(tmp_path):
-    path, picture = tmp_path / "run.jsonl", tmp_path / "run.png"
+    path = tmp_path / "run.jsonl"
+    picture = tmp_path / "run.png"
     train(path, 5)
     plot(path, picture)
     assert picture.read_bytes().startswith(b"\x89PNG")

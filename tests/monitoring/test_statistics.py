@@ -54,7 +54,7 @@ def expected(x, recipe, role):
     exact_wgrad = "wgrad" in recipe.high_precision_gemms
     if role == "grad" and block == (1, -1) and not exact_wgrad:
         x = x.t()  # the operand of wgrad is not multiplied by the weight's scales
-    found = statistics.of_blocks(
+    result = statistics.of_blocks(
         x,
         recipe.fp8_dtype(role),
         block,
@@ -62,10 +62,10 @@ def expected(x, recipe, role):
         power_2_scale=blocks.power_2_scale,
     )
     if recipe.delayed:
-        found["amax_to_history"] = 1.0
+        result["amax_to_history"] = 1.0
     if recipe.block_format(role).per_tensor:
-        del found["scale_min"]
-    return found
+        del result["scale_min"]
+    return result
 
 
 def assert_close(got, want, name):
@@ -81,7 +81,8 @@ def assert_close(got, want, name):
 def test_operand_statistics_equal_the_oracle(recipe, dtype, monkeypatch):
     monkeypatch.setattr(observe, "CHUNK", 40 * IN)  # several chunks, which split blocks of 128
     model = layer_of(recipe).to(dtype)
-    x, dy = wild(3, TOKENS // 3, IN).to(dtype), wild(3, TOKENS // 3, OUT, seed=2).to(dtype)
+    x = wild(3, TOKENS // 3, IN).to(dtype)
+    dy = wild(3, TOKENS // 3, OUT, seed=2).to(dtype)
     got = step(model, fp8rs.monitor(model), x.requires_grad_(), dy)
     operands = {"input": x.detach().flatten(0, 1), "weight": model[0].weight.detach()}
     operands["grad"] = dy.flatten(0, 1)
@@ -98,7 +99,8 @@ def test_values_above_a_delayed_scale_saturate():
     model = layer_of("delayed")
     monitor = fp8rs.monitor(model, every=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    x, dy = wild(TOKENS, IN), wild(TOKENS, OUT, seed=2)
+    x = wild(TOKENS, IN)
+    dy = wild(TOKENS, OUT, seed=2)
     for _ in range(2):
         step(model, monitor, x, dy)
         optimizer.step()
@@ -123,7 +125,8 @@ def test_blocks_of_rounded_down_scales_saturate():
 def test_a_gradient_for_a_frozen_rowwise_weight_has_its_scales():
     """Only dgrad needs it, so it is quantized after it is multiplied by the row scales."""
     model = layer_of("rowwise").requires_grad_(False)
-    x, dy = wild(TOKENS, IN).requires_grad_(), wild(TOKENS, OUT, seed=2)
+    x = wild(TOKENS, IN).requires_grad_()
+    dy = wild(TOKENS, OUT, seed=2)
     got = step(model, fp8rs.monitor(model), x, dy)
     spec = quant_spec(model[0].recipe, "weight")
     scales = spec.scale_from_amax(model[0].weight.abs().amax(1))
@@ -144,31 +147,32 @@ def test_monitor_does_not_change_training(device, recipe):
     runs = []
     for model in (plain, watched):
         optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-        seen = []
+        tensors = []
         for n in range(4):
             x = torch.randn(48, 64, generator=torch.Generator().manual_seed(n)).to(device)
             loss = model(x).square().mean()
             loss.backward()
-            seen += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+            tensors += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
             optimizer.step()
             optimizer.zero_grad()
             if model is watched:
                 assert bool(monitor.step()) == (n % 2 == 0)
-        runs.append([*seen, *model.buffers()])
+        runs.append([*tensors, *model.buffers()])
     for a, b in zip(*runs, strict=True):
         assert torch.equal(a, b)
 
 
 def test_micro_batches_are_one_step():
     model = layer_of("rowwise")
-    x, dy = wild(TOKENS, IN), wild(TOKENS, OUT, seed=2)
-    whole = step(model, fp8rs.monitor(model), x, dy)
+    x = wild(TOKENS, IN)
+    dy = wild(TOKENS, OUT, seed=2)
+    logged = step(model, fp8rs.monitor(model), x, dy)
     monitor = fp8rs.monitor(model)
     for part, of in zip(x.split(50), dy.split(50), strict=True):
         model(part).backward(of)
     parts = monitor.step()
-    assert parts.keys() == whole.keys()
-    for name, value in whole.items():
+    assert parts.keys() == logged.keys()
+    for name, value in logged.items():
         if "grad" not in name:  # scales of gradients depend on the micro-batch
             assert parts[name] == pytest.approx(value, rel=2e-6), name
 
@@ -177,7 +181,8 @@ def test_micro_batches_are_one_step():
 def test_a_recomputation_changes_no_statistic(reentrant):
     """Its operands are counted twice, which does not change shares or ratios."""
     model = layer_of("block")
-    x, dy = wild(TOKENS, IN).requires_grad_(), wild(TOKENS, OUT, seed=2)
+    x = wild(TOKENS, IN).requires_grad_()
+    dy = wild(TOKENS, OUT, seed=2)
     plain = step(model, fp8rs.monitor(model), x, dy)
     monitor = fp8rs.monitor(model)
     checkpoint(model, x, use_reentrant=reentrant).backward(dy)
@@ -186,13 +191,14 @@ def test_a_recomputation_changes_no_statistic(reentrant):
 
 def test_evaluations_are_not_monitored():
     model = layer_of("current")
-    x, dy = wild(TOKENS, IN), wild(TOKENS, OUT, seed=2)
-    whole = step(model, fp8rs.monitor(model), x, dy)
+    x = wild(TOKENS, IN)
+    dy = wild(TOKENS, OUT, seed=2)
+    logged = step(model, fp8rs.monitor(model), x, dy)
     monitor = fp8rs.monitor(model)
     model.eval()
     model(100 * x)
     model.train()
-    assert step(model, monitor, x, dy) == whole
+    assert step(model, monitor, x, dy) == logged
 
 
 def test_high_precision_operands_have_no_statistics():
@@ -230,13 +236,13 @@ def test_worst_names_layers_with_the_least_sqnr():
     monitor = fp8rs.monitor(model)
     assert monitor.worst() == []
     step(model, monitor, wild(32, 64, spread=0.1), wild(32, 64, seed=2, spread=0.1))
-    found = monitor.worst()
-    assert sorted(one.layer for one in found) == ["0", "1", "2", "3"]
-    assert [one.sqnr_db for one in found] == sorted(one.sqnr_db for one in found)
-    assert found[:2] == monitor.worst(2)
-    for one in found:
-        losses = {o: monitor.latest[f"fp8/{one.layer}/{o}/sqnr_db"] for o in ROLES}
-        assert (one.operand, one.sqnr_db) == min(losses.items(), key=lambda item: item[1])
+    worst = monitor.worst()
+    assert sorted(record.layer for record in worst) == ["0", "1", "2", "3"]
+    assert [record.sqnr_db for record in worst] == sorted(record.sqnr_db for record in worst)
+    assert worst[:2] == monitor.worst(2)
+    for record in worst:
+        losses = {o: monitor.latest[f"fp8/{record.layer}/{o}/sqnr_db"] for o in ROLES}
+        assert (record.operand, record.sqnr_db) == min(losses.items(), key=lambda item: item[1])
 
 
 def test_copies_and_closed_monitors_are_not_monitored():
@@ -296,19 +302,22 @@ def test_a_logged_step_has_one_copy_to_the_host_and_others_none(recipe):
     if recipe == "block":
         skip_without_block_gemms(device)
     model = layer_of(recipe, device)
-    x, dy = wild(TOKENS, IN).to(device), wild(TOKENS, OUT, seed=2).to(device)
+    x = wild(TOKENS, IN).to(device)
+    dy = wild(TOKENS, OUT, seed=2).to(device)
     monitor = fp8rs.monitor(model, every=3)
     for _ in range(3):  # load modules and fill caches
         step(model, monitor, x, dy)
     torch.cuda.synchronize()
     counts = []
     for _ in range(4):
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as recorded_warnings:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")  # warns that it is a prototype
             try:
                 step(model, monitor, x, dy)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        counts.append(sum("synchronizing CUDA operation" in str(w.message) for w in seen))
+        counts.append(
+            sum("synchronizing CUDA operation" in str(w.message) for w in recorded_warnings)
+        )
     assert counts == [1, 0, 0, 1]

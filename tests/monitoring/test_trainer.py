@@ -42,10 +42,10 @@ class Tracker(TrainerCallback):
     """Stands for TensorBoard, W&B and the others."""
 
     def __init__(self):
-        self.seen = []
+        self.logs = []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        self.seen.append((state.global_step, dict(logs)))
+        self.logs.append((state.global_step, dict(logs)))
 
 
 def test_statistics_go_to_the_trackers_and_nowhere_else(tmp_path, monkeypatch, capsys):
@@ -66,7 +66,7 @@ def test_statistics_go_to_the_trackers_and_nowhere_else(tmp_path, monkeypatch, c
     trainer.add_callback(callback)
     trainer.train()
     [tracker] = [c for c in trainer.callback_handler.callbacks if isinstance(c, Tracker)]
-    reported = [(step, logs) for step, logs in tracker.seen if any("fp8/" in n for n in logs)]
+    reported = [(step, logs) for step, logs in tracker.logs if any("fp8/" in n for n in logs)]
     assert [step for step, _ in reported] == [1, 3, 5]
     name = "fp8/model.layers.0.self_attn.q_proj/input/sqnr_db"
     assert all(20 < logs[name] < 60 for _, logs in reported)
@@ -86,17 +86,17 @@ class Kept(GeneralTracker):
 
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.logs = []
 
     @property
     def tracker(self):
-        return self.seen
+        return self.logs
 
     def store_init_configuration(self, values):
         pass
 
     def log(self, values, step, **kwargs):
-        self.seen.append((step, values))
+        self.logs.append((step, values))
 
 
 def test_accelerate_page_logs_statistics():
@@ -117,7 +117,7 @@ def test_accelerate_page_logs_statistics():
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
     names = {"model": model, "optimizer": optimizer, "data": data, "accelerator": accelerator}
     exec(code, names)
-    [(step, logged)] = tracker.seen  # the first of two steps
+    [(step, logged)] = tracker.logs  # the first of two steps
     assert step == 1
     assert len(logged) == 7 * 18
     assert all(type(value) is float for value in logged.values())

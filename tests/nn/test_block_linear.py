@@ -74,7 +74,8 @@ def close(device, dtype, k):
 
 
 def compare(device, module, blocks, x, dy, grad_dtype=E4M3):
-    w, b = module.weight, module.bias
+    w = module.weight
+    b = module.bias
     got = results(module, x, w, b, dy)
     want = results(lambda x: linear(x, w, b, blocks, grad_dtype), x, w, b, dy)
     rows = x.shape[:-1].numel()
@@ -95,7 +96,8 @@ def compare(device, module, blocks, x, dy, grad_dtype=E4M3):
 def test_every_shape(device, name, shape, bias, dtype):
     lead, ins, outs = shape
     module = layer(device, ins, outs, CHOSEN[name], dtype, bias)
-    x, dy = data(device, *lead, ins, dtype=dtype), data(device, *lead, outs, dtype=dtype, seed=2)
+    x = data(device, *lead, ins, dtype=dtype)
+    dy = data(device, *lead, outs, dtype=dtype, seed=2)
     compare(device, module, blocks_of(CHOSEN[name]), x, dy)
 
 
@@ -103,7 +105,8 @@ def test_every_shape(device, name, shape, bias, dtype):
 @pytest.mark.parametrize("power_2_scale", [False, True])
 def test_tolerance_covers_tensor_core_accumulation(k, power_2_scale):
     """The tolerance holds for emulated tensor cores and is not much larger than their error."""
-    a, b = data("cpu", 128, k), data("cpu", 130, k, seed=2)
+    a = data("cpu", 128, k)
+    b = data("cpu", 130, k, seed=2)
     (a, _), (b, _) = (quantize(m, E4M3, (1, -1), power_2_scale=power_2_scale) for m in (a, b))
     exact = a.double() @ b.double().t()
     off = (tensor_core_sums(a, b) - exact).abs().max() / exact.abs().max()
@@ -115,7 +118,8 @@ def test_tolerance_covers_tensor_core_accumulation(k, power_2_scale):
 def test_hybrid(device, name):
     recipe = replace(CHOSEN[name], fp8_format="hybrid")
     module = layer(device, 72, 48, recipe)
-    x, dy = data(device, 50, 72), data(device, 50, 48, seed=2)
+    x = data(device, 50, 72)
+    dy = data(device, 50, 48, seed=2)
     compare(device, module, blocks_of(CHOSEN[name]), x, dy, E5M2)
 
 
@@ -138,8 +142,10 @@ def test_mxfp8_options(device, rounding, block):
 @every_recipe
 def test_gradients_approximate_high_precision(device, name):
     module = layer(device, 256, 128, CHOSEN[name])
-    x, dy = data(device, 512, 256), data(device, 512, 128, seed=2)
-    w, b = module.weight, module.bias
+    x = data(device, 512, 256)
+    dy = data(device, 512, 128, seed=2)
+    w = module.weight
+    b = module.bias
     got = results(module, x, w, b, dy)
     want = results(lambda x: nn.functional.linear(x, w, b), x, w, b, dy)
     for result, value in zip(got, want, strict=True):

@@ -32,15 +32,15 @@ small = partial(build, blocks=1)
 def train(model, run, device, steps=4, lengths=(8,)):
     """Train and return the losses and gradients of each step."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    seen = []
+    results = []
     for n in range(steps):
         y = run(batch(device, n, lengths[n % len(lengths)]))
         loss = y.float().square().mean()
         loss.backward()
-        seen.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
         optimizer.step()
         optimizer.zero_grad()
-    return seen
+    return results
 
 
 def assert_equal(a, b):
@@ -58,7 +58,8 @@ def _supported(request, device):
 @every_recipe
 @pytest.mark.parametrize("gather", [True, False])
 def test_a_model_is_one_graph(device, recipe, gather):
-    eager, model = build(recipe, device, gather=gather), build(recipe, device, gather=gather)
+    eager = build(recipe, device, gather=gather)
+    model = build(recipe, device, gather=gather)
     with counting() as backend:
         compiled = torch.compile(model, fullgraph=True, backend=backend)
         assert_equal(train(eager, eager, device), train(model, compiled, device))
@@ -67,7 +68,8 @@ def test_a_model_is_one_graph(device, recipe, gather):
 
 @a_few_recipes
 def test_equal_blocks_are_one_graph(device, recipe):
-    eager, model = build(recipe, device), build(recipe, device)
+    eager = build(recipe, device)
+    model = build(recipe, device)
     with counting() as backend:
         for block in model.blocks:
             block.compile(fullgraph=True, backend=backend)
@@ -77,7 +79,8 @@ def test_equal_blocks_are_one_graph(device, recipe):
 
 @each_kind_of_recipe
 def test_a_layer_is_one_graph(device, recipe):
-    eager, model = small(recipe, device), small(recipe, device)
+    eager = small(recipe, device)
+    model = small(recipe, device)
     with counting() as backend:
         model.head.compile(fullgraph=True, backend=backend)
         assert_equal(train(eager, eager, device), train(model, model, device))
@@ -87,7 +90,8 @@ def test_a_layer_is_one_graph(device, recipe):
 def test_an_input_quantized_in_two_ways_is_one_graph(device):
     skip_without_block_gemms(device)
     recipe = fp8rs.Float8BlockScaling(wgrad_input_block=(128, 128))
-    eager, model = small(recipe, device), small(recipe, device)
+    eager = small(recipe, device)
+    model = small(recipe, device)
     with counting() as backend:
         compiled = torch.compile(model, fullgraph=True, backend=backend)
         assert_equal(train(eager, eager, device), train(model, compiled, device))
@@ -101,7 +105,8 @@ def plainly(block, x):
 @a_few_recipes
 @pytest.mark.parametrize("wrap", [plainly, selective])
 def test_checkpointing_inside(device, recipe, wrap):
-    eager, model = build(recipe, device), build(recipe, device, wrap)
+    eager = build(recipe, device)
+    model = build(recipe, device, wrap)
     checkpointed = build(recipe, device, wrap)
     expected = train(eager, eager, device)
     assert_equal(expected, train(checkpointed, checkpointed, device))
@@ -114,7 +119,8 @@ def test_checkpointing_inside(device, recipe, wrap):
 @pytest.mark.parametrize("scaling", ["current", "delayed"])
 def test_a_checkpoint_of_the_whole_model_compiles(device, scaling):
     """Histories roll although the root's hooks do not run."""
-    eager, model = build(scaling, device), build(scaling, device)
+    eager = build(scaling, device)
+    model = build(scaling, device)
     compiled = torch.compile(
         lambda x: checkpoint(model, x, use_reentrant=False), fullgraph=True, backend="aot_eager"
     )
@@ -124,7 +130,8 @@ def test_a_checkpoint_of_the_whole_model_compiles(device, scaling):
 @a_few_recipes
 def test_evaluation_and_training(device, recipe):
     """Training and evaluation have one graph each. Neither is compiled again."""
-    eager, model = small(recipe, device), small(recipe, device)
+    eager = small(recipe, device)
+    model = small(recipe, device)
     train(eager, eager, device, steps=3)
     train(model, model, device, steps=3)  # delayed scaling has scales now
     with counting() as backend:
@@ -145,7 +152,8 @@ def test_sequence_lengths_do_not_recompile(device, recipe, monkeypatch):
     pad_tokens(monkeypatch, "cuda")
     # Use at least two blocks of 128 tokens: torch specializes a size of 1.
     lengths = (136, 200, 152, 168, 184)
-    eager, model = small(recipe, device), small(recipe, device)
+    eager = small(recipe, device)
+    model = small(recipe, device)
     with counting() as backend:
         compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
         assert_equal(
@@ -166,7 +174,8 @@ def test_sequence_lengths_do_not_recompile(device, recipe, monkeypatch):
 def test_data_dependent_token_counts(device, recipe, monkeypatch):
     """One graph serves any number of tokens, including none, as an expert requires."""
     pad_tokens(monkeypatch, "cuda")
-    eager, model = small(recipe, device), small(recipe, device)
+    eager = small(recipe, device)
+    model = small(recipe, device)
     train(eager, eager, device, steps=3), train(model, model, device, steps=3)  # scales exist now
 
     def chosen(model, x, keep):
@@ -176,14 +185,15 @@ def test_data_dependent_token_counts(device, recipe, monkeypatch):
         x = batch(device, n, 80).flatten(0, 1).requires_grad_()
         y = function(model, x, torch.arange(160, device=device) * 7 % 160 < count)
         y.float().square().sum().backward()
-        seen = [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+        tensors = [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
         model.zero_grad()
-        return seen
+        return tensors
 
     with counting() as backend, dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(chosen, fullgraph=True, backend=backend)
         for n, count in enumerate((140, 37, 1, 0)):
-            want, got = run(chosen, eager, n, count), run(compiled, model, n, count)
+            want = run(chosen, eager, n, count)
+            got = run(compiled, model, n, count)
             assert want[0].shape == (count, 48)
             assert_equal([want], [got])
         assert backend.frame_count == 1
@@ -318,7 +328,9 @@ def divided(model, x):
 def test_inputs_are_recomputed_and_quantized_once(device, recipe):
     """By default, a compiler recomputes inputs, such as a norm's output, and saves no codes."""
     kind = resolve_recipe(RECIPES[recipe])
-    tokens, counts, results = 128, {}, {}
+    tokens = 128
+    counts = {}
+    results = {}
     exact_wgrad = "wgrad" in kind.high_precision_gemms
     for save_input in (exact_wgrad, None):
         torch.manual_seed(0)
@@ -334,11 +346,13 @@ def test_inputs_are_recomputed_and_quantized_once(device, recipe):
         counts[save_input] = sum("quantize" in n and "dequantize" not in n for n in operators)
         results[save_input] = [x.grad, *(p.grad for p in model.parameters())]
         masters = {p.data_ptr() for p in (*model.parameters(), x)}
-        kept = [t for t in saved if t.numel() >= tokens * WIDTH and t.data_ptr() not in masters]
-        codes = [t for t in kept if t.dtype.itemsize == 1]
+        saved_inputs = [
+            t for t in saved if t.numel() >= tokens * WIDTH and t.data_ptr() not in masters
+        ]
+        codes = [t for t in saved_inputs if t.dtype.itemsize == 1]
         if save_input is not False:
             # Saved are the outputs of w1 and w3, but neither codes nor the norm's output.
-            assert sorted(tuple(t.shape) for t in kept) == [(tokens, 2 * WIDTH)] * 2
+            assert sorted(tuple(t.shape) for t in saved_inputs) == [(tokens, 2 * WIDTH)] * 2
         else:
             assert sorted(t.numel() for t in codes) == [tokens * WIDTH, tokens * 2 * WIDTH]
     if exact_wgrad:
@@ -355,7 +369,8 @@ def test_inputs_are_recomputed_and_quantized_once(device, recipe):
 @each_recipe("delayed", "mxfp8", of=[name for name in RECIPES if name != "rowwise_with_gw_hp"])
 def test_codes_may_be_saved(device, recipe):
     kind = dataclasses.replace(resolve_recipe(RECIPES[recipe]), save_input=False)
-    eager, model = small(kind, device), small(kind, device)
+    eager = small(kind, device)
+    model = small(kind, device)
     with counting() as backend:
         compiled = torch.compile(model, fullgraph=True, backend=backend)
         assert_equal(train(eager, eager, device), train(model, compiled, device))
@@ -371,7 +386,8 @@ def test_cuda_graphs_of_a_compiled_model(device, recipe):
         pytest.skip("CUDA graphs need a GPU")
     from torch._inductor.cudagraph_trees import get_manager
 
-    eager, model = small(recipe, device), small(recipe, device)
+    eager = small(recipe, device)
+    model = small(recipe, device)
     dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
 

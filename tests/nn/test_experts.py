@@ -14,6 +14,7 @@ from fp8rs.gemm import estimates
 from fp8rs.nn import grouped_function
 from fp8rs.nn.functional import grouped_linear
 from language_models import mixture
+from saved_tensors import saved_tensors
 
 E, HIDDEN, WIDTH = 4, 64, 48
 
@@ -29,7 +30,8 @@ class Experts(nn.Module):
             values = torch.randn(*shape, device="cpu") * shape[-1] ** -0.5
             return nn.Parameter(values.to(device, torch.bfloat16))
 
-        self.w1, self.w3 = weight(E, WIDTH, HIDDEN), weight(E, WIDTH, HIDDEN)
+        self.w1 = weight(E, WIDTH, HIDDEN)
+        self.w3 = weight(E, WIDTH, HIDDEN)
         self.w2 = weight(E, HIDDEN, WIDTH)
 
     def forward(self, x, offs):
@@ -96,21 +98,21 @@ def gradients(function, module, x, *arguments):
 @pytest.mark.parametrize("client", CLIENTS)
 def test_grouped_gemms_of_a_module_run_on_fp8_operands(device, client):
     module = fp8rs.convert_to_float8_training(client(device), experts="fp8")
-    given = rows(device)
-    found = gradients(module, module, *given)
-    expected = gradients(module.expected, module, *given)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert not torch.equal(found[0], client(device)(*given))
+    inputs = rows(device)
+    actual = gradients(module, module, *inputs)
+    expected = gradients(module.expected, module, *inputs)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert not torch.equal(actual[0], client(device)(*inputs))
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_gathers_in_fp8_leave_the_gemms_of_unsharded_weights_alone(device, client):
     module = fp8rs.convert_to_float8_training(client(device), experts="gather")
-    given = rows(device)
+    inputs = rows(device)
     expected = client(device)
-    found = gradients(module, module, *given)
-    expected = gradients(expected, expected, *given)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual = gradients(module, module, *inputs)
+    expected = gradients(expected, expected, *inputs)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 class GateAndUp(nn.Module):
@@ -132,13 +134,16 @@ class GateAndUp(nn.Module):
 @pytest.mark.parametrize("mode", ["gather", "fp8"])
 def test_views_that_split_matrices_are_multiplied_in_high_precision(device, mode, width):
     """They have no codes of their own, and sizes that FP8 GEMMs may not support."""
-    module, plain = GateAndUp(device, width), GateAndUp(device, width)
+    module = GateAndUp(device, width)
+    plain = GateAndUp(device, width)
     fp8rs.convert_to_float8_training(module, experts=mode, fp8_weights=True)
     with torch.no_grad():
         plain.w13.copy_(module.w13.dequantize())
     x, offs = rows(device)
-    leaf, plain_leaf = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, wanted = module(leaf, offs), plain(plain_leaf, offs)
+    leaf = x.clone().requires_grad_()
+    plain_leaf = x.clone().requires_grad_()
+    y = module(leaf, offs)
+    wanted = plain(plain_leaf, offs)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     y.backward(dy)
     wanted.backward(dy)
@@ -166,10 +171,10 @@ def test_a_compiled_module_is_one_graph_for_any_number_of_rows(device, client):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     for count in (40, 64, 200):
-        given = rows(device, count, seed=count)
-        found = gradients(compiled, module, *given)
-        expected = gradients(module, module, *given)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        inputs = rows(device, count, seed=count)
+        actual = gradients(compiled, module, *inputs)
+        expected = gradients(module, module, *inputs)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert counter.frame_count == 1
     torch._dynamo.reset()
 
@@ -204,8 +209,8 @@ def output(block):
     return run
 
 
-def error(found, expected):
-    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+def error(actual, expected):
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -242,8 +247,8 @@ def test_auto_computes_what_it_chooses(device, kind, fused, monkeypatch):
         results[mode] = gradients(lambda x, e=experts, a=(index, weights): e(x, *a), experts, x)
     chosen = "fp8" if fused and kind == "mixtral" else "gather"
     for mode in ("fp8", "gather"):
-        same = all(torch.equal(a, b) for a, b in zip(results["auto"], results[mode], strict=True))
-        assert same == (mode == chosen)
+        equal = all(torch.equal(a, b) for a, b in zip(results["auto"], results[mode], strict=True))
+        assert equal == (mode == chosen)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -265,7 +270,8 @@ def test_devices_without_fp8_gemms_compute_in_high_precision(device, kind, paral
 
 def routed(block, x):
     """The arguments of a block's experts: tokens, and each token's experts and their weights."""
-    count, k = x.shape[0] * x.shape[1], 2
+    count = x.shape[0] * x.shape[1]
+    k = 2
     experts = getattr(block, "experts", block).num_experts
     generator = torch.Generator().manual_seed(1)
     index = torch.rand(count, experts, generator=generator).argsort(1)[:, :k].to(x.device)
@@ -284,25 +290,28 @@ def test_experts_of_other_ranks_contribute_nothing(device, kind, recipe):
     expected = gradients(lambda x: experts(x, index, weights), experts, x)
     experts._is_expert_parallel = True
     away = torch.where(index == 0, experts.num_experts, index)
-    found = gradients(lambda x: experts(x, away, weights), experts, x)
+    actual = gradients(lambda x: experts(x, away, weights), experts, x)
     for a, b, name in zip(
-        found, expected, ["y", "dx", *dict(experts.named_parameters())], strict=True
+        actual, expected, ["y", "dx", *dict(experts.named_parameters())], strict=True
     ):
         if a.shape[:1] == (experts.num_experts,) and name != "y":
             assert not a[0].any(), name
-            a, b = a[1:], b[1:]
+            a = a[1:]
+            b = b[1:]
         # Rows of other experts move, which changes the order of sums.
         torch.testing.assert_close(a, b, msg=name)
 
 
 def test_a_rank_with_one_expert_computes_its_pairs_only(device):
-    many, one = (block_of("mixtral", device, num_local_experts=count).experts for count in (4, 1))
+    all_experts, local_expert = (
+        block_of("mixtral", device, num_local_experts=count).experts for count in (4, 1)
+    )
     with torch.no_grad():
-        for p, of_many in zip(one.parameters(), many.parameters(), strict=True):
+        for p, of_many in zip(local_expert.parameters(), all_experts.parameters(), strict=True):
             p.copy_(of_many[:1])
-    x, index, weights = routed(many, tokens(device))
+    x, index, weights = routed(all_experts, tokens(device))
     results = []
-    for experts in (many, one):
+    for experts in (all_experts, local_expert):
         experts._is_expert_parallel = True
         away = index.masked_fill(index != 0, experts.num_experts)
         results.append(experts(x, away, weights))
@@ -324,10 +333,10 @@ def test_a_compiled_block_does_not_recompile_for_another_number_of_tokens(
     frames = []
     for count in (24, 40, 100):
         x = tokens(device, count, seed=count)
-        found = gradients(output(compiled), block, x)
+        actual = gradients(output(compiled), block, x)
         if mode != "auto":  # eager code chooses by the number of rows
             expected = gradients(output(block), block, x)
-            for a, b in zip(found, expected, strict=True):
+            for a, b in zip(actual, expected, strict=True):
                 assert a is b is None or torch.equal(a, b)
         frames.append(counter.frame_count)
     assert len(set(frames)) == 1
@@ -341,17 +350,17 @@ def selective(ctx, op, *args, **kwargs):
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
-@pytest.mark.parametrize("how", ["whole", "selective"])
-def test_checkpointed_gradients_are_the_same(device, kind, how):
+@pytest.mark.parametrize("method", ["whole", "selective"])
+def test_checkpointed_gradients_are_the_same(device, kind, method):
     block = block_of(kind, device)
     x = tokens(device)
     options = {"use_reentrant": False}
-    if how == "selective":
+    if method == "selective":
         contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
         options["context_fn"] = lambda: contexts(selective)
     expected = gradients(output(block), block, x)
-    found = gradients(lambda x: checkpoint(output(block), x, **options), block, x)
-    for a, b in zip(found, expected, strict=True):
+    actual = gradients(lambda x: checkpoint(output(block), x, **options), block, x)
+    for a, b in zip(actual, expected, strict=True):
         assert a is b is None or torch.equal(a, b)
 
 
@@ -377,11 +386,11 @@ def test_rows_of_a_token_are_summed_by_one_operator_each_way(device, mode, suppo
         monkeypatch.setattr(grouped_function, "has_grouped_gemm", lambda device: False)
     block = block_of("qwen3_moe", device, mode)
     x, index, weights = routed(block, tokens(device))
-    with Operators() as seen:
+    with Operators() as operators:
         block.experts(x.requires_grad_(), index, weights.requires_grad_()).sum().backward()
     assert x.grad is not None
-    assert {"fp8rs::combine_rows", "fp8rs::combine_rows_backward"} <= seen.names
-    assert not {name for name in seen.names if "index_put" in name or "index_add" in name}
+    assert {"fp8rs::combine_rows", "fp8rs::combine_rows_backward"} <= operators.names
+    assert not {name for name in operators.names if "index_put" in name or "index_add" in name}
 
 
 @pytest.mark.parametrize("mode", ["fp8", "gather"])
@@ -422,16 +431,17 @@ def test_without_gradients_nothing_is_quantized_for_wgrad(device, kind):
     with ColumnwiseCodes() as training:
         expected = experts(*arguments)
     with torch.no_grad(), ColumnwiseCodes() as evaluation:
-        found = experts(*arguments)
+        actual = experts(*arguments)
     assert training.count > evaluation.count == 0
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("mode", ["fp8", "gather"])
 def test_sums_have_the_precision_of_tokens_under_autocast(device, mode):
     experts = block_of("mixtral", device, mode).experts
     x, index, scores = routed(experts, tokens(device))
-    x, scores = x.float(), scores.float().requires_grad_()
+    x = x.float()
+    scores = scores.float().requires_grad_()
     with torch.autocast(x.device.type, torch.bfloat16):
         y = experts(x, index, scores)
         with torch.no_grad():
@@ -501,11 +511,9 @@ def test_frozen_gate_and_up_save_no_activations(device):
     experts = block_of("mixtral", device).experts
     experts.gate_up_proj.requires_grad_(False)
     x, index, scores = routed(experts, tokens(device))
-    shapes = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: shapes.append((t.dtype, tuple(t.shape))) or t, lambda t: t
-    ):
+    with saved_tensors() as saved:
         y = experts(x, index, scores)
+    shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in saved]
     y.sum().backward()
     assert experts.down_proj.grad.any()
     assert (x.dtype, (index.numel(), 2 * 48)) not in shapes
@@ -521,13 +529,13 @@ def test_one_gradient_of_experts_is_what_it_is_with_all(device, wanted):
     y = experts(x, index, scores)
     dy = torch.randn_like(y)
     expected = torch.autograd.grad(y, list(inputs.values()), dy, retain_graph=True)
-    (found,) = torch.autograd.grad(y, inputs[wanted], dy, retain_graph=True)
-    assert torch.equal(found, expected[list(inputs).index(wanted)])
+    (actual,) = torch.autograd.grad(y, inputs[wanted], dy, retain_graph=True)
+    assert torch.equal(actual, expected[list(inputs).index(wanted)])
     for name, t in inputs.items():
         t.requires_grad_(name == wanted)
     experts.gate_up_proj.requires_grad_(False)
-    (found,) = torch.autograd.grad(experts(x, index, scores), inputs[wanted], dy)
-    assert torch.equal(found, expected[list(inputs).index(wanted)])
+    (actual,) = torch.autograd.grad(experts(x, index, scores), inputs[wanted], dy)
+    assert torch.equal(actual, expected[list(inputs).index(wanted)])
 
 
 def test_experts_without_tokens_have_gradients(device):
@@ -546,19 +554,16 @@ def test_no_permuted_tokens_are_saved(device):
     """A gated MLP saves its inputs as codes, and one high-precision tensor of all rows."""
     block = block_of("mixtral", device)
     x, index, weights = routed(block, tokens(device))
-    shapes = []
-
-    def pack(t):
-        shapes.append((t.dtype, tuple(t.shape)))
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        block.experts(x.requires_grad_(), index, weights)
     count = index.numel()
-    saved = [shape for dtype, shape in shapes if dtype == torch.bfloat16 and shape[:1] == (count,)]
-    assert saved == [(count, 2 * 48)]
-    shapes.clear()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+
+    def shapes_of_rows(saved):
+        rows = [t for t in saved if t.dtype == torch.bfloat16 and t.shape[:1] == (count,)]
+        return [tuple(t.shape) for t in rows]
+
+    with saved_tensors() as saved:
+        block.experts(x.requires_grad_(), index, weights)
+    assert shapes_of_rows(saved) == [(count, 2 * 48)]
+    with saved_tensors() as saved:
         block.experts(x, index, weights.requires_grad_())
-    saved = [shape for dtype, shape in shapes if dtype == torch.bfloat16 and shape[:1] == (count,)]
-    assert saved == [(count, 2 * 48), (count, 64)]  # the gradient of scores needs the output's rows
+    # The gradient of scores needs the output's rows.
+    assert shapes_of_rows(saved) == [(count, 2 * 48), (count, 64)]

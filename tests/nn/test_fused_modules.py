@@ -250,7 +250,8 @@ def test_cross_attention_quantizes_its_two_inputs(device):
         input_layernorm=True,
         recipe="current",
     ).to(device)
-    x, source = draw(device), draw(device, shape=(2, 13, WIDTH), seed=1)
+    x = draw(device)
+    source = draw(device, shape=(2, 13, WIDTH), seed=1)
     with counted_fusions() as decisions:
         y = attention(x, encoder_output=source)
     assert decisions == [True]

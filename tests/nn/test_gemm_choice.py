@@ -11,6 +11,7 @@ import fp8rs
 from fp8rs.gemm import estimates
 from fp8rs.model import gemm_choice
 from gemms import counted_gemms
+from saved_tensors import saved_tensors
 
 TOKENS = 32
 
@@ -51,11 +52,11 @@ def test_few_tokens_compute_in_high_precision_and_many_in_fp8(recipe, fp8_weight
     auto = model(**options)
     fp8 = model(gemms="fp8", **options)
     few = torch.randn(TOKENS - 1, 32)
-    many = torch.randn(2, TOKENS // 2, 32)
+    many_tokens = torch.randn(2, TOKENS // 2, 32)
     for _ in range(2):  # histories do not depend on calls in high precision
         for ours, theirs in zip(outputs(auto, few), outputs(plain(auto), few), strict=True):
             assert torch.equal(ours, theirs)
-        for ours, theirs in zip(outputs(auto, many), outputs(fp8, many), strict=True):
+        for ours, theirs in zip(outputs(auto, many_tokens), outputs(fp8, many_tokens), strict=True):
             assert torch.equal(ours, theirs)
 
 
@@ -69,8 +70,7 @@ def test_a_quantized_input_is_multiplied_in_fp8():
 
 def test_fp8_weights_are_dequantized_again_in_the_backward():
     layers = model(fp8_weights=True)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         y = layers(torch.randn(4, 32, requires_grad=True))
     shapes = [tuple(tensor.shape) for tensor in saved]
     assert (48, 32) not in shapes and (32, 48) not in shapes

@@ -26,7 +26,8 @@ class Mlp(nn.Module):
 
     def forward(self, x):
         h = self.norm(x)
-        gate, up = self.linear(self.gate, h), self.linear(self.up, h)
+        gate = self.linear(self.gate, h)
+        up = self.linear(self.up, h)
         return x + self.linear(self.down, nn.functional.silu(gate) * up)
 
 
@@ -35,7 +36,7 @@ class Codes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.made = []
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -47,11 +48,11 @@ class Codes(TorchDispatchMode):
                     for value, argument in zip(args, func._schema.arguments, strict=False)
                     if argument.alias_info is not None
                 ]
-                self.made.append((name, [t.clone() for t in tensors((out, written))]))
+                self.calls.append((name, [t.clone() for t in tensors((out, written))]))
         return out
 
     def by(self, name):
-        return [made for by, made in self.made if by == name]
+        return [outputs for by, outputs in self.calls if by == name]
 
 
 def tensors(value):
@@ -69,7 +70,9 @@ def models(device, fp8_format="e4m3", dtype=torch.float32):
     def simulate(module, x):
         return linear(x, module.weight, module.bias, grad_dtype=grad_dtype)
 
-    fp8, simulated, plain = Mlp(), Mlp(simulate), Mlp()
+    fp8 = Mlp()
+    simulated = Mlp(simulate)
+    plain = Mlp()
     for model in (fp8, simulated, plain):
         model.load_state_dict(plain.state_dict())
         model.to(device, dtype)
@@ -96,7 +99,8 @@ def run(model, dtype=torch.float32):
 @pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
 def test_gradients_equal_the_simulation(device, fp8_format):
     fp8, simulated, plain = models(device, fp8_format)
-    (loss, grads), (expected_loss, expected) = run(fp8), run(simulated)
+    loss, grads = run(fp8)
+    expected_loss, expected = run(simulated)
     _, exact = run(plain)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
     # FP8 tensor cores round partial sums to about 14 bits. The norms of this model amplify it.
@@ -115,7 +119,8 @@ def test_gradients_equal_the_simulation(device, fp8_format):
 
 def keep_operands(model):
     """Record the inputs and output gradients of the layers in one forward and backward."""
-    inputs, gradients = {}, {}
+    inputs = {}
+    gradients = {}
 
     def keep(name, x, y):
         inputs[name] = x.detach().flatten(0, -2)
@@ -137,17 +142,18 @@ def test_operands_equal_the_simulation(device, fp8_format):
     inputs, gradients = keep_operands(fp8)
     with Codes() as codes:
         run(fp8)
-    made, remade = codes.by("quantize_current"), codes.by("quantize")
+    operands = codes.by("quantize_current")
+    remade = codes.by("quantize")
     weights = {name: getattr(fp8, name).weight.detach() for name in ("gate", "up", "down")}
     # In call order. Autograd chooses the order of the gradients of up and gate.
     forward = [inputs["gate"], weights["gate"], weights["up"], inputs["down"], weights["down"]]
     assert inputs["up"].data_ptr() == inputs["gate"].data_ptr(), "quantized once"
     backward = [gradients["down"], gradients["up"], gradients["gate"]]
-    assert (len(made), len(remade)) == (len(forward) + len(backward), len(weights))
+    assert (len(operands), len(remade)) == (len(forward) + len(backward), len(weights))
     grad_dtype = E4M3 if fp8_format == "e4m3" else E5M2
     dtypes = [E4M3] * len(forward) + [grad_dtype] * len(backward)
     compared = 0
-    for x, dtype, (row, col, scale) in zip(forward + backward, dtypes, made, strict=True):
+    for x, dtype, (row, col, scale) in zip(forward + backward, dtypes, operands, strict=True):
         expected = scale_from_amax(x.abs().max(), dtype)
         assert torch.equal(scale, expected)
         bytes_ = quantize(x, expected, dtype)
@@ -171,10 +177,8 @@ def test_operands_equal_the_simulation(device, fp8_format):
 
 def test_bf16_gradients_equal_the_simulation(device):
     fp8, simulated, _ = models(device, dtype=torch.bfloat16)
-    (loss, grads), (expected_loss, expected) = (
-        run(fp8, torch.bfloat16),
-        run(simulated, torch.bfloat16),
-    )
+    loss, grads = run(fp8, torch.bfloat16)
+    expected_loss, expected = run(simulated, torch.bfloat16)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-2, atol=0)
     for a, b in zip(grads, expected, strict=True):
         assert relative(a, b) < 2e-2
@@ -230,14 +234,15 @@ def test_two_runs_with_one_seed_give_the_same_bytes(device, recipe):
 
     torch.use_deterministic_algorithms(True)
     try:
-        first, second = train(), train()
+        first = train()
+        second = train()
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(first[2], second[2], strict=True))
     for operator, count in OPERATORS[recipe].items():
         assert len(first[1].by(operator)) == 4 * count
-    for (name, a), (other, b) in zip(first[1].made, second[1].made, strict=True):
+    for (name, a), (other, b) in zip(first[1].calls, second[1].calls, strict=True):
         assert name == other
         assert sum(t.numel() for t in a) > 0
         for x, y in zip(a, b, strict=True):

@@ -40,8 +40,10 @@ def operands(device, case, dtype=torch.bfloat16):
     def normal(*shape):
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    x, weight = normal(sum(lengths) + more, IN), normal(len(lengths), OUT, IN)
-    bias, dy = normal(len(lengths), OUT), normal(sum(lengths) + more, OUT)
+    x = normal(sum(lengths) + more, IN)
+    weight = normal(len(lengths), OUT, IN)
+    bias = normal(len(lengths), OUT)
+    dy = normal(sum(lengths) + more, OUT)
     offs = torch.tensor(lengths, device=device).cumsum(0).to(torch.int32)
     return x, weight, bias, offs, dy
 
@@ -49,7 +51,8 @@ def operands(device, case, dtype=torch.bfloat16):
 def reference(x, weight, bias, offs, dy):
     """The output and the gradients in fp64."""
     x, weight, bias = (t.double().requires_grad_() for t in (x, weight, bias))
-    parts, start = [], 0
+    parts = []
+    start = 0
     for group, end in enumerate(offs.tolist()):
         parts.append(x[start:end] @ weight[group].t() + bias[group])
         start = end
@@ -65,17 +68,18 @@ def run(x, weight, bias, offs, dy, **options):
     return y.detach(), x.grad, weight.grad, bias.grad
 
 
-def error(found, wanted):
+def error(actual, wanted):
     scale = wanted.norm()
-    return 0.0 if scale == 0 and not found.any() else ((found - wanted).norm() / scale).item()
+    return 0.0 if scale == 0 and not actual.any() else ((actual - wanted).norm() / scale).item()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("case", list(LENGTHS))
 def test_each_group_is_multiplied_by_its_own_matrix(device, case, dtype):
-    given = operands(device, case, dtype)
-    found, wanted = run(*given), reference(*given)
-    for name, a, b in zip(("y", "dx", "dw", "db"), found, wanted, strict=True):
+    inputs = operands(device, case, dtype)
+    actual = run(*inputs)
+    wanted = reference(*inputs)
+    for name, a, b in zip(("y", "dx", "dw", "db"), actual, wanted, strict=True):
         assert a.shape == b.shape and a.dtype == dtype, name
         # E4M3 rounds to 1/16 of a value: two operands of independent errors.
         assert error(a, b) < (0.01 if name == "db" else 0.05), name
@@ -84,7 +88,8 @@ def test_each_group_is_multiplied_by_its_own_matrix(device, case, dtype):
 def test_rows_after_the_last_group_are_not_read(device):
     x, weight, bias, offs, dy = operands(device, "rows after the last group")
     expected = run(x, weight, bias, offs, dy)
-    x[offs[-1] :], dy[offs[-1] :] = float("nan"), float("nan")
+    x[offs[-1] :] = float("nan")
+    dy[offs[-1] :] = float("nan")
     for a, b in zip(run(x, weight, bias, offs, dy), expected, strict=True):
         assert torch.equal(a, b)
 
@@ -95,10 +100,10 @@ def test_a_group_is_independent_of_the_others(device):
     expected = run(x, weight, bias, offs, dy)
     weight[2] *= 100
     x[5:38] *= 100
-    found = run(x, weight, bias, offs, dy)
-    for a, b in zip(found[:2], expected[:2], strict=True):
+    actual = run(x, weight, bias, offs, dy)
+    for a, b in zip(actual[:2], expected[:2], strict=True):
         assert torch.equal(a[:5], b[:5]) and torch.equal(a[38:], b[38:])
-    for a, b in zip(found[2:], expected[2:], strict=True):
+    for a, b in zip(actual[2:], expected[2:], strict=True):
         assert torch.equal(a[[0, 1, 3]], b[[0, 1, 3]])
 
 
@@ -120,19 +125,21 @@ def test_codes_of_a_gathered_weight_are_used_as_they_are(device, recipe, transpo
     x, weight, bias, offs, dy = operands(device, "uneven")
     if transposed:
         x, bias, dy = dy, x[: len(bias)], x
-    found = []
+    results = []
     for stored in (weight, quantized(weight, recipe)):
         leaves = [t.detach().requires_grad_() for t in (x, stored, bias)]
-        given = leaves[1].transpose(-2, -1) if transposed else leaves[1]
-        y = grouped_linear(leaves[0], given, offs, bias=leaves[2], recipe=recipe)
+        weight_operand = leaves[1].transpose(-2, -1) if transposed else leaves[1]
+        y = grouped_linear(leaves[0], weight_operand, offs, bias=leaves[2], recipe=recipe)
         y.backward(dy)
-        found.append([y.detach(), *(leaf.grad for leaf in leaves)])
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
         assert leaves[1].grad.shape == weight.shape
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     values = weight.transpose(-2, -1) if transposed else weight
     wanted = [values, bias, offs]
     y, dx, dw, db = reference(x, *wanted, dy)
-    for a, b in zip(found[0], (y, dx, dw.transpose(-2, -1) if transposed else dw, db), strict=True):
+    for a, b in zip(
+        results[0], (y, dx, dw.transpose(-2, -1) if transposed else dw, db), strict=True
+    ):
         assert error(a, b) < 0.05
 
 
@@ -144,9 +151,9 @@ def test_other_recipes_multiply_the_dequantized_weight(device, recipe, transpose
         x, bias, dy = dy, x[: len(bias)], x
     gathered = quantized(weight, recipe).requires_grad_()
     leaf = x.clone().requires_grad_()
-    given = gathered.transpose(-2, -1) if transposed else gathered
-    grouped_linear(leaf, given, offs, bias=bias, recipe=recipe).backward(dy)
-    values = given.detach().dequantize()
+    weight_operand = gathered.transpose(-2, -1) if transposed else gathered
+    grouped_linear(leaf, weight_operand, offs, bias=bias, recipe=recipe).backward(dy)
+    values = weight_operand.detach().dequantize()
     _, dx, dw, _ = reference(x, values, bias, offs, dy)
     assert error(leaf.grad, dx) < 0.01
     assert error(gathered.grad, dw.transpose(-2, -1) if transposed else dw) < 0.01
@@ -164,16 +171,21 @@ def rounded(x, dim):
 def simulated(x, weight, offs, dy, recipe):
     """The gradients of input and weight on rounded operands, with exact products, in fp64."""
     x, weight, dy = (t.detach().double() for t in (x, weight, dy))
-    dx, dw, start = [], [], 0
+    dx = []
+    dw = []
+    start = 0
     for group, end in enumerate(offs.tolist()):
         w = weight[group]
-        part, part_dy = x[start:end], dy[start:end]
+        part = x[start:end]
+        part_dy = dy[start:end]
         if recipe in FP8_RECIPES:
             if recipe.startswith("rowwise"):  # scales of rows are multiplied into the gradient
                 scale = w.abs().amax(1) / 448
-                w_codes, g = rounded(w, 1) / scale[:, None], rounded(part_dy * scale, 1)
+                w_codes = rounded(w, 1) / scale[:, None]
+                g = rounded(part_dy * scale, 1)
             else:
-                w_codes, g = rounded(w, (0, 1)), rounded(part_dy, 1)
+                w_codes = rounded(w, (0, 1))
+                g = rounded(part_dy, 1)
             dx.append(g @ w_codes)
             if recipe == "rowwise_with_gw_hp":
                 dw.append(part_dy.t() @ part)
@@ -189,21 +201,24 @@ def simulated(x, weight, offs, dy, recipe):
 @pytest.mark.parametrize("recipe", [*FP8_RECIPES, *PLAIN_RECIPES])
 def test_errors_of_gradients_are_those_of_a_simulation(recipe):
     """Against fp64 products of the same data, to 2%."""
-    lengths, n, k = [300, 4, 0, 96], 96, 160
+    lengths = [300, 4, 0, 96]
+    n = 96
+    k = 160
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(sum(lengths), size, generator=generator) for size in (k, n))
     weight = torch.randn(len(lengths), n, k, generator=generator)
     dy *= torch.logspace(-2, 0, n)
     offs = torch.tensor(lengths).cumsum(0).int()
-    leaf, w = x.clone().requires_grad_(), weight.clone()
+    leaf = x.clone().requires_grad_()
+    w = weight.clone()
     w = (w if recipe in FP8_RECIPES else quantized(w, recipe)).requires_grad_()
     grouped_linear(leaf, w, offs, recipe=recipe).backward(dy)
     bias = torch.zeros(len(lengths), n)
     _, dx, dw, _ = reference(x, weight, bias, offs, dy)
     errors = [error(leaf.grad, dx), error(w.grad, dw)]
-    found = zip(errors, simulated(x, weight, offs, dy, recipe), (dx, dw), strict=True)
-    for got, simulation, exact in found:
-        assert got == pytest.approx(error(simulation, exact), rel=0.02, abs=1e-6)
+    simulations = simulated(x, weight, offs, dy, recipe)
+    for actual, simulation, exact in zip(errors, simulations, (dx, dw), strict=True):
+        assert actual == pytest.approx(error(simulation, exact), rel=0.02, abs=1e-6)
 
 
 @pytest.mark.parametrize("case", list(LENGTHS))
@@ -245,20 +260,20 @@ def test_experts_run_in_high_precision_with_options_for_inputs(device, options):
 def test_rows_of_four_dimensions_are_those_of_one_matrix(device):
     x, weight, bias, offs, dy = operands(device, "uneven")
     expected = run(x, weight, bias, offs, dy)
-    found = run(x, weight.view(-1, 3, OUT // 3, IN), bias, offs, dy)
-    assert found[2].shape == (len(offs), 3, OUT // 3, IN)
-    for a, b in zip(found, expected, strict=True):
+    actual = run(x, weight.view(-1, 3, OUT // 3, IN), bias, offs, dy)
+    assert actual[2].shape == (len(offs), 3, OUT // 3, IN)
+    for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b.view(a.shape))
 
 
 def test_options_of_a_recipe_apply_to_scales(device):
-    given = operands(device, "uneven")
-    found = run(*given, recipe=fp8rs.Float8CurrentScaling(power_2_scale=True))
-    assert not torch.equal(found[0], run(*given)[0])
+    inputs = operands(device, "uneven")
+    actual = run(*inputs, recipe=fp8rs.Float8CurrentScaling(power_2_scale=True))
+    assert not torch.equal(actual[0], run(*inputs)[0])
     # Powers of two commute with the scales.
-    x, *rest = given
+    x, *others = inputs
     assert torch.equal(
-        run(x * 2, *rest, recipe=fp8rs.Float8CurrentScaling(power_2_scale=True))[1], found[1]
+        run(x * 2, *others, recipe=fp8rs.Float8CurrentScaling(power_2_scale=True))[1], actual[1]
     )
 
 
@@ -268,9 +283,9 @@ def test_autocast_computes_in_its_dtype(device, recipe):
     x, weight, bias, offs, dy = operands(device, "uneven")
     expected = run(x, weight, bias, offs, dy, recipe=recipe)
     with torch.autocast(device.type, torch.bfloat16):
-        found = run(x.float(), weight.float(), bias.float(), offs, dy, recipe=recipe)
-    assert [t.dtype for t in found] == [torch.bfloat16] + 3 * [torch.float32]
-    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(found, expected, strict=True))
+        actual = run(x.float(), weight.float(), bias.float(), offs, dy, recipe=recipe)
+    assert [t.dtype for t in actual] == [torch.bfloat16] + 3 * [torch.float32]
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(actual, expected, strict=True))
 
 
 def force(monkeypatch, choice):
@@ -285,17 +300,17 @@ def test_wgrad_alone_runs_in_high_precision(device, monkeypatch, recipe, transpo
     x, weight, bias, offs, dy = operands(device, case)
     if transposed:
         x, bias, dy = dy, x[: len(bias)], x
-    found = {}
+    results = {}
     for gemms in ("auto", "fp8", "gather"):
         leaves = [t.clone().requires_grad_() for t in (x, quantized(weight, recipe), bias)]
         key = key_of(resolve_recipe(recipe))
         y = grouped(leaves[0], leaves[1], offs, leaves[2], key, transposed, gemms)
         y.backward(dy)
-        found[gemms] = [y.detach(), *(leaf.grad for leaf in leaves)]
+        results[gemms] = [y.detach(), *(leaf.grad for leaf in leaves)]
     for i, other in enumerate(("fp8", "fp8", "gather", "fp8")):
-        assert torch.equal(found["auto"][i], found[other][i])
+        assert torch.equal(results["auto"][i], results[other][i])
     has_equal_wgrad = case == "no rows in groups" or recipe == "rowwise_with_gw_hp"
-    assert torch.equal(found["fp8"][2], found["gather"][2]) == has_equal_wgrad
+    assert torch.equal(results["fp8"][2], results["gather"][2]) == has_equal_wgrad
 
 
 def test_parts_of_groups_are_equal_and_aligned():
@@ -308,17 +323,24 @@ def test_parts_of_groups_are_equal_and_aligned():
     "case, parts", [("even", 2), ("uneven", 2), ("rows after the last group", 4)]
 )
 def test_wgrad_of_long_groups_is_the_sum_of_parts(device, monkeypatch, case, parts):
-    given = operands(device, case)
-    expected, split, part_ends = run(*given), [], grouped_gemm.part_ends
+    inputs = operands(device, case)
+    expected = run(*inputs)
+    split = []
+    part_ends = grouped_gemm.part_ends
+
+    def recording_part_ends(*args):
+        split.append(args[1])
+        return part_ends(*args)
+
     monkeypatch.setattr(grouped_gemm, "MAX_WGRAD_ROWS", 8)
-    monkeypatch.setattr(grouped_gemm, "part_ends", lambda *a: split.append(a[1]) or part_ends(*a))
-    found = run(*given)
+    monkeypatch.setattr(grouped_gemm, "part_ends", recording_part_ends)
+    actual = run(*inputs)
     assert split == [parts] * grouped_gemm.has_grouped_gemm(device)
     # On CUDA, each part is rounded to bf16.
     largest = expected[2].abs().max().item()
-    torch.testing.assert_close(found[2], expected[2], rtol=0.02, atol=parts * 2**-9 * largest)
+    torch.testing.assert_close(actual[2], expected[2], rtol=0.02, atol=parts * 2**-9 * largest)
     for i in (0, 1, 3):
-        assert torch.equal(found[i], expected[i])
+        assert torch.equal(actual[i], expected[i])
 
 
 def test_a_long_sum_of_terms_with_a_mean_is_accurate(device):
@@ -337,10 +359,14 @@ def test_a_long_sum_of_terms_with_a_mean_is_accurate(device):
 
 def test_each_number_of_rows_is_estimated_once(monkeypatch):
     estimated = []
-    monkeypatch.setattr(
-        estimates, "choose", lambda rows, _: estimated.append(rows) or estimates.HIGH_PRECISION
-    )
-    weight, offs = torch.randn(3, OUT, IN), torch.tensor([4, 7, 16], dtype=torch.int32)
+
+    def choose(rows, _):
+        estimated.append(rows)
+        return estimates.HIGH_PRECISION
+
+    monkeypatch.setattr(estimates, "choose", choose)
+    weight = torch.randn(3, OUT, IN)
+    offs = torch.tensor([4, 7, 16], dtype=torch.int32)
     for rows in (32, 16, 32, 16):
         grouped(torch.randn(rows, IN), weight, offs, None, key_of("current"), gemms="auto")
     assert estimated == [32, 16]
@@ -350,14 +376,15 @@ def test_each_number_of_rows_is_estimated_once(monkeypatch):
 def test_codes_or_the_input_are_saved_for_wgrad(device, monkeypatch, choice):
     force(monkeypatch, choice)
     x, weight, bias, offs, _ = operands(device, "even")
-    leaf, saved = x.clone().requires_grad_(), []
+    leaf = x.clone().requires_grad_()
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
         grouped(
             leaf, quantized(weight, "current").requires_grad_(), offs, bias, key_of("current"),
             gemms="auto",
         )  # fmt: skip
-    kept = [t.dtype for t in saved if t.dtype not in (torch.float32, torch.int32)]
-    assert kept == [torch.float8_e4m3fn if choice.wgrad else torch.bfloat16]
+    saved_dtypes = [t.dtype for t in saved if t.dtype not in (torch.float32, torch.int32)]
+    assert saved_dtypes == [torch.float8_e4m3fn if choice.wgrad else torch.bfloat16]
 
 
 @pytest.mark.parametrize("dynamic", [None, False, True])
@@ -381,24 +408,24 @@ def test_the_choice_is_by_rows_or_by_typical_rows_if_a_compiler_does_not_know_th
     compiled = torch.compile(layers["auto"], backend=counter, fullgraph=True, dynamic=dynamic)
     for count in (40, 64, 200):
         x = torch.randn(count, IN, device=device, dtype=torch.bfloat16)
-        given = x, torch.tensor([7, 7, 30, count], dtype=torch.int32, device=device)
+        inputs = x, torch.tensor([7, 7, 30, count], dtype=torch.int32, device=device)
         chosen = layers["fp8" if count == 40 else "gather"]
-        assert torch.equal(layers["auto"](*given), chosen(*given))
+        assert torch.equal(layers["auto"](*inputs), chosen(*inputs))
         # By default, the second number of rows makes a graph for all.
         if dynamic or (dynamic is None and count != 40):
             chosen = layers["fp8"]
-        assert torch.equal(compiled(*given), chosen(*given))
+        assert torch.equal(compiled(*inputs), chosen(*inputs))
     assert counter.frame_count == {None: 2, False: 3, True: 1}[dynamic]
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
 def test_one_gradient_is_what_it_is_with_all(device, wanted):
-    given = operands(device, "uneven")
-    everything = run(*given)
+    inputs = operands(device, "uneven")
+    everything = run(*inputs)
     names = ("x", "weight", "bias")
-    leaves = [t.clone().requires_grad_(n == wanted) for n, t in zip(names, given, strict=False)]
-    grouped_linear(leaves[0], leaves[1], given[3], bias=leaves[2]).backward(given[4])
+    leaves = [t.clone().requires_grad_(n == wanted) for n, t in zip(names, inputs, strict=False)]
+    grouped_linear(leaves[0], leaves[1], inputs[3], bias=leaves[2]).backward(inputs[4])
     i = names.index(wanted)
     assert torch.equal(leaves[i].grad, everything[i + 1])
     assert all(leaves[j].grad is None for j in range(3) if j != i)
@@ -432,8 +459,8 @@ def test_inputs_of_any_strides_are_those_of_a_contiguous_one(device, strides, re
     leaves = strided(x), weight.clone().requires_grad_(), bias.clone().requires_grad_()
     y = grouped_linear(leaves[0], leaves[1], offs, bias=leaves[2], recipe=recipe)
     y.backward(strided(dy).detach())
-    for found, wanted in zip((y, *(t.grad for t in leaves)), expected, strict=True):
-        assert torch.equal(found, wanted)
+    for actual, wanted in zip((y, *(t.grad for t in leaves)), expected, strict=True):
+        assert torch.equal(actual, wanted)
 
 
 @pytest.mark.gpu
@@ -455,11 +482,11 @@ def test_a_captured_graph_takes_other_offsets(recipe):
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        actual = step()
     offs.copy_(other)
     for _ in range(2):
         graph.replay()
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
 
 
@@ -561,8 +588,8 @@ def test_autocast_casts_weights_of_supported_dtypes_only(device, recipe, dtype):
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_shapes_are_computed_on_meta(recipe):
     x, weight, bias, offs, dy = (t.to("meta") for t in operands("cpu", "uneven"))
-    found = run(x, weight, bias, offs, dy, recipe=recipe)
-    assert [t.shape for t in found] == [dy.shape, x.shape, weight.shape, bias.shape]
+    results = run(x, weight, bias, offs, dy, recipe=recipe)
+    assert [t.shape for t in results] == [dy.shape, x.shape, weight.shape, bias.shape]
     layer = fp8rs.nn.GroupedLinear(len(offs), IN, OUT, device="meta", dtype=x.dtype, recipe=recipe)
     assert layer(x, offs).shape == dy.shape
 
@@ -591,8 +618,8 @@ def test_the_module_computes_the_function(device):
     leaf = x.clone().requires_grad_()
     y = layer(leaf, offs)
     y.backward(dy)
-    found = y, leaf.grad, layer.weight.grad, layer.bias.grad
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual = y, leaf.grad, layer.weight.grad, layer.bias.grad
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert "num_groups=4, in_features=64, out_features=48, bias=True, recipe=rowwise" in repr(layer)
     bare = fp8rs.nn.GroupedLinear(2, 16, 32, bias=False)
     assert list(dict(bare.named_parameters())) == ["weight"]
@@ -627,7 +654,7 @@ def test_any_size_may_be_zero(device, sizes):
 @pytest.mark.parametrize("fp8", [False, True])
 def test_ranks_draw_different_experts(rig, fp8):
     """Torch's generator would give ranks of a CPU mesh equal shards."""
-    found = []
+    results = []
     for dim in (0, 1):
         model = nn.ModuleDict({"up": fp8rs.nn.GroupedLinear(4, IN, OUT, device="meta")})
         fp8rs.convert_to_float8_training(model, fp8_weights=fp8)
@@ -636,10 +663,11 @@ def test_ranks_draw_different_experts(rig, fp8):
         torch.manual_seed(3)
         model["up"].reset_parameters()
         model["up"].unshard()
-        weight, bias = model["up"].weight.dequantize(), model["up"].bias
+        weight = model["up"].weight.dequantize()
+        bias = model["up"].bias
         assert weight.abs().max() <= IN**-0.5
         assert weight.std() > 0.5 * IN**-0.5
         for values in (weight, bias):
             assert len(values.flatten(1).unique(dim=0)) == 4
-        found.append((weight, bias))
-    assert all(map(torch.equal, *found))
+        results.append((weight, bias))
+    assert all(map(torch.equal, *results))

@@ -14,6 +14,7 @@ from calls import Calls
 from cases import RECIPES, skip_without_block_gemms
 from fp8rs.quantize.recipes import GEMMS, quant_spec, resolve_recipe
 from fp8rs.tensor.quantizer import Quantizer
+from saved_tensors import saved_tensors
 
 NAME = "rowwise_with_gw_hp"
 #: All subsets but that of all GEMMs, which a recipe refuses.
@@ -66,7 +67,7 @@ def test_only_wgrad_differs_from_rowwise_and_equals_torch(device, dtype, fp8_wei
     rowwise = build(device, "rowwise", dtype, bias, fp8_weights=fp8_weights)
     layer = build(device, NAME, dtype, bias, fp8_weights=fp8_weights)
     x, dy = inputs(device, dtype, lead)
-    results, exact, quantized = (run(each, x, dy) for each in (layer, plain, rowwise))
+    results, exact, quantized = (run(module, x, dy) for module in (layer, plain, rowwise))
 
     assert torch.equal(results["forward"], quantized["forward"])
     assert torch.equal(results["dgrad"], quantized["dgrad"])
@@ -81,32 +82,17 @@ def test_only_wgrad_differs_from_rowwise_and_equals_torch(device, dtype, fp8_wei
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @each_dtype
 def test_each_gemm_of_each_recipe_has_the_precision_that_the_recipe_names(device, recipe, dtype):
-    whole = dataclasses.replace(resolve_recipe(RECIPES[recipe]), high_precision_gemms=())
+    all_fp8 = dataclasses.replace(resolve_recipe(RECIPES[recipe]), high_precision_gemms=())
     x, dy = inputs(device, dtype)
-    exact, quantized = (
-        run(build(device, None, dtype), x, dy),
-        run(build(device, whole, dtype), x, dy),
-    )
+    exact = run(build(device, None, dtype), x, dy)
+    quantized = run(build(device, all_fp8, dtype), x, dy)
     for gemms in SUBSETS:
-        chosen = dataclasses.replace(whole, high_precision_gemms=gemms)
+        chosen = dataclasses.replace(all_fp8, high_precision_gemms=gemms)
         results = run(build(device, chosen, dtype), x, dy)
         for name in GEMMS:
             expected = exact if name in gemms else quantized
             assert torch.equal(results[name], expected[name]), (gemms, name)
         assert torch.equal(results["bias"], exact["bias"])
-
-
-def saved_by(function):
-    """Return what a call saves for the backward."""
-    saved = []
-
-    def pack(tensor):
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        function()
-    return saved
 
 
 @each_dtype
@@ -115,12 +101,15 @@ def test_the_saved_tensor_is_the_input(device, dtype, save_input):
     recipe = dataclasses.replace(resolve_recipe(NAME), save_input=save_input)
     layer = build(device, recipe, dtype)
     x = inputs(device, dtype)[0].requires_grad_()
-    saved = saved_by(lambda: layer(x))
+    with saved_tensors() as saved:
+        layer(x)
     assert sum(tensor.data_ptr() == x.data_ptr() for tensor in saved) == 1
     assert all(tensor.dtype.itemsize > 1 for tensor in saved)
 
     layer.weight.requires_grad_(False)
-    assert all(tensor.data_ptr() != x.data_ptr() for tensor in saved_by(lambda: layer(x)))
+    with saved_tensors() as saved:
+        layer(x)
+    assert all(tensor.data_ptr() != x.data_ptr() for tensor in saved)
 
 
 def test_nothing_is_quantized_for_wgrad(device):
@@ -136,10 +125,12 @@ def test_nothing_is_quantized_for_wgrad(device):
 
 
 def test_autocast_sets_the_dtype_of_wgrad(device):
-    layer, plain = build(device, NAME), build(device)
+    layer = build(device, NAME)
+    plain = build(device)
     x, dy = inputs(device)
     with torch.autocast(device.type, torch.bfloat16):
-        results, exact = run(layer, x, dy), run(plain, x, dy)
+        results = run(layer, x, dy)
+        exact = run(plain, x, dy)
     assert results["forward"].dtype == torch.bfloat16
     assert results["wgrad"].dtype == torch.float32
     assert torch.equal(results["wgrad"], exact["wgrad"])
@@ -168,7 +159,8 @@ def test_compiled_layers_equal_eager_ones_in_one_graph(device, recipe, fp8_weigh
     backend = CompileCounterWithBackend("aot_eager")
     compiled.compile(backend=backend, fullgraph=True)
     x, dy = inputs(device)
-    expected, results = run(eager, x, dy), run(compiled, x, dy)
+    expected = run(eager, x, dy)
+    results = run(compiled, x, dy)
     assert all(torch.equal(results[name], expected[name]) for name in expected)
     assert backend.frame_count == 1
     dynamo.reset()

@@ -35,6 +35,7 @@ from internals import state_of
 from oracle.compare import relative
 from oracle.elements import E4M3
 from oracle.linear import linear, tensor_core_error
+from saved_tensors import saved_tensors
 from saving import reloaded
 from tensor_formats import quantizer_of
 
@@ -81,10 +82,12 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_shape(device, shape, out_features, bias, dtype):
     module = layer(device, shape[-1], out_features, dtype=dtype, bias=bias)
-    x, dy = data(device, *shape, dtype=dtype), data(device, *shape[:-1], out_features, dtype=dtype)
+    x = data(device, *shape, dtype=dtype)
+    dy = data(device, *shape[:-1], out_features, dtype=dtype)
     results = gradients(module, x, dy)
 
-    w, b = module.weight, module.bias
+    w = module.weight
+    b = module.bias
     x2 = x.clone().requires_grad_()
     y2 = linear(x2, w, b)
     expected = [y2, *torch.autograd.grad(y2, [x2, w] + ([] if b is None else [b]), dy)]
@@ -104,7 +107,8 @@ def test_every_shape(device, shape, out_features, bias, dtype):
 def test_recipes_approximate_high_precision(device, recipe, fp8_format):
     kinds = {"current": Float8CurrentScaling, "delayed": DelayedScaling}
     module = layer(device, 64, 48, recipe=kinds[recipe](fp8_format=fp8_format))
-    x, dy = data(device, 128, 64), data(device, 128, 48, seed=2)
+    x = data(device, 128, 64)
+    dy = data(device, 128, 48, seed=2)
     plain = nn.Linear(64, 48, device=device)
     plain.load_state_dict(module.state_dict())
     for result, value in zip(gradients(module, x, dy), gradients(plain, x, dy), strict=True):
@@ -122,17 +126,17 @@ def test_is_an_nn_linear_with_equal_parameters(device):
 
 def test_from_linear_shares_parameters_hooks_and_mode(device):
     plain = nn.Linear(16, 32, device=device).eval()
-    seen = []
-    plain.register_forward_hook(lambda *_: seen.append(1))
+    calls = []
+    plain.register_forward_hook(lambda *_: calls.append(1))
     module = fp8nn.Linear.from_linear(plain, recipe="delayed")
     assert module.weight is plain.weight
     assert module.bias is plain.bias
     assert not module.training
     assert type(plain) is nn.Linear
     module(data(device, 4, 16))
-    assert seen == [1]
+    assert calls == [1]
     plain(data(device, 4, 16))
-    assert seen == [1, 1]
+    assert calls == [1, 1]
     with pytest.raises(TypeError, match="linear"):
         fp8nn.Linear.from_linear(nn.GELU())
 
@@ -147,7 +151,8 @@ def test_mixed_dtypes_require_autocast(device, x_dtype, w_dtype, fp8_weights):
     """nn.Linear raises too."""
     plain = nn.Sequential(nn.Linear(16, 32, dtype=w_dtype, device=device))
     module = convert_to_float8_training(copy.deepcopy(plain), fp8_weights=fp8_weights)
-    x, dy = data(device, 8, 16, dtype=x_dtype), data(device, 8, 32, dtype=torch.bfloat16)
+    x = data(device, 8, 16, dtype=x_dtype)
+    dy = data(device, 8, 32, dtype=torch.bfloat16)
     if x_dtype == w_dtype:
         assert module(x).dtype == plain(x).dtype == x_dtype
     else:
@@ -187,14 +192,8 @@ def test_autocast_sets_the_output_dtype(device):
 
 def test_fp8_plane_is_saved_instead_of_the_input(device):
     module = layer(device, 256, 128, dtype=torch.bfloat16)
-    saved = []
-
-    def pack(t):
-        saved.append(t)
-        return t
-
     x = data(device, 512, 256, dtype=torch.bfloat16).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with saved_tensors() as saved:
         module(x)
     # The input's columnwise plane, the weight itself (not a copy), and their scales.
     assert [(tuple(t.shape), t.dtype) for t in saved] == [
@@ -209,12 +208,8 @@ def test_fp8_plane_is_saved_instead_of_the_input(device):
 def test_a_frozen_weight_saves_no_input(device):
     module = layer(device)
     module.weight.requires_grad_(False)
-    saved = []
     x = data(device, 8, 16).requires_grad_()
-    with (
-        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
-        Calls() as calls,
-    ):
+    with saved_tensors() as saved, Calls() as calls:
         y = module(x)
     assert sorted(t.shape for t in saved) == [(), (32, 16)], "the weight and its scale"
     y.sum().backward()
@@ -226,8 +221,7 @@ def test_a_frozen_weight_saves_no_input(device):
 
 def test_dgrad_is_skipped_if_the_input_needs_no_gradient(device):
     module = layer(device)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         y = module(data(device, 48, 16))
     assert sorted(t.shape for t in saved) == [(), (16, 48)]
     y.sum().backward()
@@ -291,10 +285,9 @@ def test_siblings_share_one_quantization(device, recipe):
         y = model(data(device, 48, 16))
     assert calls.quantizations == 4 + 2, "four weights, the shared input and the input of o"
     y.sum().backward()
-    again = copy.deepcopy(model)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        again(data(device, 48, 16))
+    copied = copy.deepcopy(model)
+    with saved_tensors() as saved:
+        copied(data(device, 48, 16))
     columnwise = [t.data_ptr() for t in saved if t.shape == (16, 48) and t.dtype == E4M3]
     assert len(columnwise) == 4
     assert len(set(columnwise)) == 2, "q, k and v save the same plane"
@@ -312,17 +305,18 @@ def test_padding_tokens_does_not_change_results(device, recipe, quantized, save_
         skip_without_block_gemms(device)
     recipe = dataclasses.replace(resolve_recipe(recipe), save_input=save_input)
     module = layer(device, 64, 48, recipe=recipe)
-    x, dy = data(device, 5, 27, 64), data(device, 5, 27, 48)
+    x = data(device, 5, 27, 64)
+    dy = data(device, 5, 27, 48)
     quantizer = Quantizer(quant_spec(recipe, "input"))
 
     def run(as_on):
         pad_tokens(monkeypatch, as_on)
-        again, saved = copy.deepcopy(module), []
+        copied = copy.deepcopy(module)
         leaf = x.clone().requires_grad_(not quantized)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            y = again(quantizer(leaf) if quantized else leaf)
+        with saved_tensors() as saved:
+            y = copied(quantizer(leaf) if quantized else leaf)
         y.backward(dy)
-        return y, leaf.grad, again.weight.grad, again.bias.grad, [t.shape for t in saved]
+        return y, leaf.grad, copied.weight.grad, copied.bias.grad, [t.shape for t in saved]
 
     y, dx, dw, db, saved = run("cuda")
     y_plain, dx_plain, dw_plain, db_plain, saved_plain = run("cpu")
@@ -360,7 +354,8 @@ def test_in_place_changes_invalidate_the_shared_input(device):
     class Changes(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.a = nn.Linear(16, 16)
+            self.b = nn.Linear(16, 16)
 
         def forward(self, x):
             first = self.a(x)
@@ -392,7 +387,8 @@ def test_planes_of_old_inputs_are_freed(device):
     import weakref
 
     model = attention(device)
-    x, other = data(device, 8, 16), data(device, 8, 16)
+    x = data(device, 8, 16)
+    other = data(device, 8, 16)
     model.q(x)
     alive = weakref.ref(this_thread.input_cache.entry.planes[0].data)
     assert alive() is not None
@@ -457,7 +453,8 @@ def test_strided_and_expanded_operands(device):
 
 def test_quantized_weight_is_not_quantized_again(device):
     plain = layer(device)
-    x, dy = data(device, 8, 16), data(device, 8, 32)
+    x = data(device, 8, 16)
+    dy = data(device, 8, 32)
     expected = gradients(plain, x, dy)
     for columnwise in (False, True):
         module = layer(device)
@@ -481,12 +478,12 @@ def test_quantized_input_in_the_recipes_format_is_not_quantized_again(device, re
         skip_without_block_gemms(device)
     module = layer(device, 128, 128, recipe=recipe)
     x = data(device, 256, 128)
-    given = Quantizer(quant_spec(module.recipe, "input"))(x)
-    assert torch.equal(module(given), module(x))
+    quantized_x = Quantizer(quant_spec(module.recipe, "input"))(x)
+    assert torch.equal(module(quantized_x), module(x))
 
 
 @pytest.mark.parametrize(
-    "recipe, given, why",
+    "recipe, quantize, why",
     [
         ("current", quantizer_of("tensor", torch.float8_e5m2), "float8_e5m2"),
         ("current", Quantizer(quant_spec(resolve_recipe("rowwise"), "input")), "'row'"),
@@ -499,10 +496,10 @@ def test_quantized_input_in_the_recipes_format_is_not_quantized_again(device, re
         ),
     ],
 )
-def test_quantized_input_in_another_format_is_refused(device, recipe, given, why):
+def test_quantized_input_in_another_format_is_refused(device, recipe, quantize, why):
     module = layer(device, 128, 128, recipe=recipe)
     with pytest.raises(ValueError, match=f"input is a quantized tensor.*{why}.*dequantize"):
-        module(given(data(device, 256, 128)))
+        module(quantize(data(device, 256, 128)))
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
@@ -605,7 +602,8 @@ def test_a_layer_is_freed_without_the_garbage_collector(device):
 
 
 def test_emulation_gives_the_same_training(device):
-    x, dy = data(device, 24, 16), data(device, 24, 32)
+    x = data(device, 24, 16)
+    dy = data(device, 24, 32)
     native = gradients(layer(device), x, dy)
     emulated = gradients(layer(device, recipe=Float8CurrentScaling(emulate=True)), x, dy)
     for a, b, k in zip(native, emulated, (16, 32, 24, 1), strict=True):
@@ -684,7 +682,8 @@ def test_a_step_never_waits_for_the_device(recipe):
 @pytest.mark.gpu
 def test_a_step_is_captured_in_a_cuda_graph():
     model = attention(torch.device("cuda"))
-    x, fresh = data("cuda", 32, 16), data("cuda", 32, 16, seed=9)
+    x = data("cuda", 32, 16)
+    fresh = data("cuda", 32, 16, seed=9)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -724,8 +723,7 @@ def test_a_saved_input_gives_the_gradients_of_saved_codes(device, recipe):
     for save_input in (False, True):
         kind = dataclasses.replace(resolve_recipe(recipe), save_input=save_input)
         module = layer(device, 64, 48, recipe=kind)
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
+        with saved_tensors() as saved:
             results.append(gradients(module, data(device, 32, 64), data(device, 32, 48)))
         assert any(t.shape == (32, 64) and t.dtype == torch.float32 for t in saved) == save_input
     for a, b in zip(*results, strict=True):
@@ -761,13 +759,14 @@ def test_input_that_is_not_a_tensor_is_refused(device):
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_another_default_dtype(device, recipe, dtype):
-    results, values = [], data(device, 8, 16)
+    results = []
+    values = data(device, 8, 16)
     for default in (torch.float32, dtype):
         torch.set_default_dtype(default)
         try:
             torch.manual_seed(0)
-            made = {"dtype": torch.float32, "device": device}
-            layer = fp8nn.Linear(16, 16, **made, recipe=recipe)
+            options = {"dtype": torch.float32, "device": device}
+            layer = fp8nn.Linear(16, 16, **options, recipe=recipe)
             x = values.clone().requires_grad_()
             for _ in range(2):
                 layer(x).sum().backward()
@@ -806,7 +805,8 @@ def test_nested_inputs_are_refused(device, layout):
 def test_an_encoder_without_nested_tensors_evaluates_padded_batches(device):
     torch.manual_seed(0)
     encoder = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
-    x, mask = data(device, 2, 6, 32), torch.zeros(2, 6, dtype=torch.bool, device=device)
+    x = data(device, 2, 6, 32)
+    mask = torch.zeros(2, 6, dtype=torch.bool, device=device)
     mask[1, 4:] = True
     for nested in (False, True):
         model = nn.TransformerEncoder(encoder, 2, enable_nested_tensor=nested).to(device).eval()

@@ -29,7 +29,8 @@ both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["maste
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.up = nn.Linear(64, 96)
+        self.down = nn.Linear(96, 64)
 
     def forward(self, x):
         return self.down(torch.nn.functional.gelu(self.up(x)))
@@ -39,19 +40,23 @@ class Pair(nn.Module):
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8", "delayed"])
 def test_column_and_row_parallel_layers_compute_the_whole(rig, recipe):
     torch.manual_seed(0)
-    whole = fp8rs.convert_to_float8_training(Pair().to(rig.device), recipe=recipe)
-    plain, split = Pair().to(rig.device), copy.deepcopy(whole)
-    plain.load_state_dict(whole.state_dict())
+    unsplit = fp8rs.convert_to_float8_training(Pair().to(rig.device), recipe=recipe)
+    plain = Pair().to(rig.device)
+    split = copy.deepcopy(unsplit)
+    plain.load_state_dict(unsplit.state_dict())
     parallelize_module(split, rig.mesh(names=("tp",)), PLAN)
     x = torch.randn(8, 64).to(rig.device)
     results = {}
-    for name, model in (("plain", plain), ("whole", whole), ("split", split)):
+    for name, model in (("plain", plain), ("whole", unsplit), ("split", split)):
         y = model(x)
         y.square().sum().backward()
         results[name] = [y, *(p.grad for p in model.parameters())]
-    for exact, one, two in zip(*results.values(), strict=True):
-        two = two.full_tensor() if hasattr(two, "full_tensor") else two
-        error, allowed = (two - exact).norm(), (one - exact).norm()
+    for exact, unsplit_result, split_result in zip(*results.values(), strict=True):
+        split_result = (
+            split_result.full_tensor() if hasattr(split_result, "full_tensor") else split_result
+        )
+        error = (split_result - exact).norm()
+        allowed = (unsplit_result - exact).norm()
         # Local scales are at most as coarse as the scale of the whole tensor.
         assert 0 < error < 1.5 * allowed + 1e-4 * exact.norm()
 
@@ -69,7 +74,7 @@ def test_compiled_delayed_scaling_equals_eager(rig, fp8_weights):
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
     dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
-    seen = []
+    steps = []
     for compiled in (False, True):
         model = split_pair(rig, "delayed", fp8_weights=fp8_weights)
         if compiled:
@@ -79,10 +84,10 @@ def test_compiled_delayed_scaling_equals_eager(rig, fp8_weights):
             x = torch.randn(8, 64, generator=torch.Generator().manual_seed(n))
             y = model(x.to(rig.device))
             y.square().sum().backward()
-            seen.append([y, *(p.grad.to_local() for p in model.parameters())])
+            steps.append([y, *(p.grad.to_local() for p in model.parameters())])
             optimizer.step()
             optimizer.zero_grad()
-    for eager, got in zip(seen[:4], seen[4:], strict=True):
+    for eager, got in zip(steps[:4], steps[4:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(eager, got, strict=True))
     assert backend.frame_count == 2, "one for first scales and one for histories"
     dynamo.reset()
@@ -115,11 +120,12 @@ def test_placements_without_a_rule_are_an_error(rig):
 def test_an_uneven_head_computes_a_parallel_loss(rig):
     """The output has the shape of the whole, not of this rank's part times the number of ranks."""
     torch.manual_seed(0)
-    whole = fp8rs.convert_to_float8_training(nn.Linear(32, 17).to(rig.device), recipe="rowwise")
+    unsplit = fp8rs.convert_to_float8_training(nn.Linear(32, 17).to(rig.device), recipe="rowwise")
     style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    split = parallelize_module(copy.deepcopy(whole), rig.mesh(), style)
-    x, labels = torch.randn(5, 32).to(rig.device), torch.arange(5).to(rig.device)
-    expected = torch.nn.functional.cross_entropy(whole(x), labels)
+    split = parallelize_module(copy.deepcopy(unsplit), rig.mesh(), style)
+    x = torch.randn(5, 32).to(rig.device)
+    labels = torch.arange(5).to(rig.device)
+    expected = torch.nn.functional.cross_entropy(unsplit(x), labels)
     expected.backward()
     with loss_parallel():
         y = split(x)
@@ -127,8 +133,8 @@ def test_an_uneven_head_computes_a_parallel_loss(rig):
         loss.backward()
     assert y.shape == y.full_tensor().shape == (5, 17)
     torch.testing.assert_close(loss.full_tensor(), expected)
-    for one, two in zip(whole.parameters(), split.parameters(), strict=True):
-        torch.testing.assert_close(two.grad.full_tensor(), one.grad, rtol=0.1, atol=0.01)
+    for p, split_p in zip(unsplit.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(split_p.grad.full_tensor(), p.grad, rtol=0.1, atol=0.01)
 
 
 @ranks(2)
@@ -165,14 +171,17 @@ WRITES = {
 
 @ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
-@pytest.mark.parametrize("how", ["split", "replicated"])
-def test_optimizer_steps_written_fp8_weights(rig, recipe, how):
+@pytest.mark.parametrize("method", ["split", "replicated"])
+def test_optimizer_steps_written_fp8_weights(rig, recipe, method):
     mesh = rig.mesh(names=("tp",))
     for name, write in WRITES.items():
         torch.manual_seed(0)
         model = Pair().to(rig.device)
         fp8rs.convert_to_float8_training(model, recipe=recipe, fp8_weights=True)
-        parallelize_module(model, mesh, PLAN) if how == "split" else distribute_module(model, mesh)
+        if method == "split":
+            parallelize_module(model, mesh, PLAN)
+        else:
+            distribute_module(model, mesh)
         write(model)
         before = [p.detach().full_tensor().clone() for p in model.parameters()]
         optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
@@ -203,8 +212,8 @@ def test_gradient_with_another_placement_is_redistributed(rig):
             step.step()
             step.zero_grad()
         results.append([p.detach().full_tensor() for p in model.parameters()])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+    for result, other in zip(*results, strict=True):
+        torch.testing.assert_close(result, other)
 
 
 @ranks(2)
@@ -224,8 +233,9 @@ def test_parts_of_fp8_weights_are_parts_of_their_codes(rig, recipe, source, widt
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     parallelize_module(split, rig.mesh(names=("tp",)), plan, src_data_rank=source)
     blocks = recipe in BLOCK_RECIPES and not recipe.startswith("rowwise")
-    for dim, (layer, whole) in enumerate(zip(split, model, strict=True)):
-        part, values = layer.weight.to_local(), whole.weight.dequantize().chunk(2, dim)[rig.rank]
+    for dim, (layer, full_layer) in enumerate(zip(split, model, strict=True)):
+        part = layer.weight.to_local()
+        values = full_layer.weight.dequantize().chunk(2, dim)[rig.rank]
         assert isinstance(part, fp8rs.QuantizedTensor)
         assert torch.equal(part.dequantize(), values) or (blocks and width == 200)
         assert (part.dequantize() - values).abs().max() <= values.abs().max() / 14
@@ -236,6 +246,7 @@ def test_parts_of_fp8_weights_are_parts_of_their_codes(rig, recipe, source, widt
         for p in of.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
-    for dim, (layer, whole) in enumerate(zip(split, model, strict=True)):
-        part, values = layer.weight.to_local(), whole.weight.dequantize().chunk(2, dim)[rig.rank]
+    for dim, (layer, full_layer) in enumerate(zip(split, model, strict=True)):
+        part = layer.weight.to_local()
+        values = full_layer.weight.dequantize().chunk(2, dim)[rig.rank]
         assert torch.equal(part.dequantize(), values)

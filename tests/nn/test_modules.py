@@ -61,9 +61,9 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def normed(formula, inner, p, x, *rest, **options):
+def normed(formula, inner, p, x, *args, **options):
     """Apply ``formula`` to a normalized input."""
-    return formula(inner(p), oracle.norm(oracle.under(p, "norm"), x), *rest, **options)
+    return formula(inner(p), oracle.norm(oracle.under(p, "norm"), x), *args, **options)
 
 
 def named(name):
@@ -217,7 +217,8 @@ def unseen(case, name):
 @each_norm
 def test_high_precision(device, case, normalization):
     module = build(case, device, normalization=normalization)
-    got, expected = results(CASES[case], module, device), exact(case, module)
+    got = results(CASES[case], module, device)
+    expected = exact(case, module)
     assert list(got) == list(expected)
     for name, value in expected.items():
         if unseen(case, name):
@@ -239,12 +240,12 @@ def test_fp8_error_is_near_the_format_limit(device, recipe, case, normalization,
     expected = exact(case, module)
     fp8rs.convert_to_float8_training(module, recipe=RECIPES[recipe], fp8_weights=fp8_weights)
     got = results(CASES[case], module, device)
-    found = {n: sqnr(got[n], value) for n, value in expected.items() if not unseen(case, n)}
-    output = found.pop("output")
+    actual = {n: sqnr(got[n], value) for n, value in expected.items() if not unseen(case, n)}
+    output = actual.pop("output")
     least, *gradients = CASES[case].floors
     hybrid = resolve_recipe(RECIPES[recipe]).fp8_format == "hybrid"
     assert output > least
-    assert min(found.values()) > gradients[hybrid], found
+    assert min(actual.values()) > gradients[hybrid], actual
 
 
 class InputCasts(TorchDispatchMode):
@@ -290,26 +291,26 @@ def test_meta_construction(device, recipe, fp8_weights):
     layer = llama_layer("meta")
     fp8rs.convert_to_float8_training(layer, recipe=RECIPES[recipe], fp8_weights=fp8_weights)
     layer.to_empty(device=device)
-    whole = llama_layer(device)
-    for module in (layer, whole):
+    materialized = llama_layer(device)
+    for module in (layer, materialized):
         torch.manual_seed(0)
         for part in module.modules():
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()
-    fp8rs.convert_to_float8_training(whole, recipe=RECIPES[recipe], fp8_weights=fp8_weights)
-    assert torch.equal(layer(hidden(device)), whole(hidden(device)))
+    fp8rs.convert_to_float8_training(materialized, recipe=RECIPES[recipe], fp8_weights=fp8_weights)
+    assert torch.equal(layer(hidden(device)), materialized(hidden(device)))
 
 
 def steps(layer, run, device, **options):
     optimizer = AdamW(layer.parameters(), 1e-2)
-    seen = []
+    tensors = []
     for n in range(3):
         y = run(hidden(device, n), **options)
         y.square().mean().backward()
-        seen.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])
+        tensors.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])
         optimizer.step()
         optimizer.zero_grad()
-    return seen
+    return tensors
 
 
 def assert_same_steps(a, b):
@@ -362,10 +363,10 @@ def test_module_with_recipe_equals_a_converted_module(device, recipe):
     torch.manual_seed(0)
     converted = fp8rs.convert_to_float8_training(llama_layer(device), recipe=RECIPES[recipe])
     assert len(states(by_hand)) == 1
-    again = reloaded(by_hand, weights_only=False)
+    loaded = reloaded(by_hand, weights_only=False)
     expected = steps(converted, converted, device)
     assert_same_steps(steps(by_hand, by_hand, device), expected)
-    assert_same_steps(steps(again, again, device), expected)
+    assert_same_steps(steps(loaded, loaded, device), expected)
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
@@ -443,7 +444,8 @@ def test_a_fused_projection_that_tensor_parallelism_splits_is_refused(rig):
 
 
 def test_arguments_of_another_attention_type_are_refused(device):
-    x, mask = hidden(device), MASK.to(device)
+    x = hidden(device)
+    mask = MASK.to(device)
     attention = partial(MultiheadAttention, WIDTH, HEADS, device=device)
     with pytest.raises(ValueError, match="self-attention takes no encoder_output"):
         attention()(x, encoder_output=x)

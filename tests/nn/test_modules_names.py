@@ -90,12 +90,12 @@ def transformer_engine(width, ffn, kv, *, gated, decoder, normalization, bias):
     """
     generator = torch.Generator().manual_seed(2)
     norms, linears = kinds(normalization, bias)
-    found = {}
+    state = {}
 
     def add(name, rows, columns=None):
         for kind in norms if columns is None else linears:
             shape = (rows,) if columns is None or kind == "bias" else (rows, columns)
-            found[f"{name}{kind}"] = torch.randn(shape, generator=generator)
+            state[f"{name}{kind}"] = torch.randn(shape, generator=generator)
 
     self_attention = "self_attention.layernorm_qkv."
     add(self_attention + "layer_norm_", width)
@@ -111,8 +111,8 @@ def transformer_engine(width, ffn, kv, *, gated, decoder, normalization, bias):
     add("layernorm_mlp.layer_norm_", width)
     add("layernorm_mlp.fc1_", (2 if gated else 1) * ffn, width)
     add("layernorm_mlp.fc2_", width, ffn)
-    found["layernorm_mlp._extra_state"] = torch.empty(0, dtype=torch.uint8)
-    return found
+    state["layernorm_mlp._extra_state"] = torch.empty(0, dtype=torch.uint8)
+    return state
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
@@ -141,13 +141,13 @@ def test_a_state_dict_of_transformer_engine(activation, layer_type, normalizatio
     )
     load_transformer_layer(layer, theirs, names="transformer_engine")
     del theirs["layernorm_mlp._extra_state"]
-    own = layer.state_dict()
+    state_dict = layer.state_dict()
     for name, value in theirs.items():
         head, kind = re.fullmatch(r"(.*[._])(weight|bias)", name).groups()
         ours = [n.format(kind) for n in TRANSFORMER_ENGINE[head + "{}"]]
-        parts = [own.pop(n) for n in ours if n in own]
+        parts = [state_dict.pop(n) for n in ours if n in state_dict]
         assert torch.equal(torch.cat(parts), value), name
-    assert not own
+    assert not state_dict
 
 
 def test_the_gate_comes_first():
@@ -163,7 +163,8 @@ def test_the_gate_comes_first():
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_a_converted_layer_is_loaded(fp8_weights):
     model = llama()
-    x, states = torch.randn(2, 24, 64), model.state_dict()
+    x = torch.randn(2, 24, 64)
+    states = model.state_dict()
     layers = [of_llama(model.config) for _ in range(2)]
     load_transformer_layer(layers[0], states, names="llama", prefix=PREFIX)
     for layer in layers:
@@ -178,16 +179,16 @@ def test_sharded_layer_loads_whole_tensors(rig, fp8_weights):
     from torch.distributed.fsdp import fully_shard
 
     model = llama()
-    whole = of_llama(model.config)
-    load_transformer_layer(whole, model.state_dict(), names="llama", prefix=PREFIX)
+    reference = of_llama(model.config)
+    load_transformer_layer(reference, model.state_dict(), names="llama", prefix=PREFIX)
     layer = of_llama(model.config)
-    for module in (whole, layer):
+    for module in (reference, layer):
         module.to(rig.device)
         fp8rs.convert_to_float8_training(module, recipe="current", fp8_weights=fp8_weights)
     fully_shard(layer, mesh=rig.mesh())
     load_transformer_layer(layer, model.state_dict(), names="llama", prefix=PREFIX)
     x = torch.randn(2, 24, 64, generator=torch.Generator().manual_seed(rig.rank)).to(rig.device)
-    assert torch.equal(layer(x), whole(x))
+    assert torch.equal(layer(x), reference(x))
 
 
 @pytest.mark.parametrize("names", ["llama", "transformer_engine"])
@@ -222,7 +223,8 @@ def test_a_fused_layer_without_all_of_q_k_and_v_is_refused():
 
 
 def test_mismatched_names_are_listed():
-    layer, states = of_llama(llama().config), llama().state_dict()
+    layer = of_llama(llama().config)
+    states = llama().state_dict()
     with pytest.raises(ValueError, match="names must be 'llama' or 'transformer_engine'"):
         load_transformer_layer(layer, states, names="megatron")
     with pytest.raises(ValueError, match=r"no name that begins with 'layers\.7\.'"):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-
 import pytest
 import torch
 from torch import distributed as dist
@@ -24,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 import fp8rs
 from cases import each_kind_of_recipe
 from distributed import ranks
+from distributed.folders import shared_folder
 from distributed.models import RECIPES
 from fp8rs.nn import TransformerLayer, rotary_pos_emb
 from fp8rs.optim import AdamW
@@ -81,7 +79,7 @@ def batch(rig, n=0):
     return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(n)).to(rig.device)
 
 
-def whole(t):
+def full_value(t):
     t = t.detach()
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
@@ -89,14 +87,14 @@ def whole(t):
 def train(model, rig, steps=3):
     """Train and return the outputs and whole gradients of each step."""
     optimizer = AdamW(model.parameters(), 1e-3)
-    seen = []
+    results = []
     for n in range(steps):
         y = model(batch(rig, n))
         y.square().mean().backward()
-        seen.append([y.detach(), *(whole(p.grad) for p in model.parameters())])
+        results.append([y.detach(), *(full_value(p.grad) for p in model.parameters())])
         optimizer.step()
         optimizer.zero_grad()
-    return seen
+    return results
 
 
 def assert_same(a, b):
@@ -110,9 +108,9 @@ def assert_same(a, b):
 @each_norm
 @both_weights
 def test_sharded_layers_train_as_one_process_does(rig, recipe, normalization, fp8_weights):
-    one = build(rig, recipe, normalization, fp8_weights=fp8_weights)
+    reference = build(rig, recipe, normalization, fp8_weights=fp8_weights)
     model = build(rig, recipe, normalization, fp8_weights=fp8_weights)
-    assert_same(train(shard(model, rig.mesh()), rig), train(one, rig))
+    assert_same(train(shard(model, rig.mesh()), rig), train(reference, rig))
 
 
 @ranks(2)
@@ -135,9 +133,9 @@ def test_norms_and_activations_of_sharded_layers_are_fused(rig, recipe, fp8_weig
 @both_weights
 def test_hybrid_sharded_layers_train_as_one_process_does(rig, recipe, fp8_weights):
     mesh = rig.mesh(2, 2, names=("replicas", "shards"))
-    one = build(rig, recipe, fp8_weights=fp8_weights)
+    reference = build(rig, recipe, fp8_weights=fp8_weights)
     model = build(rig, recipe, fp8_weights=fp8_weights)
-    assert_same(train(shard(model, mesh), rig), train(one, rig))
+    assert_same(train(shard(model, mesh), rig), train(reference, rig))
 
 
 @ranks(2)
@@ -145,29 +143,22 @@ def test_hybrid_sharded_layers_train_as_one_process_does(rig, recipe, fp8_weight
 @both_weights
 def test_checkpoints_of_sharded_layers(rig, recipe, fp8_weights):
     """DCP saves under the names of the unconverted model and loads into other values."""
-    folder = [tempfile.mkdtemp(prefix="fp8rs-modules-") if rig.rank == 0 else None]
-    dist.broadcast_object_list(folder, 0)
-    try:
-        model, other = (
-            shard(build(rig, recipe, seed=seed, fp8_weights=fp8_weights), rig.mesh())
-            for seed in (0, 1)
-        )
-        # With FP8 weights, histories of delayed scaling are in the state dict too.
-        names = {name for name in model.state_dict() if ".fp8_" not in name}
-        assert names == set(Model().state_dict())
-        train(model, rig)
-        dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])
-        state = get_model_state_dict(other)
-        dcp.load(state, checkpoint_id=folder[0])
-        set_model_state_dict(other, state)
-        with torch.no_grad():
-            # With delayed scaling, both models compute first scales from the data.
-            model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()})
-            assert torch.equal(model(batch(rig)), other(batch(rig)))
-    finally:
-        dist.barrier()
-        if rig.rank == 0:
-            shutil.rmtree(folder[0])
+    folder = shared_folder(rig)
+    model, other = (
+        shard(build(rig, recipe, seed=seed, fp8_weights=fp8_weights), rig.mesh()) for seed in (0, 1)
+    )
+    # With FP8 weights, histories of delayed scaling are in the state dict too.
+    names = {name for name in model.state_dict() if ".fp8_" not in name}
+    assert names == set(Model().state_dict())
+    train(model, rig)
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    state = get_model_state_dict(other)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state)
+    with torch.no_grad():
+        # With delayed scaling, both models compute first scales from the data.
+        model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()})
+        assert torch.equal(model(batch(rig)), other(batch(rig)))
 
 
 TORCH = PrepareModuleInput, ColwiseParallel, RowwiseParallel
@@ -182,18 +173,18 @@ def plan(styles, kind):
         "input_kwarg_layouts": {"encoder_output": Shard(1)},
         "desired_input_kwarg_layouts": {"encoder_output": Replicate()},
     }
-    found = {"mlp": prepare(**placed), "mlp.down_proj": row(output_layouts=Shard(1))}
+    styles_by_name = {"mlp": prepare(**placed), "mlp.down_proj": row(output_layouts=Shard(1))}
     columns = ["mlp.up_proj", *(["mlp.gate_proj"] if kind == "encoder" else [])]
     for norm, name, more in (
         ("input_layernorm", "self_attn", {}),
         ("cross_attn_layernorm", "cross_attn", source),
     )[: 1 + (kind == "decoder")]:
-        found[norm] = SequenceParallel()
-        found[name] = prepare(**placed, **more)
-        found[f"{name}.o_proj"] = row(output_layouts=Shard(1))
+        styles_by_name[norm] = SequenceParallel()
+        styles_by_name[name] = prepare(**placed, **more)
+        styles_by_name[f"{name}.o_proj"] = row(output_layouts=Shard(1))
         columns += [f"{name}.{n}_proj" for n in "qkv"]
-    found["post_attention_layernorm"] = SequenceParallel()
-    return {**found, **{name: column() for name in columns}}
+    styles_by_name["post_attention_layernorm"] = SequenceParallel()
+    return {**styles_by_name, **{name: column() for name in columns}}
 
 
 def gradients(layer, dy, rotation, *inputs):
@@ -202,8 +193,12 @@ def gradients(layer, dy, rotation, *inputs):
     source = {"encoder_output": inputs[1]} if len(inputs) == 2 else {}
     y = layer(inputs[0], rotary_pos_emb=rotation, **source)
     y.backward(dy)
-    found = {n: p.grad for n, p in layer.named_parameters() if n != "cross_attn.k_proj.bias"}
-    return {"output": y.detach(), **{f"input {i}": x.grad for i, x in enumerate(inputs)}, **found}
+    weight_grads = {n: p.grad for n, p in layer.named_parameters() if n != "cross_attn.k_proj.bias"}
+    return {
+        "output": y.detach(),
+        **{f"input {i}": x.grad for i, x in enumerate(inputs)},
+        **weight_grads,
+    }
 
 
 @ranks(2)
@@ -222,7 +217,7 @@ def test_sequence_parallel_layers_compute_the_whole(
     parallelize_module(layers["split"], rig.mesh(names=("tp",)), plan(styles, kind))
     dy, *inputs = (batch(rig, n) for n in range(2 + (kind == "decoder")))
     rotation = rotary_pos_emb(LENGTH, WIDTH // HEADS, device=rig.device)
-    exact, one = (gradients(layers[name], dy, rotation, *inputs) for name in ("plain", "one"))
+    exact, unsplit = (gradients(layers[name], dy, rotation, *inputs) for name in ("plain", "one"))
     part = [t.chunk(2, 1)[rig.rank].contiguous() for t in (dy, *inputs)]
     split = gradients(layers["split"], part[0], rotation, *part[1:])
     for name in ("output", *(f"input {i}" for i in range(len(inputs)))):  # this rank's positions
@@ -231,6 +226,7 @@ def test_sequence_parallel_layers_compute_the_whole(
         split[name] = torch.cat(parts, 1)
     assert not torch.equal(split["output"], exact["output"]), "it is FP8"
     for i, value in exact.items():
-        error, allowed = (whole(split[i]) - value).norm(), (one[i] - value).norm()
+        error = (full_value(split[i]) - value).norm()
+        allowed = (unsplit[i] - value).norm()
         # Local scales are at most as coarse as the scales of the whole tensors.
         assert error < 1.5 * allowed + 1e-4 * value.norm(), i

@@ -43,19 +43,19 @@ def data(device):
     return torch.randn(64, 32, generator=generator).to(device)
 
 
-def whole(model, x):
+def full_backward(model, x):
     """Return the gradients of one backward by name; the input is ``x``."""
     x = x.clone().requires_grad_()
     model(x).square().sum().backward()
-    found = {"x": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
+    grads = {"x": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
     model.zero_grad()
-    return found
+    return grads
 
 
 def grad(model, x, y, names):
     tensors = {"x": x, **dict(model.named_parameters())}
-    found = torch.autograd.grad(y.square().sum(), [tensors[name] for name in names])
-    return dict(zip(names, found, strict=True))
+    grads = torch.autograd.grad(y.square().sum(), [tensors[name] for name in names])
+    return dict(zip(names, grads, strict=True))
 
 
 def backward(model, x, y, names):
@@ -88,18 +88,19 @@ each_weight = pytest.mark.parametrize("fp8_weights", [False, True], ids=["master
 def test_only_needed_gemms_run(device, recipe, fp8_weights, needed, call):
     names, gemms = NEEDED[needed]
     plain, fp8 = models(device, recipe, fp8_weights=fp8_weights)
-    expected = whole(fp8, data(device))
+    expected = full_backward(fp8, data(device))
     x = data(device).requires_grad_()
     y = plain(x)
     with counted_gemms() as count:
         call(plain, x, y, names)
     assert count.plain == gemms
-    y = fp8(x := data(device).requires_grad_())
+    x = data(device).requires_grad_()
+    y = fp8(x)
     with counted_gemms() as count:
-        found = call(fp8, x, y, names)
+        actual = call(fp8, x, y, names)
     assert count.fp8 == gemms
     for name in names:
-        assert torch.equal(found[name], expected[name]), name
+        assert torch.equal(actual[name], expected[name]), name
 
 
 @each_recipe
@@ -111,7 +112,8 @@ def test_output_gradient_is_quantized_in_needed_directions(device, recipe):
         (["last.weight", "x"], [(True, True)] + [(True, False)] * 3),
         (["last.bias"], []),
     ):
-        y = fp8(x := data(device).requires_grad_())
+        x = data(device).requires_grad_()
+        y = fp8(x)
         with counted_gemms() as count:
             grad(fp8, x, y, names)
         if recipe == "rowwise_with_gw_hp":  # wgrad reads no codes
@@ -132,7 +134,7 @@ def test_backward_without_inputs_runs_all_gemms(device, recipe):
 def test_checkpointed_layers_run_only_needed_gemms(device, reentrant):
     """A reentrant checkpoint runs a backward of all its gradients within the outer one."""
     _, fp8 = models(device)
-    expected = whole(fp8, data(device))
+    expected = full_backward(fp8, data(device))
     x = data(device).requires_grad_()
     y = checkpoint(fp8, x, use_reentrant=reentrant)
     with counted_gemms() as count:
@@ -140,7 +142,8 @@ def test_checkpointed_layers_run_only_needed_gemms(device, reentrant):
             y.square().sum().backward()
         else:
             (dx,) = torch.autograd.grad(y.square().sum(), x)
-    recomputed, gemms = 4, 8 if reentrant else 4
+    recomputed = 4
+    gemms = 8 if reentrant else 4
     assert count.fp8 == recomputed + gemms
     assert torch.equal(x.grad if reentrant else dx, expected["x"])
 
@@ -151,9 +154,9 @@ def test_gradient_of_a_tensor_between_layers(device):
         between = model.first(data(device).requires_grad_())
         y = model.last(between)
         with counted_gemms() as count:
-            (found,) = torch.autograd.grad(y.square().sum(), between)
+            (grad_between,) = torch.autograd.grad(y.square().sum(), between)
         assert (count.plain if model is plain else count.fp8) == 1
-        assert found.shape == between.shape
+        assert grad_between.shape == between.shape
 
 
 @pytest.mark.parametrize("high", ["forward", "dgrad", "wgrad"])
@@ -161,16 +164,17 @@ def test_gemms_in_high_precision_run_only_if_needed(device, high):
     """Layers with one GEMM in high precision prune the others and that one."""
     _, fp8 = models(device)
     fp8rs.high_precision(fp8, "*", gemms=[high])
-    expected = whole(fp8, data(device))
+    expected = full_backward(fp8, data(device))
     for names, gemms in NEEDED.values():
-        y = fp8(x := data(device).requires_grad_())
+        x = data(device).requires_grad_()
+        y = fp8(x)
         with counted_gemms() as count:
-            found = grad(fp8, x, y, names)
+            actual = grad(fp8, x, y, names)
         assert count.fp8 == gemms
         if device.type == "cpu":  # an FP8 GEMM is a matrix product of dequantized operands
             assert count.plain == gemms
         for name in names:
-            assert torch.equal(found[name], expected[name]), name
+            assert torch.equal(actual[name], expected[name]), name
 
 
 class Stage(Net):
@@ -188,7 +192,7 @@ def test_zero_bubble_backwards_run_the_gemms_of_one(device, recipe, fp8_weights)
     plain = Stage().to(device)
     fp8 = copy.deepcopy(plain)
     fp8rs.convert_to_float8_training(fp8, recipe=RECIPES[recipe], fp8_weights=fp8_weights)
-    expected = whole(fp8, data(device))
+    expected = full_backward(fp8, data(device))
     with counted_gemms() as count:
         zero_bubble(plain, data(device).requires_grad_())
     assert count.plain == 9

@@ -337,7 +337,8 @@ def test_an_empty_list_has_no_device():
 
 def test_meta_tensors_do_not_mix(device):
     """For a meta argument torch calls the kernel that only allocates outputs."""
-    x, meta = torch.randn(2, 4, device=device), torch.ones((), device="meta")
+    x = torch.randn(2, 4, device=device)
+    meta = torch.ones((), device="meta")
     amax = torch.ones((), device=device)
     for call, message in [
         (lambda: ops.quantize(x, meta, E4M3), "^scale is on meta and x is on c"),
@@ -357,7 +358,8 @@ def test_meta_tensors_do_not_mix(device):
 
 @pytest.mark.gpu
 def test_tensors_on_different_devices_are_refused():
-    cpu, cuda = Call("cpu"), Call("cuda")
+    cpu = Call("cpu")
+    cuda = Call("cuda")
     for call, message in [
         (lambda: ops.quantize(cuda.x, cpu.scale, E4M3), "^scale is on cpu; it must be on cuda:0"),
         (lambda: ops.quantize(cpu.x, cuda.scale, E4M3), "^(x|scale) is on c"),

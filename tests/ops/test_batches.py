@@ -41,9 +41,9 @@ def check_each(op, x, *args, **options):
     got = op(x, *args, **options, batched=True)
     results = got if isinstance(got, tuple) else (got,)
     for i, matrix in enumerate(x):
-        own = [a[i] if isinstance(a, torch.Tensor) else a for a in args]
+        matrix_args = [a[i] if isinstance(a, torch.Tensor) else a for a in args]
         named = {k: v[i] if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-        expected = op(matrix, *own, **named)
+        expected = op(matrix, *matrix_args, **named)
         expected = expected if isinstance(expected, tuple) else (expected,)
         for result, single in zip(results, expected, strict=True):
             requested = single.shape != (0,)
@@ -71,7 +71,8 @@ def test_tensorwise_operators_scale_each_matrix(device, shape, fp8_dtype, stride
 def test_delayed_scaling_follows_the_amax_of_each_matrix(device):
     x = batch(device, (3, 33, 40))
     x[1, 2, 3] = float("inf")
-    scale, amax = torch.rand(3, device=device) + 0.5, torch.zeros(3, device=device)
+    scale = torch.rand(3, device=device) + 0.5
+    amax = torch.zeros(3, device=device)
     _, _, used = ops.quantize_delayed(x, scale, amax, E4M3, batched=True)
     assert used.isnan().tolist() == [False, True, False]
     assert same(amax, torch.where(used.isnan(), 0.0, ops.amax(x, batched=True)))
@@ -117,9 +118,9 @@ def test_lists_take_each_matrix_of_a_batch_as_an_entry(device):
     ops.multi_quantize(singles, scales, expected)
     for got, single in zip([*outs[0], outs[1], *outs[2]], expected, strict=True):
         assert same(got.view(torch.uint8), single.view(torch.uint8))
-    seen = torch.zeros_like(scales)
-    used = ops.multi_quantize_delayed(xs, scales, seen, outs, batched=True)
-    assert same(used, scales) and same(seen, amaxes)
+    recorded = torch.zeros_like(scales)
+    used = ops.multi_quantize_delayed(xs, scales, recorded, outs, batched=True)
+    assert same(used, scales) and same(recorded, amaxes)
 
 
 @each_block

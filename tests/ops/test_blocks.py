@@ -25,8 +25,8 @@ F32_MAX, BF16_MAX = torch.finfo(F32).max, torch.finfo(torch.bfloat16).max
 pytestmark = pytest.mark.newest_torch
 
 
-def block_of(head, rest):
-    return torch.tensor([*head, *[rest] * (32 - len(head))], dtype=F32)
+def block_of(head, filler):
+    return torch.tensor([*head, *[filler] * (32 - len(head))], dtype=F32)
 
 
 # Written from the specifications (OCP MX 1.0, OFP8 1.0, the byte contract), not from a run. Each
@@ -81,8 +81,8 @@ SPECIAL = {
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
 @pytest.mark.parametrize("name", SPECIAL)
 def test_mx_bytes_of_special_blocks(device, name, columnwise):
-    head, rest, fp8_dtype, rounding, byte, first, others = SPECIAL[name]
-    values = block_of(head, rest)
+    head, filler, fp8_dtype, rounding, byte, first, others = SPECIAL[name]
+    values = block_of(head, filler)
     expected = first + [others] * (32 - len(first))
     for dtype in (F32, torch.bfloat16, torch.float16):
         x = values.to(dtype)
@@ -162,14 +162,14 @@ def test_bytes_equal_plain_torch(device, block, scale_dtype, fp8_dtype, dtype, s
 @every_format
 def test_one_direction_gives_the_bytes_of_both(device, block, scale_dtype):
     x = data(device, 3, 50, 200, dtype=torch.bfloat16)
-    both = ops.quantize_blocks(x, E4M3, block, scale_dtype, True, True)
+    two_directions = ops.quantize_blocks(x, E4M3, block, scale_dtype, True, True)
     row = ops.quantize_blocks(x, E4M3, block, scale_dtype)
     col = ops.quantize_blocks(x, E4M3, block, scale_dtype, False, True)
     assert [t.numel() for t in row[2:]] == [0, 0] == [t.numel() for t in col[:2]]
-    for a, b in zip((*row[:2], *col[2:]), both, strict=True):
+    for a, b in zip((*row[:2], *col[2:]), two_directions, strict=True):
         assert torch.equal(bits(a), bits(b))
-    assert both[0].shape == x.shape
-    assert both[2].shape == (200, 150)
+    assert two_directions[0].shape == x.shape
+    assert two_directions[2].shape == (200, 150)
 
 
 @every_format
@@ -222,7 +222,8 @@ def test_amax_epsilon_bounds_the_scales(device):
 
 @pytest.mark.parametrize("power_2_scale", [False, True])
 def test_column_scale_applies_to_the_rowwise_output_only(device, power_2_scale):
-    x, column_scale = data(device, 70, 90, dtype=torch.bfloat16), data(device, 90, seed=1).abs()
+    x = data(device, 70, 90, dtype=torch.bfloat16)
+    column_scale = data(device, 90, seed=1).abs()
     plain = ops.quantize_blocks(x, E4M3, [1, -1], F32, True, True, power_2_scale=power_2_scale)
     scaled = ops.quantize_blocks(
         x, E4M3, [1, -1], F32, True, True, power_2_scale=power_2_scale, column_scale=column_scale
@@ -282,36 +283,41 @@ def test_shards_with_reduced_maxima_give_the_bytes_of_the_whole_matrix(
 ):
     """Columnwise blocks may be split by every shard boundary."""
     x = data(device, 192, 160)
-    whole = ops.quantize_blocks(x, E4M3, block, scale_dtype, True, True)
+    unsharded = ops.quantize_blocks(x, E4M3, block, scale_dtype, True, True)
     # Columnwise blocks as they lie in x.
     down = (block[1], block[0])
-    amax, amax_t = ops.block_amax(x, block), ops.block_amax(x, down).t()
-    start, parts, parts_t = 0, [], []
+    amax = ops.block_amax(x, block)
+    amax_t = ops.block_amax(x, down).t()
+    start = 0
+    parts = []
+    parts_t = []
     for rows in shards:
-        part, end = x[start : start + rows], start + rows
+        part = x[start : start + rows]
+        end = start + rows
         touched = (
             slice(start, end) if block[0] == 1 else slice(start // block[0], -(-end // block[0]))
         )
         across = slice(None) if block[1] == -1 else slice(start // block[1], -(-end // block[1]))
         if rows == 0:
-            touched, across = slice(0, 0), across if block[1] == -1 else slice(0, 0)
-        given = {"amax": amax[touched]}
+            touched = slice(0, 0)
+            across = across if block[1] == -1 else slice(0, 0)
+        maxima = {"amax": amax[touched]}
         if block[0] != block[1]:
-            given["amax_columnwise"] = amax_t[:, across]
+            maxima["amax_columnwise"] = amax_t[:, across]
         got = ops.quantize_blocks(
-            part, E4M3, block, scale_dtype, True, True, row_offset=start, **given
+            part, E4M3, block, scale_dtype, True, True, row_offset=start, **maxima
         )
         assert torch.equal(
-            bits(got[1]), bits(whole[1])[touched] if got[1].numel() else bits(got[1])
+            bits(got[1]), bits(unsharded[1])[touched] if got[1].numel() else bits(got[1])
         )
         if rows:
             # The full columnwise blocks that the part overlaps.
-            assert torch.equal(bits(got[3]), bits(whole[3][:, across]))
+            assert torch.equal(bits(got[3]), bits(unsharded[3][:, across]))
         parts.append(bits(got[0]))
         parts_t.append(bits(got[2]))
         start = end
-    assert torch.equal(torch.cat(parts), bits(whole[0]))
-    assert torch.equal(torch.cat(parts_t, 1), bits(whole[2]))
+    assert torch.equal(torch.cat(parts), bits(unsharded[0]))
+    assert torch.equal(torch.cat(parts_t, 1), bits(unsharded[2]))
 
 
 BAD = {

@@ -58,7 +58,7 @@ def same(cpu, cuda):
         assert torch.equal(bits(a), bits(b.cpu()))
 
 
-def both(op, *args, **kwargs):
+def on_both_devices(op, *args, **kwargs):
     """Run an operator on the CPU and on CUDA, and compare the bytes."""
 
     def move(value):
@@ -67,7 +67,8 @@ def both(op, *args, **kwargs):
     cpu = op(*args, **kwargs)
     cuda = op(*map(move, args), **{name: move(value) for name, value in kwargs.items()})
     if isinstance(cpu, torch.Tensor):
-        cpu, cuda = (cpu,), (cuda,)
+        cpu = (cpu,)
+        cuda = (cuda,)
     return cpu, cuda
 
 
@@ -83,7 +84,9 @@ def test_quantize_blocks_gives_the_bytes_of_the_cpu(block, scale_dtype, fp8_dtyp
     for options in variants:
         for directions in ((True, False), (False, True), (True, True)):
             same(
-                *both(ops.quantize_blocks, x, fp8_dtype, block, scale_dtype, *directions, **options)
+                *on_both_devices(
+                    ops.quantize_blocks, x, fp8_dtype, block, scale_dtype, *directions, **options
+                )
             )
 
 
@@ -112,10 +115,10 @@ def test_strided_inputs_give_the_bytes_of_the_cpu(block, scale_dtype, dtype):
 
 @every_format
 @pytest.mark.parametrize("row_offset", [0, 5, 16, 100, 161])
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("with_maxima", [False, True])
 @every_dtype
 def test_split_blocks_with_given_maxima_give_the_bytes_of_the_cpu(
-    block, scale_dtype, row_offset, given, dtype
+    block, scale_dtype, row_offset, with_maxima, dtype
 ):
     x = wild(200, 264, dtype=dtype)
     for directions in ((True, False), (False, True), (True, True)):
@@ -125,28 +128,37 @@ def test_split_blocks_with_given_maxima_give_the_bytes_of_the_cpu(
             for t in ops.quantize_blocks(x, E4M3, block, scale_dtype, *directions, **options)
         ]
         square = block[0] == block[1]
-        if given:
+        if with_maxima:
             rowwise = shapes[1] if directions[0] else shapes[3][::-1]
             if directions[0] or square:
                 options["amax"] = data("cpu", *rowwise, seed=5).abs() * 100
                 options["amax"].view(-1)[0] = float("nan")
             if directions[1] and not square:
                 options["amax_columnwise"] = data("cpu", *shapes[3], seed=6).abs()
-        same(*both(ops.quantize_blocks, x, E4M3, block, scale_dtype, *directions, **options))
-        if given and block == (1, -1) and directions == (True, True):
+        same(
+            *on_both_devices(
+                ops.quantize_blocks, x, E4M3, block, scale_dtype, *directions, **options
+            )
+        )
+        if with_maxima and block == (1, -1) and directions == (True, True):
             del options["amax"]
-            same(*both(ops.quantize_blocks, x, E4M3, block, scale_dtype, *directions, **options))
+            same(
+                *on_both_devices(
+                    ops.quantize_blocks, x, E4M3, block, scale_dtype, *directions, **options
+                )
+            )
 
 
 @every_type
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_column_scale_gives_the_bytes_of_the_cpu(fp8_dtype, dtype, shape):
-    x, column_scale = wild(*shape, dtype=dtype), data("cpu", shape[1], seed=9)
+    x = wild(*shape, dtype=dtype)
+    column_scale = data("cpu", shape[1], seed=9)
     for directions in ((True, False), (True, True)):
         for power_2_scale in (False, True):
             same(
-                *both(
+                *on_both_devices(
                     ops.quantize_blocks,
                     x,
                     fp8_dtype,
@@ -186,10 +198,11 @@ def test_rebase_and_packing_give_the_bytes_of_the_cpu(block, fp8_dtype, shape):
     rare = torch.rand(grid, generator=generator)
     scale[rare < 0.05] = 255
     scale[rare > 0.95] = 0
-    codes, scale = codes.view(fp8_dtype), scale.view(E8M0)
+    codes = codes.view(fp8_dtype)
+    scale = scale.view(E8M0)
     for axis in (0, 1):
-        same(*both(ops.rebase, codes, scale, block, axis))
-    same(*both(ops.pack_scales, scale, shape[0], block[0]))
+        same(*on_both_devices(ops.rebase, codes, scale, block, axis))
+    same(*on_both_devices(ops.pack_scales, scale, shape[0], block[0]))
 
 
 def test_dequantize_of_short_blocks_and_nan_scales_gives_the_bytes_of_the_cpu():
@@ -197,7 +210,7 @@ def test_dequantize_of_short_blocks_and_nan_scales_gives_the_bytes_of_the_cpu():
         x = wild(150, 145)
         codes, scale, _, _ = ops.quantize_blocks(x, E4M3, block, scale_dtype)
         for dtype in (F32, torch.bfloat16, torch.float16):
-            same(*both(ops.dequantize, codes, scale, block, dtype))
+            same(*on_both_devices(ops.dequantize, codes, scale, block, dtype))
 
 
 def test_a_graph_and_another_stream_give_the_same_bytes():
@@ -264,7 +277,8 @@ def test_rebase_of_a_row_with_more_than_2_to_the_31_vectors():
 @every_type
 def test_rebase_of_columns_of_zeros_and_nans(block_rows, fp8_dtype):
     """The scale of a column is 1 if no block without NaN has a nonzero code."""
-    rows, cols = 300, 200
+    rows = 300
+    cols = 200
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(0, 256, (rows, cols), generator=generator, dtype=torch.uint8)
     codes[:, ::3] = 0
@@ -275,9 +289,10 @@ def test_rebase_of_columns_of_zeros_and_nans(block_rows, fp8_dtype):
     scale[:, 2] = 255
     scale[::2, 4] = 255
     scale[:, 5] = 0
-    codes, scale = codes.view(fp8_dtype), scale.view(E8M0)
+    codes = codes.view(fp8_dtype)
+    scale = scale.view(E8M0)
     for axis in (0, 1):
-        cpu, cuda = both(ops.rebase, codes, scale, (block_rows, 32), axis)
+        cpu, cuda = on_both_devices(ops.rebase, codes, scale, (block_rows, 32), axis)
         same(cpu, cuda)
         assert (cuda[1] > 0).all()
     # Columns of zeros along the last axis.
@@ -300,7 +315,9 @@ def test_division_gives_the_bytes_of_the_cpu(fp8_dtype, dtype, shape):
         {"amax": amax},
     ):
         for columnwise in (False, True):
-            got = both(ops.quantize_blocks, x, *arguments, True, columnwise, divide=True, **options)
+            got = on_both_devices(
+                ops.quantize_blocks, x, *arguments, True, columnwise, divide=True, **options
+            )
             same(*got)
 
 
@@ -332,7 +349,7 @@ def test_division_of_a_batch_gives_the_bytes_of_the_cpu():
     x = wild(3, 50, 200, dtype=torch.bfloat16)
     for directions in ((True, False), (True, True)):
         same(
-            *both(
+            *on_both_devices(
                 ops.quantize_blocks, x, E4M3, (1, -1), F32, *directions, divide=True, batched=True
             )
         )
@@ -344,4 +361,4 @@ def test_both_directions_of_a_row_over_many_tiles(dtype, shape):
     """Tiles are processed from the end, where maxima have just been computed."""
     x = wild(*shape, dtype=dtype)
     for options in ({}, {"power_2_scale": True}):
-        same(*both(ops.quantize_blocks, x, E4M3, (1, -1), F32, True, True, **options))
+        same(*on_both_devices(ops.quantize_blocks, x, E4M3, (1, -1), F32, True, True, **options))

@@ -37,9 +37,9 @@ def test_packed_scales_follow_the_definition_of_the_layout(device, block, shape)
 @pytest.mark.parametrize("rowwise, columnwise", [(True, False), (False, True)])
 def test_packed_scales_of_one_direction(device, block, rowwise, columnwise):
     x = data(device, 200, 333)
-    both = ops.quantize_blocks(x, E4M3, block, E8M0, True, True, packed=True)
-    one = ops.quantize_blocks(x, E4M3, block, E8M0, rowwise, columnwise, packed=True)
-    for got, expected in zip(one, both, strict=True):
+    two_directions = ops.quantize_blocks(x, E4M3, block, E8M0, True, True, packed=True)
+    one_direction = ops.quantize_blocks(x, E4M3, block, E8M0, rowwise, columnwise, packed=True)
+    for got, expected in zip(one_direction, two_directions, strict=True):
         if got.numel():
             assert torch.equal(bits(got), bits(expected))
 
@@ -77,7 +77,8 @@ def test_rebase_equals_its_definition(device, block, fp8_dtype, shape):
     got = [t.cpu() for t in ops.rebase(codes, scale, block, 0)]
     along_columns = [t.cpu() for t in ops.rebase(codes, scale, block, 1)]
     along_rows_of_transposed = [t.cpu() for t in ops.rebase(codes_t, scale_t, block, 0)]
-    codes, scale = codes.cpu(), scale.cpu()
+    codes = codes.cpu()
+    scale = scale.cpu()
     for a, b in zip(got, rebased(codes, scale, block, fp8_dtype), strict=True):
         assert torch.equal(bits(a), bits(b))
     got = along_columns
@@ -92,9 +93,9 @@ def test_rebase_equals_its_definition(device, block, fp8_dtype, shape):
     expected[(codes.float() == 0).all(0)] = 1.0
     assert torch.equal(got[1], expected)
     if block == (32, 32):
-        again = along_rows_of_transposed
-        assert torch.equal(bits(again[0]), bits(got[0]))
-        assert torch.equal(again[1], got[1])
+        rebased_rows = along_rows_of_transposed
+        assert torch.equal(bits(rebased_rows[0]), bits(got[0]))
+        assert torch.equal(rebased_rows[1], got[1])
 
 
 def test_rebase_of_special_rows(device):
@@ -105,13 +106,18 @@ def test_rebase_of_special_rows(device):
     codes[0] = 0x80
     scale[0] = 140
     # A NaN code among numbers remains one.
-    codes[1, 0], codes[1, 1] = 0x7F, 0x38
+    codes[1, 0] = 0x7F
+    codes[1, 1] = 0x38
     # A NaN block has only NaN codes and does not affect the scale.
-    codes[2, :32], scale[2, 1] = 0x38, 255
+    codes[2, :32] = 0x38
+    scale[2, 1] = 255
     # 2^-127 relative to 2^-126: 1 becomes 0.5.
-    codes[3, :32], scale[3] = 0x38, 0
+    codes[3, :32] = 0x38
+    scale[3] = 0
     # Scales that differ by 2^20: the smaller value is lost.
-    codes[4, :32], scale[4, 1], codes[4, 32] = 0x7E, 147, 0x7E
+    codes[4, :32] = 0x7E
+    scale[4, 1] = 147
+    codes[4, 32] = 0x7E
     expected = codes.clone()
     expected[2, 32:] = 0x7F
     expected[3, :32] = 0x30
@@ -125,7 +131,8 @@ def test_rebase_of_special_rows(device):
             # The transposed plane has blocks of (32, 1), so repeat its columns to 32x32 blocks.
             wide = codes.t().repeat_interleave(32, 1).contiguous().to(device).view(E4M3)
             got, line = ops.rebase(wide, scale.t().contiguous().to(device).view(E8M0), [32, 32], 1)
-            got, line = got[::32], line[::32]
+            got = got[::32]
+            line = line[::32]
         assert torch.equal(bits(got).cpu(), expected)
         assert line.flatten().tolist() == [1.0, 1.0, 1.0, 2.0**-126, 2.0**20]
 

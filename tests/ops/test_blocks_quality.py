@@ -47,7 +47,8 @@ def test_gemm_error_of_mx_operands_and_of_rebased_ones(device, rounding, least):
 
     Products and sums are in float64.
     """
-    x, w = gaussian(512, 4096, device=device), gaussian(512, 4096, seed=1, device=device)
+    x = gaussian(512, 4096, device=device)
+    w = gaussian(512, 4096, seed=1, device=device)
     exact = x.double() @ w.double().t()
     mx = dequantized(x, (1, 32), rounding=rounding).double()
     codes, scale, _, _ = ops.quantize_blocks(w, E4M3, (32, 32), E8M0, rounding=rounding)
@@ -71,13 +72,13 @@ def test_outliers_do_not_increase_the_error_of_rebasing(device, axis):
     codes, scale, _, _ = ops.quantize_blocks(w, E4M3, (32, 32), E8M0)
     plane = ops.dequantize(codes, scale, (32, 32), F32)
     out, line = ops.rebase(codes, scale, (32, 32), axis)
-    again = ops.dequantize(out, line, (1, -1), F32)
+    rebased = ops.dequantize(out, line, (1, -1), F32)
     if axis == 1:
-        again = again.t()
+        rebased = rebased.t()
     x = gaussian(256, w.shape[1 - axis], seed=3, device=device).double()
-    w_, plane, again = (m.double() if axis else m.double().t() for m in (w, plane, again))
+    w_, plane, rebased = (m.double() if axis else m.double().t() for m in (w, plane, rebased))
     exact = x @ w_
-    assert abs(sqnr(exact, x @ again) - sqnr(exact, x @ plane)) <= 0.05
+    assert abs(sqnr(exact, x @ rebased) - sqnr(exact, x @ plane)) <= 0.05
 
 
 def test_rows_of_different_magnitudes_underflow_less_with_smaller_blocks(device):

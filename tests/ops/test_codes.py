@@ -47,14 +47,15 @@ def test_dequantize_per_tensor(device, fp8_dtype, dtype, shape):
 @each_dtype
 @pytest.mark.parametrize("block", [(1, -1), (1, 128), (128, 128), (1, 32), (32, 32), (-1, 1)])
 def test_dequantize_blocks(device, fp8_dtype, dtype, block):
-    rows, cols = 150, 300
+    rows = 150
+    cols = 300
     t = all_codes(fp8_dtype, device, rows, cols)
     height, width = (n if b == -1 else b for n, b in zip((rows, cols), block, strict=True))
     grid = (-(-rows // height), -(-cols // width))
     scale = data("cpu", *grid).abs() + 0.01
-    whole = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)[:rows, :cols]
+    expanded_scale = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)[:rows, :cols]
     got = ops.dequantize(t, scale.to(device), list(block), dtype)
-    expected = tensorwise.dequantize(t, whole, dtype)
+    expected = tensorwise.dequantize(t, expanded_scale, dtype)
     torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -64,9 +65,9 @@ def test_dequantize_e8m0_scales(device, fp8_dtype, dtype):
     t = all_codes(fp8_dtype, device, 64, 96)
     scale = torch.tensor([[0, 100, 127], [128, 254, 255]], dtype=torch.uint8)
     value = torch.exp2(scale.float() - 127).masked_fill(scale == 255, torch.nan)
-    whole = value.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    expanded_scale = value.repeat_interleave(32, 0).repeat_interleave(32, 1)
     got = ops.dequantize(t, scale.view(torch.float8_e8m0fnu).to(device), [32, 32], dtype)
-    expected = tensorwise.dequantize(t, whole, dtype)
+    expected = tensorwise.dequantize(t, expanded_scale, dtype)
     torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -98,16 +98,16 @@ def test_bytes_equal_the_definition(device, tokens, k, cols, dtype, weighted):
     weight_dtype = dtype if weighted == "of the rows" else F32
     _, rows, token_rows, weights = make(tokens, k, cols, dtype, weight_dtype)
     weights = None if weighted == "none" else weights
-    found = ops.combine_rows(*on(device, rows, token_rows, weights))
-    assert same(found, combined(rows, token_rows, weights))
+    sums = ops.combine_rows(*on(device, rows, token_rows, weights))
+    assert same(sums, combined(rows, token_rows, weights))
 
 
 @each_dtype
 def test_sums_are_close_to_exact_ones(device, dtype):
     _, rows, token_rows, weights = make(24, 8, 96, dtype)
-    found = ops.combine_rows(*on(device, rows, token_rows, weights)).cpu().double()
+    sums = ops.combine_rows(*on(device, rows, token_rows, weights)).cpu().double()
     terms = weights.double().unsqueeze(-1) * rows[token_rows].double()
-    error = (found - terms.sum(1)).abs()
+    error = (sums - terms.sum(1)).abs()
     largest = terms.abs().sum(1)
     assert (error <= largest * (8 * 2.0**-24 + torch.finfo(dtype).eps)).all()
 
@@ -128,12 +128,14 @@ def test_products_are_rounded(device):
 
 @each_dtype
 def test_infinities_and_nans_are_kept(device, dtype):
-    inf, nan = float("inf"), float("nan")
+    inf = float("inf")
+    nan = float("nan")
     rows = torch.tensor([[inf, inf, nan, 1.0], [1.0, -inf, 1.0, -0.0]], dtype=dtype)
-    token_rows, weights = torch.tensor([[0, 1]]), torch.tensor([[1.0, 1.0]])
-    for given in (weights, None):
-        found = ops.combine_rows(*on(device, rows, token_rows, given))
-        assert same(found, combined(rows, token_rows, given))
+    token_rows = torch.tensor([[0, 1]])
+    weights = torch.tensor([[1.0, 1.0]])
+    for row_weights in (weights, None):
+        sums = ops.combine_rows(*on(device, rows, token_rows, row_weights))
+        assert same(sums, combined(rows, token_rows, row_weights))
     zeros = torch.full((1, 2), -0.0)
     assert not ops.combine_rows(*on(device, torch.ones(2, 4), token_rows, zeros)).signbit().any()
 
@@ -151,7 +153,8 @@ def layouts(tokens, k, cols):
     wide_grad = torch.zeros(tokens, 2 * cols + 3, dtype=BF16)
     for start, step in ((0, 1), (1, 1), (3, 2)):
         columns = slice(start, start + step * cols, step)
-        wide[:, columns], wide_grad[:, columns] = rows, grad
+        wide[:, columns] = rows
+        wide_grad[:, columns] = grad
         yield wide_grad[:, columns], wide[:, columns], token_rows, weights
     yield *(t.t().contiguous().t() for t in (grad, rows)), token_rows, weights
     yield grad[:1].expand(tokens, -1), rows[:1].expand(tokens * k, -1), token_rows, weights
@@ -159,9 +162,9 @@ def layouts(tokens, k, cols):
 
 def test_strides_and_alignments_do_not_change_the_bytes(device):
     for grad, rows, token_rows, weights in layouts(7, 3, 64):
-        given = [_moved(t, device) for t in (grad, rows, token_rows, weights)]
-        assert same(ops.combine_rows(*given[1:]), combined(rows, token_rows, weights))
-        d_rows, d_weights = ops.combine_rows_backward(*given)
+        inputs = [_moved(t, device) for t in (grad, rows, token_rows, weights)]
+        assert same(ops.combine_rows(*inputs[1:]), combined(rows, token_rows, weights))
+        d_rows, d_weights = ops.combine_rows_backward(*inputs)
         assert same(d_rows, row_gradients(grad, token_rows, weights))
         exact, error = weight_gradients(grad, rows, token_rows)
         assert ((d_weights.cpu().double() - exact).abs() <= error).all()
@@ -193,29 +196,31 @@ def test_gradients_equal_the_definition(device, tokens, k, cols, dtype, weight_d
 @each_size
 def test_one_gradient_is_what_it_is_with_both(device, tokens, k, cols):
     grad, rows, token_rows, weights = on(device, *make(tokens, k, cols, BF16))
-    both = ops.combine_rows_backward(grad, rows, token_rows, weights)
+    both_gradients = ops.combine_rows_backward(grad, rows, token_rows, weights)
     for wanted in ((True, False), (False, True)):
-        for given in (rows, None) if wanted == (True, False) else (rows,):
-            found = ops.combine_rows_backward(grad, given, token_rows, weights, *wanted)
-            for a, b, want in zip(found, both, wanted, strict=True):
+        for saved_rows in (rows, None) if wanted == (True, False) else (rows,):
+            actual = ops.combine_rows_backward(grad, saved_rows, token_rows, weights, *wanted)
+            for a, b, want in zip(actual, both_gradients, wanted, strict=True):
                 assert a.dtype == b.dtype
                 assert same(a, b) if want else a.shape == (0,)
 
 
 def test_gradients_are_those_of_autograd(device):
     grad, rows, token_rows, weights = on(device, *make(12, 4, 80, F32))
-    rows, weights = rows.double().requires_grad_(), weights.double().requires_grad_()
+    rows = rows.double().requires_grad_()
+    weights = weights.double().requires_grad_()
     (rows[token_rows] * weights.unsqueeze(-1)).sum(1).backward(grad.double())
-    found = ops.combine_rows_backward(
+    gradients = ops.combine_rows_backward(
         grad, rows.detach().float(), token_rows, weights.detach().float()
     )
-    torch.testing.assert_close(found[0].double(), rows.grad, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found[1].double(), weights.grad, rtol=1e-5, atol=1e-2)
+    torch.testing.assert_close(gradients[0].double(), rows.grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradients[1].double(), weights.grad, rtol=1e-5, atol=1e-2)
 
 
 def test_infinities_and_nans_of_gradients_are_kept(device):
     grad = torch.tensor([[float("inf"), 1.0, float("nan")], [2.0, -0.0, 3.0]])
-    rows, token_rows = torch.ones(4, 3), torch.tensor([[2, 0], [1, 3]])
+    rows = torch.ones(4, 3)
+    token_rows = torch.tensor([[2, 0], [1, 3]])
     weights = torch.tensor([[1.0, 0.0], [-1.0, 0.5]])
     d_rows, d_weights = ops.combine_rows_backward(*on(device, grad, rows, token_rows, weights))
     assert same(d_rows, row_gradients(grad, token_rows, weights))
@@ -228,9 +233,9 @@ def test_infinities_and_nans_of_gradients_are_kept(device):
 @pytest.mark.parametrize("tokens, k, cols", [(0, 2, 8), (3, 0, 8), (3, 2, 0), (0, 0, 0)])
 def test_empty_shapes(device, tokens, k, cols):
     grad, rows, token_rows, weights = on(device, *make(tokens, k, cols, BF16))
-    for given in (weights, None):
-        found = ops.combine_rows(rows, token_rows, given)
-        assert same(found, torch.zeros(tokens, cols, dtype=BF16))
+    for row_weights in (weights, None):
+        sums = ops.combine_rows(rows, token_rows, row_weights)
+        assert same(sums, torch.zeros(tokens, cols, dtype=BF16))
     d_rows, d_weights = ops.combine_rows_backward(grad, rows, token_rows, weights)
     assert same(d_rows, torch.zeros(tokens * k, cols, dtype=BF16))
     assert same(d_weights, torch.zeros(tokens, k))
@@ -279,28 +284,28 @@ BAD_BACKWARD = [
 
 @pytest.mark.parametrize(("change", "error", "message"), BAD)
 def test_bad_arguments_are_named(device, change, error, message):
-    given = {name: t for name, t in {**arguments(), **change}.items() if name != "grad"}
+    inputs = {name: t for name, t in {**arguments(), **change}.items() if name != "grad"}
     with pytest.raises(error, match=message):
-        ops.combine_rows(**{name: t.to(device) for name, t in given.items()})
+        ops.combine_rows(**{name: t.to(device) for name, t in inputs.items()})
 
 
 @pytest.mark.parametrize(("change", "error", "message"), [*BAD, *BAD_BACKWARD])
 def test_bad_arguments_of_gradients_are_named(device, change, error, message):
-    given = {**arguments(), **change}
-    given = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    inputs = {**arguments(), **change}
+    inputs = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in inputs.items()}
     with pytest.raises(error, match=message):
-        ops.combine_rows_backward(**given)
+        ops.combine_rows_backward(**inputs)
 
 
 @pytest.mark.parametrize("index", [-1, 8, 1 << 40, -(1 << 62)])
 def test_indices_that_are_not_rows_are_errors_on_the_cpu(index):
-    given = arguments() | {"token_rows": _changed(TOKEN_ROWS, 5, index)}
-    grad = given.pop("grad")
+    inputs = arguments() | {"token_rows": _changed(TOKEN_ROWS, 5, index)}
+    grad = inputs.pop("grad")
     message = rf"token_rows\[5\] is {index}; it must be at least 0 and below 8"
     with pytest.raises(ValueError, match=message):
-        ops.combine_rows(**given)
+        ops.combine_rows(**inputs)
     with pytest.raises(ValueError, match=message):
-        ops.combine_rows_backward(grad, **given)
+        ops.combine_rows_backward(grad, **inputs)
 
 
 def test_indices_that_repeat_a_row_have_no_gradients_on_the_cpu():
@@ -319,9 +324,9 @@ def test_a_gpu_neither_reads_nor_writes_rows_that_do_not_exist(index, k):
     token_rows = _changed(token_rows, 5, index)
     padded = torch.cat((rows, torch.zeros(1, 32, dtype=BF16)))
     existing = torch.where(token_rows == index, 8, token_rows)
-    given = [t.cuda() for t in (grad, rows, token_rows, weights)]
-    assert same(ops.combine_rows(*given[1:]), combined(padded, existing, weights))
-    d_rows, d_weights = ops.combine_rows_backward(*given)
+    inputs = [t.cuda() for t in (grad, rows, token_rows, weights)]
+    assert same(ops.combine_rows(*inputs[1:]), combined(padded, existing, weights))
+    d_rows, d_weights = ops.combine_rows_backward(*inputs)
     torch.cuda.synchronize()
     for at, row in enumerate(token_rows.view(-1).tolist()):
         token, j = divmod(at, k)
@@ -342,21 +347,23 @@ def test_a_gpu_neither_reads_nor_writes_rows_that_do_not_exist(index, k):
 )
 def test_cuda_gives_the_bytes_of_the_cpu(tokens, k, cols, dtype):
     grad, rows, token_rows, weights = make(tokens, k, cols, dtype)
-    given = [t.cuda() for t in (grad, rows, token_rows, weights)]
-    for w, w_cuda in ((weights, given[3]), (None, None)):
-        found = ops.combine_rows(given[1], given[2], w_cuda)
-        assert same(found, ops.combine_rows(rows, token_rows, w))
-    d_rows, d_weights = ops.combine_rows_backward(*given)
+    inputs = [t.cuda() for t in (grad, rows, token_rows, weights)]
+    for w, w_cuda in ((weights, inputs[3]), (None, None)):
+        sums = ops.combine_rows(inputs[1], inputs[2], w_cuda)
+        assert same(sums, ops.combine_rows(rows, token_rows, w))
+    d_rows, d_weights = ops.combine_rows_backward(*inputs)
     cpu_rows, cpu_weights = ops.combine_rows_backward(grad, rows, token_rows, weights)
     assert same(d_rows, cpu_rows)
     _, error = weight_gradients(grad, rows, token_rows)
     assert ((d_weights.cpu() - cpu_weights).abs() <= 2 * error).all()
-    assert same(d_weights, ops.combine_rows_backward(*given)[1])
+    assert same(d_weights, ops.combine_rows_backward(*inputs)[1])
 
 
 @pytest.mark.gpu
 def test_rows_of_more_than_2_to_31_elements():
-    tokens, k, cols = 2**18 + 8, 4, 2048
+    tokens = 2**18 + 8
+    k = 4
+    cols = 2048
     if torch.cuda.mem_get_info()[0] < 16e9:
         pytest.skip("needs 16 GB of GPU memory")
     rows = torch.zeros(tokens * k, cols, dtype=BF16, device="cuda")
@@ -395,46 +402,47 @@ def test_captured_graphs_replay_the_sum_and_its_gradients():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_the_host_does_not_wait_for_the_device():
-    given = [t.cuda() for t in make(33, 8, 264, BF16)]
-    ops.combine_rows(*given[1:]), ops.combine_rows_backward(*given)
+    inputs = [t.cuda() for t in make(33, 8, 264, BF16)]
+    ops.combine_rows(*inputs[1:]), ops.combine_rows_backward(*inputs)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        ops.combine_rows(*given[1:]), ops.combine_rows_backward(*given)
+        ops.combine_rows(*inputs[1:]), ops.combine_rows_backward(*inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("level", ["scalar", "avx2", "avx512"])
 def test_instruction_sets_give_equal_bytes(level):
-    given = make(9, 3, 1037, BF16)
-    expected = ops.combine_rows(*given[1:]), *ops.combine_rows_backward(*given)
+    inputs = make(9, 3, 1037, BF16)
+    expected = ops.combine_rows(*inputs[1:]), *ops.combine_rows_backward(*inputs)
     try:
         core.set_cpu_simd(level)
     except core.UnsupportedError:
         pytest.skip(f"this CPU has no {level}")
     try:
-        found = ops.combine_rows(*given[1:]), *ops.combine_rows_backward(*given)
+        actual = ops.combine_rows(*inputs[1:]), *ops.combine_rows_backward(*inputs)
     finally:
         core.set_cpu_simd(None)
-    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(same(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_denormals_are_kept_if_the_caller_flushes_them():
-    rows, token_rows = torch.full((2, 40), 2.0**-130), torch.tensor([[0, 1]])
+    rows = torch.full((2, 40), 2.0**-130)
+    token_rows = torch.tensor([[0, 1]])
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush")
     try:
-        found = ops.combine_rows(rows, token_rows)
+        sums = ops.combine_rows(rows, token_rows)
     finally:
         torch.set_flush_denormal(False)
-    assert same(found, torch.full((1, 40), 2.0**-129))
+    assert same(sums, torch.full((1, 40), 2.0**-129))
 
 
 @pytest.mark.parametrize("tokens, k, cols", [(5, 3, 16), (0, 2, 8), (3, 0, 8)])
 def test_opcheck(device, tokens, k, cols):
     for dtype, weight_dtype in ((BF16, F32), (F32, F32), (BF16, BF16)):
-        given = make(tokens, k, cols, dtype, weight_dtype)
-        grad, rows, token_rows, weights = on(device, *given)
+        inputs = make(tokens, k, cols, dtype, weight_dtype)
+        grad, rows, token_rows, weights = on(device, *inputs)
         for w in (weights, None):
             opcheck(ops.combine_rows.default, (rows, token_rows, w))
         for wanted in ((True, True), (True, False), (False, True)):

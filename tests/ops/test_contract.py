@@ -57,7 +57,8 @@ def test_large_tensors_equal_the_reference(fp8_dtype):
 
 
 def test_outputs_do_not_share_memory(device):
-    x, scale = data(device, 8, 8), scalar(1.0, device)
+    x = data(device, 8, 8)
+    scale = scalar(1.0, device)
     first = ops.quantize(x, scale, E4M3, True, True)
     second = ops.quantize(x, scale, E4M3, True, True)
     assert len({t.data_ptr() for t in (*first, *second)}) == 4
@@ -66,7 +67,9 @@ def test_outputs_do_not_share_memory(device):
 
 
 def test_inputs_are_not_modified(device):
-    x, scale, amax = data(device, 33, 9), scalar(0.5, device), scalar(1.0, device)
+    x = data(device, 33, 9)
+    scale = scalar(0.5, device)
+    amax = scalar(1.0, device)
     copies = [t.clone() for t in (x, scale)]
     ops.quantize_delayed(x, scale, amax, E4M3, True, True)
     ops.quantize_current(x, E4M3, True, True)
@@ -75,8 +78,10 @@ def test_inputs_are_not_modified(device):
 
 
 def test_writes_increase_the_version_counter(device):
-    x, scale = data(device, 3, 4), scalar(1.0, device)
-    amax, amaxes = scalar(0.0, device), torch.zeros(1, device=device)
+    x = data(device, 3, 4)
+    scale = scalar(1.0, device)
+    amax = scalar(0.0, device)
+    amaxes = torch.zeros(1, device=device)
     out = torch.empty(3, 4, dtype=E4M3, device=device)
     ops.quantize_delayed(x, scale, amax, E4M3)
     ops.multi_quantize([x], scale.view(1), [out])
@@ -86,7 +91,9 @@ def test_writes_increase_the_version_counter(device):
 
 def test_operators_run_under_inference_mode(device):
     with torch.inference_mode():
-        x, scale, amax = data(device, 3, 4), scalar(1.0, device), scalar(0.0, device)
+        x = data(device, 3, 4)
+        scale = scalar(1.0, device)
+        amax = scalar(0.0, device)
         row, _, _ = ops.quantize_delayed(x, scale, amax, E4M3)
     assert same(codes(row), tensorwise.quantize(x, scale, E4M3))
 

@@ -61,15 +61,15 @@ def test_each_stream_has_its_own_workspace():
     torch.cuda.synchronize()
     got = [[], []]
     for _ in range(50):
-        for stream, x, parts, found in zip(streams, xs, lists, got, strict=True):
+        for stream, x, parts, results in zip(streams, xs, lists, got, strict=True):
             with torch.cuda.stream(stream):
-                found += [ops.amax(x), ops.multi_amax(parts).amax()]
-                found.append(ops.quantize_current(x, E4M3)[2])
+                results += [ops.amax(x), ops.multi_amax(parts).amax()]
+                results.append(ops.quantize_current(x, E4M3)[2])
     torch.cuda.synchronize()
-    for x, found in zip(xs, got, strict=True):
+    for x, results in zip(xs, got, strict=True):
         amax = x.abs().max().cpu()
         scale = ops.scale_from_amax(amax, E4M3)
-        assert {t.item() for t in found} == {amax.item(), scale.item()}
+        assert {t.item() for t in results} == {amax.item(), scale.item()}
 
 
 def captured(operate):
@@ -119,21 +119,23 @@ def test_current_scaling_runs_on_many_streams_at_once():
     for n in range(40):
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found = ops.quantize_current(xs[i], E4M3, True, True)
+                actual = ops.quantize_current(xs[i], E4M3, True, True)
             if n % 13 == 0:
-                got[i].append(found)
+                got[i].append(actual)
     torch.cuda.synchronize()
     for results, want in zip(got, wants, strict=True):
-        for found in results:
-            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, want, strict=True))
+        for actual in results:
+            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(actual, want, strict=True))
 
 
 @pytest.mark.parametrize("shape", [BIG, (3008, 1104), (67, 35)], ids=str)
 def test_every_operator_is_captured_and_replays(shape):
     """A replay reads its current input and shares no memory with eager calls."""
     x = data("cuda", *shape, dtype=torch.bfloat16)
-    scale, scales = scalar(0.37, "cuda"), torch.full((2,), 0.37, device="cuda")
-    amax, amaxes = scalar(0.0, "cuda"), torch.zeros(2, device="cuda")
+    scale = scalar(0.37, "cuda")
+    scales = torch.full((2,), 0.37, device="cuda")
+    amax = scalar(0.0, "cuda")
+    amaxes = torch.zeros(2, device="cuda")
     parts = list(x.split(shape[0] // 2 + 1))
 
     def outs():
@@ -142,7 +144,8 @@ def test_every_operator_is_captured_and_replays(shape):
     def operate():
         amax.zero_()
         amaxes.zero_()
-        listed, delayed = outs(), outs()
+        listed = outs()
+        delayed = outs()
         ops.multi_quantize(parts, scales, listed)
         row, col = ops.quantize(x, scale, E4M3, True, True)
         return [
@@ -334,7 +337,8 @@ def test_destroyed_graphs_release_their_workspaces():
     """A capture needs 100,000 slots. If they were not released, the eleventh capture would fail."""
     xs = [torch.ones(8, device="cuda") for _ in range(1000)]
     outs = [torch.empty(8, device="cuda", dtype=E4M3) for _ in xs]
-    scales, amaxes = torch.ones(1000, device="cuda"), torch.zeros(1000, device="cuda")
+    scales = torch.ones(1000, device="cuda")
+    amaxes = torch.zeros(1000, device="cuda")
     used = []
     for _ in range(24):
         graph = torch.cuda.CUDAGraph()
@@ -359,11 +363,12 @@ def test_destroyed_graphs_release_their_workspaces():
 def test_live_graphs_do_not_share_workspaces():
     """Two streams replay them concurrently."""
     xs = [data("cuda", *BIG, seed=seed) * (seed + 1) for seed in range(2)]
-    graphs, found = [], []
+    graphs = []
+    results = []
     for x in xs:
         graph, got = captured(lambda x=x: ops.amax(x))
         graphs.append(graph)
-        found.append(got)
+        results.append(got)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     for _ in range(50):
@@ -371,7 +376,7 @@ def test_live_graphs_do_not_share_workspaces():
             with torch.cuda.stream(stream):
                 graph.replay()
         torch.cuda.synchronize()
-        for got, x in zip(found, xs, strict=True):
+        for got, x in zip(results, xs, strict=True):
             assert got.item() == x.abs().max().item()
 
 
@@ -419,13 +424,11 @@ def kernels(call):
     call()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
-        kept = call()
+        outputs = call()
     driver = ctypes.CDLL("libcuda.so.1")
-    captured, count, kind = (
-        ctypes.c_void_p(graph.raw_cuda_graph()),
-        ctypes.c_size_t(),
-        ctypes.c_int(),
-    )
+    captured = ctypes.c_void_p(graph.raw_cuda_graph())
+    count = ctypes.c_size_t()
+    kind = ctypes.c_int()
     assert driver.cuGraphGetNodes(captured, None, ctypes.byref(count)) == 0
     nodes = (ctypes.c_void_p * count.value)()
     assert driver.cuGraphGetNodes(captured, nodes, ctypes.byref(count)) == 0
@@ -433,7 +436,7 @@ def kernels(call):
     for node in nodes:
         assert driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) == 0
         kinds.append(kind.value)
-    del kept
+    del outputs
     # 0 is CU_GRAPH_NODE_TYPE_KERNEL.
     return kinds.count(0)
 
@@ -467,5 +470,6 @@ def blocks(x, block, scale_dtype, columnwise=True):
 def test_operators_launch_the_documented_number_of_kernels(name, shape):
     expected, call = LAUNCHES[name]
     x = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-    scale, amax = scalar(0.5, "cuda"), scalar(0.0, "cuda")
+    scale = scalar(0.5, "cuda")
+    amax = scalar(0.0, "cuda")
     assert kernels(lambda: call(x, scale, amax)) == expected

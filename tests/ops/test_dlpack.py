@@ -47,14 +47,16 @@ def test_the_negative_bit_is_applied():
 
 
 def test_a_call_releases_the_interpreter_lock():
-    out, begun, counts = torch.empty(1 << 24), threading.Event(), [0]
-    seen = []
+    out = torch.empty(1 << 24)
+    begun = threading.Event()
+    counts = [0]
+    counts_seen = []
 
     def fill():
         begun.set()
-        seen.append(counts[0])
+        counts_seen.append(counts[0])
         core.random_uniform(out, 1)
-        seen.append(counts[0])
+        counts_seen.append(counts[0])
 
     interval = sys.getswitchinterval()
     # With this interval, no thread is forced to switch, so the call must release the lock itself.
@@ -68,7 +70,7 @@ def test_a_call_releases_the_interpreter_lock():
         thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert seen == [0, 100]
+    assert counts_seen == [0, 100]
 
 
 # --- a minimal exporter of DLPack tensors ---
@@ -125,10 +127,8 @@ def current_stream(_, __, out):
 def capsule(pointer, name):
     """Return a capsule. ``name`` must outlive it."""
     new = ctypes.pythonapi.PyCapsule_New
-    new.restype, new.argtypes = (
-        ctypes.py_object,
-        [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
-    )
+    new.restype = ctypes.py_object
+    new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     return new(pointer, name, None)
 
 
@@ -137,7 +137,8 @@ NAME = b"dlpack_exchange_api"
 
 def test_list_elements_stay_alive_until_the_call_ends():
     """Exporting the second element clears the list, which holds the only references."""
-    tensors, alive = [torch.full((1 << 16,), 3.0)], []
+    tensors = [torch.full((1 << 16,), 3.0)]
+    alive = []
     first = weakref.ref(tensors[0])
     values = (ctypes.c_float * 6)(*[1.0] * 6)
 

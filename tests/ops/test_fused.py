@@ -74,9 +74,10 @@ def test_norm_with_a_delayed_scale_records_the_amax(device, shape):
     for slot, infinite in ((0.0, False), (1e6, False), (2.0, True)):
         if infinite:
             x[1, 3] = torch.inf
-        given, amax = scalar(0.01, device), scalar(slot, device)
+        delayed_scale = scalar(0.01, device)
+        amax = scalar(slot, device)
         row, col, scale, _, _ = ops._quantize_norm(
-            x.to(device), None, None, False, 1e-5, E4M3, True, True, scale=given, amax=amax
+            x.to(device), None, None, False, 1e-5, E4M3, True, True, scale=delayed_scale, amax=amax
         )
         if infinite:
             assert scale.isnan() and amax == 2.0
@@ -134,7 +135,8 @@ def glu_values(activation, gate, up, dy=None):
 @each_format
 @each_activation
 def test_glu_matches_its_definition(device, shape, dtype, fp8_dtype, activation):
-    gate, up = make(shape, dtype), make(shape, dtype, 1)
+    gate = make(shape, dtype)
+    up = make(shape, dtype, 1)
     row, col, scale = ops._quantize_glu(
         gate.to(device), up.to(device), activation, fp8_dtype, True, True
     )
@@ -179,8 +181,8 @@ def test_glu_with_delayed_scales_records_the_amaxes(device, shape):
 @each_activation
 def test_glu_of_any_strides_and_dimensions(device, activation):
     gate, up, dy = (make((6, 8, 128), torch.bfloat16, seed) for seed in range(3))
-    both = torch.cat([gate, up], -1).to(device)
-    views = (both[..., :128], both[..., 128:], dy.movedim(-1, 0).contiguous().to(device))
+    gate_up = torch.cat([gate, up], -1).to(device)
+    views = (gate_up[..., :128], gate_up[..., 128:], dy.movedim(-1, 0).contiguous().to(device))
     strided = (*views[:2], views[2].movedim(0, -1))
     planes = ops._quantize_glu(*strided[:2], activation, E4M3, True, True)
     check_planes(*planes, glu_values(activation, gate, up), E4M3)

@@ -41,7 +41,9 @@ def make(rows, cols, device, dtype=torch.bfloat16, seed=0):
 
 def expected(x, lengths, fp8_dtype, **options):
     """Quantize each group by itself with a scale per row, and lay the results out."""
-    rows, cols, used = len(x), x.shape[1], sum(lengths)
+    rows = len(x)
+    cols = x.shape[1]
+    used = sum(lengths)
     columns = (rows + 15 * min(len(lengths), rows)) // 16 * 16
     codes = torch.zeros(rows, cols, dtype=torch.uint8, device=x.device)
     scale = torch.ones(rows, 1, device=x.device)
@@ -49,8 +51,8 @@ def expected(x, lengths, fp8_dtype, **options):
     transposed_scale = torch.ones(len(lengths), cols, device=x.device)
 
     def by_rows(x):
-        found = ops.quantize_blocks(x, fp8_dtype, (1, -1), torch.float32, **options)
-        return found[0].view(torch.uint8), found[1]
+        actual = ops.quantize_blocks(x, fp8_dtype, (1, -1), torch.float32, **options)
+        return actual[0].view(torch.uint8), actual[1]
 
     if used:
         codes[:used], scale[:used] = by_rows(x[:used])
@@ -60,13 +62,14 @@ def expected(x, lengths, fp8_dtype, **options):
             part, part_scale = by_rows(x[start : start + length].t().contiguous())
             transposed[:, to : to + length] = part
             transposed_scale[group] = part_scale[:, 0]
-        start, to = start + length, to + -(-length // 16) * 16
+        start = start + length
+        to = to + -(-length // 16) * 16
     return codes, scale, transposed, transposed_scale
 
 
-def check(found, wanted):
+def check(actual, wanted):
     for name, a, b in zip(
-        ("row", "row scale", "column", "column scale"), found, wanted, strict=True
+        ("row", "row scale", "column", "column scale"), actual, wanted, strict=True
     ):
         a = a.view(torch.uint8) if a.element_size() == 1 else a
         assert a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
@@ -78,8 +81,8 @@ def check(found, wanted):
 def test_each_group_is_quantized_by_itself(device, case, dtype, fp8_dtype):
     lengths, more = LENGTHS[case]
     x = make(sum(lengths) + more, 80, device, dtype)
-    found = ops.quantize_groups(x, *bounds_of(lengths, len(x), device), fp8_dtype)
-    check(found, expected(x, lengths, fp8_dtype))
+    actual = ops.quantize_groups(x, *bounds_of(lengths, len(x), device), fp8_dtype)
+    check(actual, expected(x, lengths, fp8_dtype))
 
 
 @pytest.mark.parametrize("cols", [16, 257, 1040])
@@ -88,50 +91,54 @@ def test_any_width_and_scale_rule(device, cols, power_2_scale):
     lengths = [130, 3, 259]
     x = make(sum(lengths), cols, device)
     rule = {"power_2_scale": power_2_scale, "amax_epsilon": 1e-3}
-    found = ops.quantize_groups(x, *bounds_of(lengths, len(x), device), E4M3, **rule)
-    check(found, expected(x, lengths, E4M3, **rule))
+    actual = ops.quantize_groups(x, *bounds_of(lengths, len(x), device), E4M3, **rule)
+    check(actual, expected(x, lengths, E4M3, **rule))
 
 
 def test_rows_after_the_last_group_are_not_read(device):
     lengths = [20, 12]
     x = make(40, 32, device)
     x[32:] = float("nan")
-    found = ops.quantize_groups(x, *bounds_of(lengths, len(x), device), E4M3)
-    check(found, expected(x, lengths, E4M3))
-    assert all(torch.isfinite(scale).all() for scale in (found[1], found[3]))
+    actual = ops.quantize_groups(x, *bounds_of(lengths, len(x), device), E4M3)
+    check(actual, expected(x, lengths, E4M3))
+    assert all(torch.isfinite(scale).all() for scale in (actual[1], actual[3]))
 
 
 def test_a_nan_changes_its_row_and_its_column_of_its_group(device):
     lengths = [20, 12]
     x = make(32, 32, device)
     x[21, 5] = float("nan")
-    found = ops.quantize_groups(x, *bounds_of(lengths, len(x), device), E4M3)
-    check(found, expected(x, lengths, E4M3))
-    assert found[1].isnan().nonzero().tolist() == [[21, 0]]
-    assert found[3].isnan().nonzero().tolist() == [[1, 5]]
+    actual = ops.quantize_groups(x, *bounds_of(lengths, len(x), device), E4M3)
+    check(actual, expected(x, lengths, E4M3))
+    assert actual[1].isnan().nonzero().tolist() == [[21, 0]]
+    assert actual[3].isnan().nonzero().tolist() == [[1, 5]]
 
 
 def test_an_index_selects_rows(device):
-    x, lengths = make(24, 48, device), [30, 0, 18]
+    x = make(24, 48, device)
+    lengths = [30, 0, 18]
     index = torch.randint(24, (48,), generator=torch.Generator().manual_seed(1)).to(
         device, torch.int32
     )
     bounds = bounds_of(lengths, 48, device)
-    found = ops.quantize_groups(x, *bounds, E4M3, index=index)
-    check(found, expected(x[index.long()], lengths, E4M3))
+    actual = ops.quantize_groups(x, *bounds, E4M3, index=index)
+    check(actual, expected(x[index.long()], lengths, E4M3))
     outside = index.clone()
-    outside[3], outside[40] = -5, 1000
-    index[3], index[40] = 0, 23
-    found = ops.quantize_groups(x, *bounds, E4M3, index=outside)
-    check(found, expected(x[index.long()], lengths, E4M3))
+    outside[3] = -5
+    outside[40] = 1000
+    index[3] = 0
+    index[40] = 23
+    actual = ops.quantize_groups(x, *bounds, E4M3, index=outside)
+    check(actual, expected(x[index.long()], lengths, E4M3))
 
 
 @pytest.mark.parametrize("rowwise", [True, False])
 def test_one_direction_gives_the_bytes_of_both(device, rowwise):
-    x, bounds = make(64, 64, device), bounds_of([33, 31], 64, device)
-    both = ops.quantize_groups(x, *bounds, E4M3)
-    one = ops.quantize_groups(x, *bounds, E4M3, rowwise, not rowwise)
-    for i, (a, b) in enumerate(zip(one, both, strict=True)):
+    x = make(64, 64, device)
+    bounds = bounds_of([33, 31], 64, device)
+    two_directions = ops.quantize_groups(x, *bounds, E4M3)
+    one_direction = ops.quantize_groups(x, *bounds, E4M3, rowwise, not rowwise)
+    for i, (a, b) in enumerate(zip(one_direction, two_directions, strict=True)):
         wanted = (i < 2) == rowwise
         assert a.shape == (b.shape if wanted else (0,)), i
         assert not wanted or torch.equal(a.view(torch.uint8), b.view(torch.uint8)), i
@@ -142,31 +149,32 @@ def test_one_direction_gives_the_bytes_of_both(device, rowwise):
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
-def values(found):
+def values(planes):
     """The values that rowwise codes stand for."""
-    return found[0].float() * found[1]
+    return planes[0].float() * planes[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_an_activation_is_torchs_up_to_rounding(device, activation, dtype):
     h = data(device, 64, 96, dtype=dtype)
-    found = ops.quantize_gated(h, *bounds_of([40, 24], 64, device), activation, E4M3)
+    planes = ops.quantize_gated(h, *bounds_of([40, 24], 64, device), activation, E4M3)
     gate, up = h.double().chunk(2, 1)
     y = ACTIVATIONS[activation](gate) * up
-    error = (values(found) - y).abs().amax(1) / y.abs().amax(1)
+    error = (values(planes) - y).abs().amax(1) / y.abs().amax(1)
     assert error.max() < 2**-4
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_gradients_of_an_activation_are_torchs_up_to_rounding(device, activation):
-    h, dy = data(device, 64, 96), data(device, 64, 48, seed=1)
+    h = data(device, 64, 96)
+    dy = data(device, 64, 48, seed=1)
     bounds = bounds_of([40, 24], 64, device)
-    found = ops.quantize_gated(h, *bounds, activation, E4M3, dy=dy)
-    whole = h.double().requires_grad_()
-    gate, up = whole.chunk(2, 1)
+    planes = ops.quantize_gated(h, *bounds, activation, E4M3, dy=dy)
+    exact_h = h.double().requires_grad_()
+    gate, up = exact_h.chunk(2, 1)
     (ACTIVATIONS[activation](gate) * up).backward(dy.double())
-    error = (values(found) - whole.grad).abs().amax(1) / whole.grad.abs().amax(1)
+    error = (values(planes) - exact_h.grad).abs().amax(1) / exact_h.grad.abs().amax(1)
     assert error.max() < 2**-4
 
 
@@ -183,8 +191,8 @@ def test_rounded_values_are_quantized(device, case, dtype, fp8_dtype, backward, 
     wanted = expected(gated(activation, h, dy), lengths, fp8_dtype)
     bounds = bounds_of(lengths, len(h), device)
     options = {} if dy is None else {"dy": dy.to(device)}
-    found = ops.quantize_gated(h.to(device), *bounds, activation, fp8_dtype, **options)
-    check([t.cpu() for t in found], wanted)
+    actual = ops.quantize_gated(h.to(device), *bounds, activation, fp8_dtype, **options)
+    check([t.cpu() for t in actual], wanted)
 
 
 # --- bounds --------------------------------------------------------------------------------------
@@ -196,8 +204,8 @@ def test_rounded_values_are_quantized(device, case, dtype, fp8_dtype, backward, 
 )
 def test_bounds_are_padded(device, offsets, rows, padded_ends):
     offs = torch.tensor(offsets, dtype=torch.int32, device=device)
-    found = ops.group_bounds(offs, torch.empty(rows, 0, device=device))
-    assert [t.tolist() for t in found] == [offsets, padded_ends]
+    bounds = ops.group_bounds(offs, torch.empty(rows, 0, device=device))
+    assert [t.tolist() for t in bounds] == [offsets, padded_ends]
 
 
 #: Invalid offsets into 8 rows, the error on the CPU, and the bounds on CUDA.
@@ -240,8 +248,8 @@ def late_bounds(offs):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("offsets", "ends", "padded_ends"), [(c[0], *c[2:]) for c in INVALID])
 def test_a_gpu_clamps_invalid_offsets_and_sets_a_flag(flag, offsets, ends, padded_ends):
-    found = late_bounds(torch.tensor(offsets, dtype=torch.int32, device="cuda"))
-    assert [t.tolist() for t in found] == [ends, padded_ends]
+    bounds = late_bounds(torch.tensor(offsets, dtype=torch.int32, device="cuda"))
+    assert [t.tolist() for t in bounds] == [ends, padded_ends]
     with pytest.raises(RuntimeError, match=LATE):
         check_offsets()
     check_offsets()
@@ -284,13 +292,13 @@ def test_launch_blocking_raises_the_error_in_the_call():
         "offs = torch.tensor([5, 3], dtype=torch.int32, device='cuda')\n"
         "torch.ops.fp8rs.group_bounds(offs, torch.empty(8, 0, device='cuda'))\n"
     )
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "CUDA_LAUNCH_BLOCKING": "1"},
         capture_output=True,
         text=True,
     )
-    assert found.returncode == 1 and "RuntimeError: offs was invalid" in found.stderr
+    assert process.returncode == 1 and "RuntimeError: offs was invalid" in process.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -382,7 +390,8 @@ def test_bad_arguments_of_an_activation_are_named(device, change, error, message
 
 
 def test_opcheck(device):
-    x, bounds = make(40, 32, device), bounds_of([20, 12], 40, device)
+    x = make(40, 32, device)
+    bounds = bounds_of([20, 12], 40, device)
     torch.library.opcheck(ops.group_bounds.default, (bounds[0], x))
     torch.library.opcheck(ops.quantize_groups.default, (x, *bounds, E4M3))
     torch.library.opcheck(ops.quantize_gated.default, (x, *bounds, "silu", E4M3, True, False))

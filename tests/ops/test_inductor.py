@@ -137,21 +137,21 @@ def test_the_bytes_equal_those_of_the_materialized_input(device, dtype, producer
     reset()
 
     def function(x, y):
-        made = PRODUCERS[producer](x, y)
-        return made.clone(), *ops.quantize_current(made, E4M3, True, True)
+        producer_output = PRODUCERS[producer](x, y)
+        return producer_output.clone(), *ops.quantize_current(producer_output, E4M3, True, True)
 
     x, y = (torch.randn(64, 96, device=device).to(dtype) for _ in range(2))
     if device.type == "cuda":
         compiled = torch.compile(function, fullgraph=True)
         # The keys of the caches do not include decompositions.
         with inductor_config.patch(force_disable_caches=True):
-            (made, *got), code = run_and_get_code(compiled, x, y)
+            (producer_output, *got), code = run_and_get_code(compiled, x, y)
     else:
         compiled, code = traced(function)
-        made, *got = compiled(x, y)
-    assert_same_bits(got, ops.quantize_current(made, E4M3, True, True))
+        producer_output, *got = compiled(x, y)
+    assert_same_bits(got, ops.quantize_current(producer_output, E4M3, True, True))
     assert "fp8rs.quantize.default" in code[0] and "ops.fp8rs.quantize_current" not in code[0]
     x[3, 5] = NAN
-    made, *got = compiled(x, y)
-    assert_same_bits(got, ops.quantize_current(made, E4M3, True, True))
+    producer_output, *got = compiled(x, y)
+    assert_same_bits(got, ops.quantize_current(producer_output, E4M3, True, True))
     assert got[-1].isnan()

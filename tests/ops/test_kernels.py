@@ -34,7 +34,8 @@ def test_a_failed_allocation_of_outputs_raises_torchs_error():
 
 def test_an_output_that_was_not_requested_is_a_separate_tensor(device):
     """Such outputs share one storage without memory."""
-    x, scale = torch.ones(4, 6, device=device), torch.tensor(1.0, device=device)
+    x = torch.ones(4, 6, device=device)
+    scale = torch.tensor(1.0, device=device)
     first, second = (ops.quantize(x, scale, E4M3)[1] for _ in range(2))
     assert (first.shape, first.dtype, first.device) == ((0,), E4M3, x.device)
     assert first is not second
@@ -68,7 +69,9 @@ def test_kernels_release_the_interpreter_lock():
     """Other threads run Python during a long call."""
     import threading
 
-    x, ticks, done = torch.randn(1 << 12, 1 << 12), [], threading.Event()
+    x = torch.randn(1 << 12, 1 << 12)
+    ticks = []
+    done = threading.Event()
 
     def tick():
         while not done.is_set():

@@ -108,19 +108,20 @@ def test_long_lists_equal_separate_calls(device, fp8_dtype, count, dtypes):
     flat = torch.zeros(2, 64 * n, dtype=torch.uint8, device=device).view(fp8_dtype)
     outs, delayed = ([p[: len(x)] for p, x in zip(f.split(64), xs, strict=True)] for f in flat)
     amaxes = before.clone()
-    found = ops.multi_amax(xs)
+    actual = ops.multi_amax(xs)
     ops.multi_quantize(xs, scales, outs)
     used = ops.multi_quantize_delayed(xs, scales, amaxes, delayed)
 
     expected = torch.zeros_like(flat[0])
-    expected_amaxes, expected_used = before.clone(), []
+    expected_amaxes = before.clone()
+    expected_used = []
     for x, scale, amax, out in zip(xs, scales, expected_amaxes, expected.split(64), strict=True):
         row, _, scale_used = ops.quantize_delayed(x, scale, amax, fp8_dtype)
         out.view(torch.uint8)[: len(x)] = row.view(torch.uint8)
         expected_used.append(scale_used)
     assert same(codes(flat[0]), codes(expected))
     assert same(codes(flat[1]), codes(expected))
-    assert same(found, torch.stack([ops.amax(x) for x in xs]))
+    assert same(actual, torch.stack([ops.amax(x) for x in xs]))
     assert same(amaxes, expected_amaxes)
     assert same(used, torch.stack(expected_used))
     # Compare one tensor with the definition, in case both results are wrong.
@@ -130,7 +131,8 @@ def test_long_lists_equal_separate_calls(device, fp8_dtype, count, dtypes):
 def test_columns_of_one_buffer_do_not_count_as_overlapping(device):
     """Slots of a state are columns of one buffer, so their memory ranges interleave."""
     buffer = torch.tensor([[0.5, 1.0], [0.25, 2.0]], device=device)
-    scales, amaxes = buffer[:, 0], buffer[:, 1]
+    scales = buffer[:, 0]
+    amaxes = buffer[:, 1]
     xs = [data(device, 6, 8), data(device, 3, 4)]
     outs = [torch.zeros(x.shape, dtype=E4M3, device=device) for x in xs]
     used = ops.multi_quantize_delayed(xs, scales, amaxes, outs)
@@ -163,9 +165,9 @@ def test_rescale_dequantizes_and_quantizes_where_scales_differ(device, fp8_dtype
     for matrix, *parts in zip(matrices, scales.split(counts), new.split(counts), strict=True):
         cols = matrix.shape[1]
         old, to = (part.repeat_interleave(width or cols)[:cols] for part in parts)
-        one = torch.ones((), device=device)
-        rounded = ops.quantize(matrix.float() * old * (1.0 / to), one, fp8_dtype)[0]
+        unit_scale = torch.ones((), device=device)
+        rounded = ops.quantize(matrix.float() * old * (1.0 / to), unit_scale, fp8_dtype)[0]
         expected.append(torch.where((old == to).cpu(), codes(matrix), codes(rounded)))
     core.multi_rescale(passed, scales, new, width)
-    for found, wanted in zip(matrices, expected, strict=True):
-        assert same(codes(found), wanted)
+    for actual, wanted in zip(matrices, expected, strict=True):
+        assert same(codes(actual), wanted)

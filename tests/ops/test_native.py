@@ -17,13 +17,15 @@ E4M3, E8M0, F32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
 
 def calls(x):
     """One argument and result of each kind. ``x`` is (2, 32)."""
-    one, scales, after = torch.ones(()), torch.ones(2, 1), torch.ones(1)
+    unit_scale = torch.ones(())
+    scales = torch.ones(2, 1)
+    after = torch.ones(1)
     return {
         "a tensor": lambda: ops.amax(x),
         "one that is copied": lambda: ops.amax(x.view(2, 2, 16).transpose(0, 1)),
         "a list of tensors": lambda: ops.multi_amax([x, x]),
-        "outputs": lambda: ops.quantize(x, one, E4M3, True, False),
-        "an optional tensor": lambda: ops.quantize(x, one, E4M3, True, False, after),
+        "outputs": lambda: ops.quantize(x, unit_scale, E4M3, True, False),
+        "an optional tensor": lambda: ops.quantize(x, unit_scale, E4M3, True, False, after),
         "a list of integers": lambda: ops.quantize_blocks(x, E4M3, [1, 32], E8M0, True, True),
         "a string": lambda: ops.quantize_blocks(
             x, E4M3, [1, 32], E8M0, True, False, rounding="floor"
@@ -173,8 +175,8 @@ def test_a_small_argument_is_kept_if_torch_flushes_subnormals(call):
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot")
     try:
-        found = TINY[call]()
+        actual = TINY[call]()
     finally:
         torch.set_flush_denormal(False)
-    assert same_bytes(found, expected)
-    assert found != 0
+    assert same_bytes(actual, expected)
+    assert actual != 0

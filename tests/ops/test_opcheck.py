@@ -21,7 +21,8 @@ from oracle.elements import E4M3, E5M2
 
 def samples(device):
     """Yield (operator, arguments) for every operator, each with several shapes."""
-    scale, amax = scalar(0.5, device), scalar(1.0, device)
+    scale = scalar(0.5, device)
+    amax = scalar(1.0, device)
     for shape in ((5, 7), (3,), (2, 3, 4), (0, 4)):
         for dtype in (torch.float32, torch.bfloat16):
             x = data(device, *shape, dtype=dtype)
@@ -42,25 +43,26 @@ def samples(device):
         yield ops.scale_from_amax, (data(device, *shape).abs(), E4M3, True, 0.0, 1)
     for shape in ((5, 7), (3,), (2, 3, 4), (0, 4)):
         x = data(device, *shape)
-        weight, delayed = data(device, shape[-1]), (scale, amax.clone())
+        weight = data(device, shape[-1])
+        delayed = (scale, amax.clone())
         for row, col in ((True, False), (False, True), (True, True)):
             yield ops._quantize_norm, (x, weight, None, row, 0.1, E4M3, row, col)
             yield ops._quantize_glu, (x, x, "silu", E4M3, row, col)
             yield ops._quantize_glu_backward, (x, x, x, "gelu_tanh", E5M2, row, col)
         yield ops._quantize_norm, (x, None, None, True, 0.1, E4M3, True, True, False, 0.0, *delayed)
         yield ops._quantize_glu, (x, x, "silu", E4M3, True, True, False, 0.0, *delayed)
-        both = (*delayed, scale, amax.clone())
+        scale_and_amax = (*delayed, scale, amax.clone())
         yield (
             ops._quantize_glu_backward,
-            (x, x, x, "silu", E5M2, True, True, False, 0.0, *both),
+            (x, x, x, "silu", E5M2, True, True, False, 0.0, *scale_and_amax),
         )
     yield ops._note_amax, (scale, amax, scalar(0.5, device))
     codes, _, scale = ops.quantize_current(data(device, 2, 3, 16), E4M3)
     b_codes, _, b_scale = ops.quantize_current(data(device, 7, 16), E4M3)
     for a in (codes.flatten(0, 1), codes[0, :0]):
         for bias, dtype in ((None, torch.bfloat16), (torch.ones(7, device=device), torch.float32)):
-            given = (a, scale, "tensor", b_codes, b_scale, "tensor", bias, dtype)
-            yield ops._scaled_mm, (*given, True, False)
+            operands = (a, scale, "tensor", b_codes, b_scale, "tensor", bias, dtype)
+            yield ops._scaled_mm, (*operands, True, False)
     slots = torch.zeros(3, STATISTICS, dtype=torch.float64, device=device)
     for values in (data(device, 2, 3, 16), None):
         yield ops._observe, (values, codes, scale, [-1, -1], 0, 0, None, slots, 1)
@@ -164,7 +166,8 @@ def test_compiled_bytes_equal_eager_bytes(device, dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (5, 9):
-        x, scale = data(device, rows, 12), scalar(0.25, device)
+        x = data(device, rows, 12)
+        scale = scalar(0.25, device)
         results = []
         for function in (step, compiled):
             amax = scalar(1.0, device)

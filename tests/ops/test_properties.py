@@ -60,7 +60,8 @@ class Input:
 
 @st.composite
 def inputs(draw, shapes=shapes, special=special):
-    shape, dtype = draw(shapes), draw(st.sampled_from(WIDE))
+    shape = draw(shapes)
+    dtype = draw(st.sampled_from(WIDE))
     x = data("cpu", *shape, dtype=dtype, seed=draw(st.integers(0, 1000)))
     if x.numel():
         where = st.integers(0, x.numel() - 1)
@@ -72,20 +73,21 @@ def inputs(draw, shapes=shapes, special=special):
 @examples(60)
 @given(x=inputs(), scale=scales, fp8_dtype=formats)
 def test_quantize_equals_the_reference(device, x, scale, fp8_dtype):
-    x, scale = x.on(device), scalar(scale, device)
+    x = x.on(device)
+    scale = scalar(scale, device)
     expected = tensorwise.quantize(x, scale, fp8_dtype)
     row, col = ops.quantize(x, scale, fp8_dtype, True, True)
     assert same(codes(row), expected)
     assert same(codes(col), matrix(expected).t())
-    found = tensorwise.amax(x)
-    assert same(ops.amax(x), found)
+    actual = tensorwise.amax(x)
+    assert same(ops.amax(x), actual)
 
     amax = scalar(2.0, device)
     row, col, used = ops.quantize_delayed(x, scale, amax, fp8_dtype, True, True)
     assert same(codes(row), expected)
     assert same(codes(col), matrix(expected).t())
-    if found.isfinite():
-        assert same(amax, found.clamp(min=2.0))
+    if actual.isfinite():
+        assert same(amax, actual.clamp(min=2.0))
         assert same(compare.canonical(used), compare.canonical(scale))
     else:
         assert same(amax, torch.tensor(2.0))

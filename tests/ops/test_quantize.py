@@ -48,10 +48,10 @@ def test_any_layout_gives_the_bytes_of_its_copy(device, fp8_dtype, dtype, layout
     row, col = ops.quantize(x, scale, fp8_dtype, True, True)
     check_planes(x, scale, fp8_dtype, row, col, True, True)
     assert same(ops.amax(x), tensorwise.amax(x))
-    again = ops.quantize_current(x, fp8_dtype, True, True)
+    both_planes = ops.quantize_current(x, fp8_dtype, True, True)
     expected = ops.quantize_current(x.clone(memory_format=torch.contiguous_format), fp8_dtype)
-    assert same(again[0], expected[0])
-    assert same(again[2], expected[2])
+    assert same(both_planes[0], expected[0])
+    assert same(both_planes[2], expected[2])
 
 
 @each_format
@@ -100,7 +100,8 @@ def test_values_in_range_equal_torchs_cast(device, fp8_dtype):
     ids=["e4m3", "e5m2"],
 )
 def test_special_values(device, fp8_dtype, expected):
-    inf, nan = float("inf"), float("nan")
+    inf = float("inf")
+    nan = float("nan")
     x = torch.tensor([3e38, -3e38, inf, -inf, nan, 0.0, -0.0, 464.0, 1e30], device=device)
     row, _ = ops.quantize(x, scalar(1.0, device), fp8_dtype)
     assert codes(row).tolist() == expected
@@ -197,7 +198,8 @@ def test_quantize_delayed_equals_the_reference(
 def test_delayed_scaling_keeps_non_finite_values_out_of_the_history(device, fp8_dtype, bad):
     x = data(device, 17, 40)
     x[3, 5] = bad
-    scale, amax = scalar(0.5, device), scalar(3.0, device)
+    scale = scalar(0.5, device)
+    amax = scalar(3.0, device)
     row, col, used = ops.quantize_delayed(x, scale, amax, fp8_dtype, True, True)
     assert same(amax, torch.tensor(3.0))
     assert same(used, torch.tensor(torch.nan))

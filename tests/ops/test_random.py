@@ -15,8 +15,12 @@ def philox(counter, key):
     a, b, c, d = counter
     k, l = key  # noqa: E741
     for _ in range(10):
-        x, y = a * 0xD2511F53, c * 0xCD9E8D57
-        a, b, c, d = (y >> 32) ^ b ^ k, y & 0xFFFFFFFF, (x >> 32) ^ d ^ l, x & 0xFFFFFFFF
+        x = a * 0xD2511F53
+        y = c * 0xCD9E8D57
+        a = (y >> 32) ^ b ^ k
+        b = y & 0xFFFFFFFF
+        c = (x >> 32) ^ d ^ l
+        d = x & 0xFFFFFFFF
         k, l = (k + 0x9E3779B9) & 0xFFFFFFFF, (l + 0xBB67AE85) & 0xFFFFFFFF  # noqa: E741
     return a, b, c, d
 
@@ -28,7 +32,8 @@ def expected(n, seed, offset, low, high, stream=0, step=0):
     for i in range(offset, offset + n):
         block = i >> 2
         words.append(philox((block & 0xFFFFFFFF, block >> 32, stream, step), key)[i & 3] >> 8)
-    low, high = torch.tensor(low), torch.tensor(high)
+    low = torch.tensor(low)
+    high = torch.tensor(high)
     return low + torch.tensor(words).float() * 2.0**-24 * (high - low)
 
 
@@ -43,12 +48,12 @@ def test_numbers_are_philox_of_the_index(device, dtype, offset):
 
 @pytest.mark.parametrize("dtype", WIDE)
 def test_parts_are_filled_as_the_whole_tensor(device, dtype):
-    whole = torch.empty(1001, 131, dtype=dtype, device=device)
-    ops.random_uniform_(whole, 7)
-    parts = torch.empty_like(whole)
+    unsharded = torch.empty(1001, 131, dtype=dtype, device=device)
+    ops.random_uniform_(unsharded, 7)
+    parts = torch.empty_like(unsharded)
     for start, end in ((0, 1), (1, 500), (500, 500), (500, 1001)):
         ops.random_uniform_(parts[start:end], 7, start * 131)
-    assert torch.equal(parts, whole)
+    assert torch.equal(parts, unsharded)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 5), (1,), (3, 5, 7)], ids=str)

@@ -69,16 +69,16 @@ def test_rows_are_added_in_order(device):
 
 
 def test_strides_and_alignments_do_not_change_the_bytes(device):
-    whole = any_bits(10, 4099).to(device)
+    matrix = any_bits(10, 4099).to(device)
     for x in (
-        whole[:, 1:],
-        whole[1:9:2, 3:2051],
-        whole[:3, ::3],
-        whole.t()[:40],
-        whole[:1].expand(4, -1),
+        matrix[:, 1:],
+        matrix[1:9:2, 3:2051],
+        matrix[:3, ::3],
+        matrix.t()[:40],
+        matrix[:1].expand(4, -1),
     ):
         assert same(summed(x, 3.0), x, 3.0)
-    x = whole[:2, :2048].contiguous()
+    x = matrix[:2, :2048].contiguous()
     buffer = torch.full((2 * 2048 + 1,), 5.0, device=device)
     for out in (buffer[1:2049], buffer[::2][:2048]):
         ops.sum_rows_(out, x, 2.0)

@@ -47,13 +47,15 @@ def exact(group, p, g, m, v, step):
     four roundings of at most |m| + |g|, and the denominator fewer than ten, none of which cancels.
     """
     p, g, m, v = (t.double() for t in (p, g, m, v))
-    (beta1, beta2), lr = group["betas"], group["lr"]
+    beta1, beta2 = group["betas"]
+    lr = group["lr"]
     g = -g if group["maximize"] else g
     largest = m.abs() + g.abs()
     w = p * (1 - lr * group["weight_decay"])
     m = m + (g - m) * (1 - beta1)
     v = v * beta2 + (1 - beta2) * g * g
-    size, denominator = lr / (1 - beta1**step), (v / (1 - beta2**step)).sqrt() + group["eps"]
+    size = lr / (1 - beta1**step)
+    denominator = (v / (1 - beta2**step)).sqrt() + group["eps"]
     bound = EPS32 / 2 * (3 * w.abs() + 15 * size * largest / denominator)
     return w - size * m / denominator, m, v, bound, EPS32 / 2 * 4 * largest
 
@@ -65,8 +67,10 @@ def test_plain_float32_is_within_its_rounding_error_of_the_exact_step(
     maximize, betas, weight_decay
 ):
     options = {"lr": 1e-2, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-    ours, theirs = parameter(normal((64, 33), 1)), parameter(normal((64, 33), 1))
-    a, b = AdamW([ours], **options), torch.optim.AdamW([theirs], **options)
+    ours = parameter(normal((64, 33), 1))
+    theirs = parameter(normal((64, 33), 1))
+    a = AdamW([ours], **options)
+    b = torch.optim.AdamW([theirs], **options)
     group = a.param_groups[0]
     m, v = torch.zeros(2, 64, 33)
     for step in range(1, 8):
@@ -82,7 +86,8 @@ def test_plain_float32_is_within_its_rounding_error_of_the_exact_step(
         assert ((state["exp_avg_sq"].double() - v).abs() <= 3 * EPS32 * v).all()
         # Start from equal values again, so that errors do not accumulate.
         theirs.data.copy_(ours.detach())
-        m, v = state["exp_avg"].clone(), state["exp_avg_sq"].clone()
+        m = state["exp_avg"].clone()
+        v = state["exp_avg_sq"].clone()
         b.state[theirs]["exp_avg"].copy_(m)
         b.state[theirs]["exp_avg_sq"].copy_(v)
 
@@ -92,7 +97,8 @@ def test_plain_float32_is_within_its_rounding_error_of_the_exact_step(
 @with_and_without_masters
 def test_low_precision_parameters_equal_the_rounded_float32_step(dtype, grad_dtype, masters):
     start = normal((40, 33), 1).to(dtype)
-    low, high = parameter(start.clone()), parameter(start.float())
+    low = parameter(start.clone())
+    high = parameter(start.float())
     a = AdamW([low], lr=1e-2, master_weights=masters)
     b = AdamW([high], lr=1e-2)
     for step in range(4):
@@ -107,8 +113,10 @@ def test_low_precision_parameters_equal_the_rounded_float32_step(dtype, grad_dty
 
 
 def test_bfloat16_moments_are_rounded_but_steps_use_them_unrounded():
-    p, q = parameter(normal((40, 33), 1)), parameter(normal((40, 33), 1))
-    a, b = AdamW([p], state_dtype=torch.bfloat16), AdamW([q])
+    p = parameter(normal((40, 33), 1))
+    q = parameter(normal((40, 33), 1))
+    a = AdamW([p], state_dtype=torch.bfloat16)
+    b = AdamW([q])
     for step in range(4):
         train(a, 1, seed=step)
         train(b, 1, seed=step)
@@ -152,8 +160,8 @@ def test_fp8_weights_equal_the_quantized_float32_step(
     if name == "delayed":
         # The amax of the first cast, of the initial values, is recorded only by one of the two
         # quantizers.
-        seen = max(other.amax, normal(shape, 1).abs().max()) if weight.numel() else other.amax
-        assert torch.equal(quantizer.amax, seen)
+        amax = max(other.amax, normal(shape, 1).abs().max()) if weight.numel() else other.amax
+        assert torch.equal(quantizer.amax, amax)
 
 
 @pytest.mark.parametrize("name", IN_ONE_PASS)
@@ -161,7 +169,8 @@ def test_fp8_weights_equal_the_quantized_float32_step(
 @with_and_without_masters
 def test_strides_and_alignment_do_not_change_the_result(name, offset, masters):
     """A gradient may be transposed, or a view of a buffer as in FSDP2."""
-    weights_, optimizers = [], []
+    weights_ = []
+    optimizers = []
     for _ in range(3):
         weights_.append(parameter(QUANTIZERS[name](E4M3, "cpu")(normal((70, 36), 1))))
         optimizers.append(AdamW([weights_[-1]], lr=3e-2, master_weights=masters))
@@ -191,7 +200,8 @@ def test_plain_parameters_of_any_strides_are_updated_in_place(make):
     strided = parameter(make(values))
     dense = parameter(values.view(strided.shape).clone())
     assert not strided.is_contiguous()
-    a, b = AdamW([strided]), AdamW([dense])
+    a = AdamW([strided])
+    b = AdamW([dense])
     pointer = strided.data_ptr()
     train(a, 3)
     train(b, 3)
@@ -208,7 +218,8 @@ def test_plain_and_fp8_parameters_of_several_groups_step_together():
         params += [parameter(normal((5, 7), 90)), parameter(normal((9,), 91, torch.bfloat16))]
         return params
 
-    together, alone = model(), model()
+    together = model()
+    alone = model()
     optimizer = AdamW(
         [
             {"params": together[::2]},
@@ -220,8 +231,8 @@ def test_plain_and_fp8_parameters_of_several_groups_step_together():
     )
     train(optimizer, 2)
     order = [*together[::2], *together[1::2]]
-    own = [*alone[::2], *alone[1::2]]
-    for i, (a, b) in enumerate(zip(order, own, strict=True)):
+    singles = [*alone[::2], *alone[1::2]]
+    for i, (a, b) in enumerate(zip(order, singles, strict=True)):
         options = {"lr": 1e-2}
         if i >= len(together[::2]):
             options = {"lr": 3e-3, "betas": (0.8, 0.9), "maximize": True}
@@ -274,7 +285,8 @@ def test_a_step_keeps_planes_consistent_and_writes_only_the_part(name, part, mas
     quantizer = QUANTIZERS[name](E4M3, "cpu")
     quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
     q = quantizer(torch.randn(64, 96, generator=torch.Generator().manual_seed(0)))
-    before, parameter = q.dequantize(), torch.nn.Parameter(take(q))
+    before = q.dequantize()
+    parameter = torch.nn.Parameter(take(q))
     # The largest error of a code. It also holds with a delayed scale, which does not depend on the
     # values.
     bound = before.abs().amax().item() / 8
@@ -294,7 +306,8 @@ def test_a_step_keeps_planes_consistent_and_writes_only_the_part(name, part, mas
 @with_and_without_masters
 def test_a_step_of_a_view_that_can_be_read_only_raises(take, masters):
     q = QUANTIZERS["32x32"](E4M3, "cpu")(normal((64, 96), 0))
-    before, parameter = bytes_of(q), torch.nn.Parameter(take(q))
+    before = bytes_of(q)
+    parameter = torch.nn.Parameter(take(q))
     optimizer = AdamW([parameter], master_weights=masters)
     parameter.grad = torch.ones(parameter.shape)
     with pytest.raises(NotImplementedError, match="consecutive elements"):
@@ -363,14 +376,15 @@ class Keeper:
 @each_quantizer
 def test_masters_start_from_the_kept_values_which_are_then_dropped(name):
     start = normal((40, 33), 1)
-    kept = parameter(QUANTIZERS[name](E4M3, "cpu")(start))
-    storage_of(kept).observer = Keeper(start.clone())
+    weight = parameter(QUANTIZERS[name](E4M3, "cpu")(start))
+    storage_of(weight).observer = Keeper(start.clone())
     plain = parameter(start.clone())
-    a, b = AdamW([kept]), AdamW([plain])
+    a = AdamW([weight])
+    b = AdamW([plain])
     train(a, 2)
     train(b, 2)
-    assert torch.equal(a.state[kept]["master"], plain)
-    assert storage_of(kept).observer.init_value is None
+    assert torch.equal(a.state[weight]["master"], plain)
+    assert storage_of(weight).observer.init_value is None
 
 
 each_parameter = pytest.mark.parametrize("kind", PARAMETERS)
@@ -417,22 +431,22 @@ def test_masters_are_unchanged_when_weights_are_exchanged_and_restored(kind, sto
 
     The amax of delayed scaling is an exception, because it has recorded the other weights.
     """
-    found = []
+    results = []
     for exchange in (False, True):
         weight = parameter(PARAMETERS[kind](normal((140, 150), 1)))
         optimizer = AdamW([weight], lr=1e-2, stochastic_rounding=stochastic)
         train(optimizer, 2)
         if exchange:
-            own = copy.deepcopy(weight.detach())
+            original = copy.deepcopy(weight.detach())
             with torch.no_grad():
                 weight.copy_(normal((140, 150), 2))
-                weight.copy_(own)
+                weight.copy_(original)
         train(optimizer, 2, seed=1)
         delayed = storage_of(weight).delayed if isinstance(weight, QuantizedTensor) else None
         if delayed is not None:
             delayed[1].zero_()
-        found.append(everything(optimizer))
-    assert_same(*found)
+        results.append(everything(optimizer))
+    assert_same(*results)
 
 
 @each_quantizer
@@ -491,7 +505,8 @@ def test_stochastic_rounding_is_unbiased(fp8_dtype, way):
     optimizer.step()
     values = weight.detach().dequantize()
     assert set(values.unique().tolist()) == {1.0, 1 - spacing}
-    down, n = (values < 1).sum().item(), values.numel()
+    down = (values < 1).sum().item()
+    n = values.numel()
     assert abs(down - n * way) <= 5 * (n * way * (1 - way)) ** 0.5
 
 
@@ -501,7 +516,7 @@ def launch(codes, scales, parts, seed=3, block=(), step=5.0, stream=2):
     size = block[0] if block else None
     outs = []
     for start, end in parts:
-        own = codes[start:end].clone()
+        part_codes = codes[start:end].clone()
         if block:
             scale = scales[start // size : -(-end // size)].clone()
         else:
@@ -509,12 +524,12 @@ def launch(codes, scales, parts, seed=3, block=(), step=5.0, stream=2):
         grad = normal((rows, cols), 7)[start:end]
         m, v = torch.zeros(2, end - start, cols)
         ops.adamw_(
-            [grad], [m], [v], [own], [], [torch.tensor(step)], [scale],
+            [grad], [m], [v], [part_codes], [], [torch.tensor(step)], [scale],
             [] if block else [torch.tensor(0.02)], [], [], [], [start * cols], [stream],
             lr=0.05, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, maximize=False,
             seed=seed, block=list(block),
         )  # fmt: skip
-        outs.append(own.view(torch.uint8))
+        outs.append(part_codes.view(torch.uint8))
     return torch.cat(outs)
 
 
@@ -531,12 +546,12 @@ def launch(codes, scales, parts, seed=3, block=(), step=5.0, stream=2):
 def test_shards_round_as_the_unsharded_weight_does(cols, name, block, cuts):
     weight = QUANTIZERS[name](E4M3, "cpu")(normal((100, cols), 1))
     arguments = weight.rowwise.data, weight.rowwise.scale
-    whole = launch(*arguments, [(0, 100)], block=block)
+    unsharded = launch(*arguments, [(0, 100)], block=block)
     parts = list(itertools.pairwise(cuts))
-    assert torch.equal(launch(*arguments, parts, block=block), whole)
+    assert torch.equal(launch(*arguments, parts, block=block), unsharded)
     others = [{"seed": 4}, {"step": 6.0}, {"stream": 3}]
     for other in others:
-        assert not torch.equal(launch(*arguments, [(0, 100)], block=block, **other), whole)
+        assert not torch.equal(launch(*arguments, [(0, 100)], block=block, **other), unsharded)
 
 
 @each_format
@@ -545,7 +560,7 @@ def test_shards_round_as_the_unsharded_weight_does(cols, name, block, cuts):
 )
 def test_codes_rounded_by_torch_equal_those_of_the_kernel(device, name, fp8_dtype, monkeypatch):
     """Shards that split blocks are rounded by torch. They get the codes of the unsharded weight."""
-    found = []
+    results = []
     for one_pass_formats in (optim_param.BLOCK_SCALE_FORMATS, ()):
         monkeypatch.setattr(optim_param, "BLOCK_SCALE_FORMATS", one_pass_formats)
         torch.manual_seed(1)
@@ -555,8 +570,8 @@ def test_codes_rounded_by_torch_equal_those_of_the_kernel(device, name, fp8_dtyp
         weight = parameter(QUANTIZERS[name](fp8_dtype, device)(start.to(device)))
         optimizer = AdamW([weight], lr=1e-2, master_weights=False, seed=5)
         train(optimizer, 3)
-        found.append(everything(optimizer))
-    assert_same(*found)
+        results.append(everything(optimizer))
+    assert_same(*results)
 
 
 def test_a_seed_determines_the_result():
@@ -701,7 +716,7 @@ def test_hooks_see_and_change_the_loaded_state():
     optimizer = AdamW([weight])
     train(optimizer, 1)
     saved = optimizer.state_dict()
-    seen = []
+    moments = []
 
     def halve(_, state_dict):
         state = {k: {**v, "exp_avg": v["exp_avg"] / 2} for k, v in state_dict["state"].items()}
@@ -709,12 +724,12 @@ def test_hooks_see_and_change_the_loaded_state():
 
     optimizer.register_load_state_dict_pre_hook(halve)
     optimizer.register_load_state_dict_post_hook(
-        lambda o: seen.append(o.state[weight]["exp_avg"].clone())
+        lambda o: moments.append(o.state[weight]["exp_avg"].clone())
     )
     wanted = optimizer.state[weight]["exp_avg"] / 2
     optimizer.load_state_dict(saved)
     assert torch.equal(optimizer.state[weight]["exp_avg"], wanted)
-    assert torch.equal(seen[0], wanted)
+    assert torch.equal(moments[0], wanted)
 
 
 def test_schedulers_clipping_and_closures_work():
@@ -737,7 +752,8 @@ def test_schedulers_clipping_and_closures_work():
 
 def test_a_learning_rate_may_be_a_tensor():
     for capturable in (False, True):
-        a, b = mixed(), mixed()
+        a = mixed()
+        b = mixed()
         lr = torch.tensor(3e-3)
         first = AdamW(a, lr=lr, capturable=capturable)
         second = AdamW(b, lr=float(lr))
@@ -783,7 +799,8 @@ def test_states_of_dtensors_are_dtensors(one_rank):
         # The first step of each is within its error bound of the exact step, which is about 1e-7.
         assert (p.full_tensor() - q.full_tensor()).abs().max() < 1e-6
         for name in ("exp_avg", "exp_avg_sq"):
-            a, b = ours.state[p][name], theirs.state[q][name]
+            a = ours.state[p][name]
+            b = theirs.state[q][name]
             assert isinstance(a, DTensor) and isinstance(b, DTensor)
             assert (a.placements, a.shape, a.device_mesh) == (b.placements, b.shape, b.device_mesh)
 
@@ -829,7 +846,7 @@ def test_opcheck(device, masters):
 def test_random_numbers_depend_on_the_parameters_index_only(first):
     weights = [parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((70, 36), i))) for i in range(2)]
     alone = copy.deepcopy(weights)
-    optimizers = [AdamW(given, master_weights=False) for given in (weights, alone)]
+    optimizers = [AdamW(params, master_weights=False) for params in (weights, alone)]
     for weight, other in zip(weights, alone, strict=True):
         weight.grad = other.grad = torch.ones(70, 36)
     alone[1 - first].grad = None
@@ -854,7 +871,7 @@ def test_codes_keep_their_scale_if_no_delayed_scale_is_known():
 
 
 def test_scales_that_the_host_knows_give_the_bytes_of_those_it_does_not_know():
-    def trained(known):
+    def trained(host_scales):
         torch.manual_seed(0)
         layer = torch.nn.Linear(32, 32, bias=False)
         model = convert_to_float8_training(
@@ -864,11 +881,11 @@ def test_scales_that_the_host_knows_give_the_bytes_of_those_it_does_not_know():
         for i in range(4):
             optimizer.zero_grad()
             model(normal((32, 32), i)).square().sum().backward()
-            if not known:
+            if not host_scales:
                 model[0].fp8_ready = (False, False, False)
             ready = model[0].fp8_ready[0]
             optimizer.step()
-        assert ready is known
+        assert ready is host_scales
         return everything(optimizer) + bytes_of(*model.buffers())
 
     assert_same(trained(True), trained(False))
@@ -903,17 +920,17 @@ def outgrown():
     return model, optimizer
 
 
-@pytest.mark.parametrize("how", ["exchanged", "loaded", "loaded after the optimizer"])
-def test_masters_beyond_their_scale_are_kept_when_their_codes_are_restored(how):
+@pytest.mark.parametrize("method", ["exchanged", "loaded", "loaded after the optimizer"])
+def test_masters_beyond_their_scale_are_kept_when_their_codes_are_restored(method):
     model, optimizer = outgrown()
     weight = model[0].weight
     before = optimizer.state[weight]["master"].clone()
     assert (before.abs() > weight.detach().dequantize().abs().max() * 8 / 7).sum() > 100
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    if how == "exchanged":
+    if method == "exchanged":
         with torch.no_grad():
             weight.copy_(normal((64, 64), 2))
-    elif how == "loaded after the optimizer":
+    elif method == "loaded after the optimizer":
         model, optimizer = outgrown()
         train(optimizer, 1)
         optimizer.load_state_dict(saved[1])
@@ -1021,7 +1038,8 @@ def test_options_of_a_later_group_are_checked_before_the_first_is_stepped():
 @pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3.0), torch.tensor(3)])
 def test_the_state_of_torchs_adamw_can_be_loaded(step):
     value = normal((8, 4), 1)
-    theirs, ours = parameter(value.clone()), parameter(value.clone())
+    theirs = parameter(value.clone())
+    ours = parameter(value.clone())
     reference = torch.optim.AdamW([theirs])
     optimizer = AdamW([ours])
     train(reference, 3)
@@ -1038,17 +1056,17 @@ def test_the_state_of_torchs_adamw_can_be_loaded(step):
 def test_options_that_a_loaded_state_lacks_keep_their_values():
     first, second = (parameter(normal((8, 4), i).bfloat16()) for i in range(2))
     theirs = torch.optim.AdamW([{"params": [first]}, {"params": [second], "lr": 0.5}])
-    own = {
+    group_options = {
         "state_dtype": "bfloat16",
         "master_weights": False,
         "stochastic_rounding": True,
         "seed": 7,
     }
-    optimizer = AdamW([{"params": [first]}, {"params": [second], **own}])
+    optimizer = AdamW([{"params": [first]}, {"params": [second], **group_options}])
     optimizer.param_groups[0]["seed"] = 9
     optimizer.load_state_dict(theirs.state_dict())
     groups = optimizer.param_groups
-    assert groups[1] == {**groups[1], **own, "lr": 0.5}
+    assert groups[1] == {**groups[1], **group_options, "lr": 0.5}
     assert groups[0] == {**groups[0], "seed": 9, "state_dtype": "float32", "master_weights": True}
 
 

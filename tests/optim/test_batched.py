@@ -33,27 +33,27 @@ def gradients(device, step):
 @pytest.mark.parametrize("columnwise", [False, True], ids=["one plane", "both planes"])
 @pytest.mark.parametrize("master_weights", [True, False], ids=["masters", "no masters"])
 def test_each_matrix_has_the_bytes_of_a_parameter_alone(device, format, columnwise, master_weights):
-    (whole,), singles = (parameters(device, format, b, columnwise) for b in (True, False))
-    assert same(torch.stack([p.dequantize() for p in singles]), whole.dequantize())
-    before = whole.dequantize()
+    (batch,), singles = (parameters(device, format, b, columnwise) for b in (True, False))
+    assert same(torch.stack([p.dequantize() for p in singles]), batch.dequantize())
+    before = batch.dequantize()
     optimizers = [
         AdamW(params, lr=1e-2, master_weights=master_weights, stochastic_rounding=False)
-        for params in ([whole], singles)
+        for params in ([batch], singles)
     ]
     for step in range(3):
-        whole.grad = gradients(device, step)
-        for p, grad in zip(singles, whole.grad, strict=True):
+        batch.grad = gradients(device, step)
+        for p, grad in zip(singles, batch.grad, strict=True):
             p.grad = grad.clone()
         for optimizer in optimizers:
             optimizer.step()
     for name in ("rowwise", "columnwise"):
-        plane = getattr(whole, name)
+        plane = getattr(batch, name)
         for i, p in enumerate(singles):
             single = getattr(p, name)
             assert (single is None) == (plane is None)
             if plane is not None:
                 assert same(plane.data[i], single.data) and same(plane.scale[i], single.scale)
-    assert not same(whole.dequantize(), before)
+    assert not same(batch.dequantize(), before)
 
 
 @each_format

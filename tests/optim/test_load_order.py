@@ -35,7 +35,9 @@ class Run:
     """A model and its optimizer after some steps, with copies of both state dicts."""
 
     def __init__(self, model, optimizer, step):
-        self.model, self.optimizer, self.step = model, optimizer, step
+        self.model = model
+        self.optimizer = optimizer
+        self.step = step
         for n in range(2):
             step(n)
         self.weights = copy.deepcopy(model.state_dict())
@@ -81,13 +83,14 @@ def assert_begins_from(run, weights, masters):
         masters: The parameters that start from the masters of another run, by name.
     """
     run.stand_still()
-    values, found = run.read_values(), run.read_masters()
+    values = run.read_values()
+    actual = run.read_masters()
     assert masters.keys() | weights.keys() == values.keys()
     for name, other in masters.items():
-        if name in found:
-            assert same_bytes(found[name], other.masters[name]), name
+        if name in actual:
+            assert same_bytes(actual[name], other.masters[name]), name
     for name, other in weights.items():
-        for got in (values[name], *([found[name]] if name in found else [])):
+        for got in (values[name], *([actual[name]] if name in actual else [])):
             # A master that rounds to the written code is kept. It is at most one code away.
             want = other.values[name]
             assert ((got - want).abs() <= want.abs() / 4 + 2.0**-8).all(), name
@@ -188,10 +191,10 @@ def foreach_writes(run, b, c):
 
 def weights_swapped_in_and_out(run, b, c):
     """An evaluation exchanges the weights, during which the optimizer is saved."""
-    own = copy.deepcopy(run.model.state_dict())
+    original = copy.deepcopy(run.model.state_dict())
     run.model.load_state_dict(b.weights)
     run.optimizer.state_dict()
-    run.model.load_state_dict(own)
+    run.model.load_state_dict(original)
     return {}, each(run, run)
 
 
@@ -282,10 +285,10 @@ def test_writes_through_data_are_detected(optimizer, before):
 def test_a_state_dict_contains_written_weights_and_does_not_change_masters(optimizer, kind):
     a, b = (bare(kind, optimizer, seed) for seed in range(2))
     a.model.load_state_dict(b.weights)
-    seen = []
-    a.optimizer.register_state_dict_post_hook(lambda _, state: seen.append(state))
+    states = []
+    a.optimizer.register_state_dict_post_hook(lambda _, state: states.append(state))
     saved = a.optimizer.state_dict()
-    assert seen[0] is saved
+    assert states[0] is saved
     for i, (name, value) in enumerate(b.values.items()):
         assert (saved["state"][i]["master"] - value).norm() <= 0.04 * value.norm()
         assert same_bytes(a.read_masters()[name], a.masters[name])
@@ -374,21 +377,21 @@ def own_state_by_torch(run, b, c):
     return each(run, b), {}
 
 
-def part_of_a_state_by_torch(run, b, c, whole=False):
-    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole, strict=False)
+def part_of_a_state_by_torch(run, b, c, full=False):
+    options = StateDictOptions(full_state_dict=full, cpu_offload=full, strict=False)
     first, *others = run.params()
     run.model.load_state_dict(b.weights)
     state = copy.deepcopy(get_optimizer_state_dict(c.model, c.optimizer, options=options))
-    given = [part_of(state, first) if state else {}]
+    states = [part_of(state, first) if state else {}]
     # torch returns a full state dict on rank 0 only.
-    if whole:
-        dist.broadcast_object_list(given)
-    set_optimizer_state_dict(run.model, run.optimizer, given[0], options=options)
+    if full:
+        dist.broadcast_object_list(states)
+    set_optimizer_state_dict(run.model, run.optimizer, states[0], options=options)
     return {first: b}, dict.fromkeys(others, c)
 
 
 def part_of_a_full_state_by_torch(run, b, c):
-    return part_of_a_state_by_torch(run, b, c, whole=True)
+    return part_of_a_state_by_torch(run, b, c, full=True)
 
 
 BY_TORCH = [

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import tempfile
 import warnings
 import weakref
 
@@ -28,6 +27,7 @@ from cases import each_kind_of_recipe
 from distributed import ranks
 from distributed.batched import make_any, shard_any
 from distributed.collectives import Collectives
+from distributed.folders import shared_folder
 from distributed.models import EMPTY, UNEVEN, linears, make, reduces, same_bytes, shard
 from distributed.sharded_pairs import (
     WEIGHTS,
@@ -122,19 +122,19 @@ def last_loss(problem, name, make):
 
 @each_recipe
 @each_optimizer
-@pytest.mark.parametrize("kept", [True, False])
-def test_fp8_weights_with_masters_train_as_weights_in_high_precision(recipe, name, kept):
-    fp8 = problem(recipe, fp8_weights=True, preserve_high_precision_init_val=kept)
+@pytest.mark.parametrize("keep_values", [True, False])
+def test_fp8_weights_with_masters_train_as_weights_in_high_precision(recipe, name, keep_values):
+    fp8 = problem(recipe, fp8_weights=True, preserve_high_precision_init_val=keep_values)
     reference = problem(recipe)
     # Without kept values, masters start from the rounded weights.
-    if not kept:
+    if not keep_values:
         with torch.no_grad():
             for p, q in zip(reference[0].parameters(), fp8[0].parameters(), strict=True):
                 p.copy_(full(q))
-    found = last_loss(fp8, name, with_masters)
+    actual = last_loss(fp8, name, with_masters)
     wanted = last_loss(reference, name, plain)
     # The difference is at most 0.005%. Without masters it is at least 35% (12% after 25 steps).
-    assert found == pytest.approx(wanted, rel=0.01)
+    assert actual == pytest.approx(wanted, rel=0.01)
     assert all(isinstance(fp8[0][i].weight, QuantizedTensor) for i in (0, 2))
 
 
@@ -225,22 +225,22 @@ def test_gradients_in_high_precision_are_freed_after_the_step():
     optimizer = MasterWeights(params, Watched, lr=1e-3)
     train(optimizer, 2, torch.bfloat16)
     gc.collect()
-    assert len(Watched.seen) == 2 * len(params)
-    assert not any(reference() is not None for reference in Watched.seen)
+    assert len(Watched.gradients) == 2 * len(params)
+    assert not any(reference() is not None for reference in Watched.gradients)
     assert all(p.grad.dtype == torch.bfloat16 for p in params)
 
 
 class Watched(torch.optim.SGD):
     """Records its gradients, whose dtype must be the parameter's."""
 
-    seen: list = []  # noqa: RUF012
+    gradients: list = []  # noqa: RUF012
 
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 assert type(p) is torch.Tensor and p.grad.dtype == p.dtype
                 if p.dtype == torch.float32:
-                    self.seen.append(weakref.ref(p.grad))
+                    self.gradients.append(weakref.ref(p.grad))
         return super().step(closure)
 
 
@@ -372,11 +372,11 @@ def test_parameters_may_be_replaced_until_the_first_step_and_the_old_ones_are_fr
     assert len(optimizer.state) == len(QUANTIZERS) + 3
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: reloaded(x, weights_only=False)])
-def test_copies_step_independently(how):
+@pytest.mark.parametrize("method", [copy.deepcopy, lambda x: reloaded(x, weights_only=False)])
+def test_copies_step_independently(method):
     optimizer = MasterWeights(mixed(), torch.optim.AdamW, lr=1e-2)
     train(optimizer, 2)
-    twin = how(optimizer)
+    twin = method(optimizer)
     train(optimizer, 2, seed=1)
     train(twin, 2, seed=1)
     assert_same(everything(twin), everything(optimizer))
@@ -451,25 +451,25 @@ def test_a_compiled_step_equals_an_eager_one():
 
 def pair(rig, recipe, hidden=UNEVEN, **options):
     """Return a model with FP8 weights that keeps its initial values, and a sharded copy."""
-    whole, other = (
+    reference, other = (
         make_any(hidden, recipe=recipe, device=rig.device, fp8_weights=True, keep_init=True)
         for _ in range(2)
     )
     options.setdefault("mesh", rig.mesh())
-    return whole, shard_any(other, **options)
+    return reference, shard_any(other, **options)
 
 
 def masters(model, optimizers):
     """Return the full master of each weight that has one."""
-    found = {}
+    values = {}
     for name, p in model.named_parameters():
         for optimizer in optimizers:
             master = optimizer.state[p].get("master") if p in optimizer.state else None
             if master is not None:
                 assert getattr(master, "placements", None) == getattr(p, "placements", None)
-                whole = master.full_tensor() if isinstance(master, DTensor) else master
-                found[name] = whole.clone()
-    return found
+                full_master = master.full_tensor() if isinstance(master, DTensor) else master
+                values[name] = full_master.clone()
+    return values
 
 
 @ranks(2)
@@ -477,19 +477,24 @@ def masters(model, optimizers):
 @pytest.mark.parametrize("hidden", [UNEVEN, EMPTY], ids=["uneven", "empty"])
 @each_optimizer
 def test_shards_step_as_the_unsharded_weight_does(rig, recipe, hidden, name):
-    whole, model = pair(rig, recipe, hidden)
-    one, other = build(whole, name), build(model, name)
+    reference, model = pair(rig, recipe, hidden)
+    reference_optimizers = build(reference, name)
+    optimizers = build(model, name)
     for n in range(3):
-        losses = [step(m, o, batch(rig, n)) for m, o in ((whole, one), (model, other))]
-        wanted, found = masters(whole, one), masters(model, other)
-        assert wanted.keys() == found.keys() == {f"{n}.weight" for n in linears(model)}
+        losses = [
+            step(m, o, batch(rig, n))
+            for m, o in ((reference, reference_optimizers), (model, optimizers))
+        ]
+        wanted = masters(reference, reference_optimizers)
+        actual = masters(model, optimizers)
+        assert wanted.keys() == actual.keys() == {f"{n}.weight" for n in linears(model)}
         if name != "Muon":
             assert same_bytes(*losses)
-            assert all(same_bytes(found[key], wanted[key]) for key in wanted)
-            assert_equal(model, whole)
+            assert all(same_bytes(actual[key], wanted[key]) for key in wanted)
+            assert_equal(model, reference)
         # Muon multiplies matrices in bf16 and sums over ranks.
         for key in wanted:
-            assert (found[key] - wanted[key]).abs().max() <= 0.02 * wanted[key].abs().max(), key
+            assert (actual[key] - wanted[key]).abs().max() <= 0.02 * wanted[key].abs().max(), key
 
 
 @ranks(2)
@@ -498,22 +503,23 @@ def test_the_maxima_of_a_step_are_reduced_together(rig):
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     for n in range(2):
         loss_of(model, batch(rig, n)).backward()
-        with Collectives() as seen:
+        with Collectives() as collectives:
             optimizer.step()
-        assert reduces(seen) == [4 * len(linears(model))]
-        assert len(seen.seen) == 1
+        assert reduces(collectives) == [4 * len(linears(model))]
+        assert len(collectives.calls) == 1
 
 
 @ranks(4)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @each_weights
 def test_replicas_of_shards_step_equally(rig, recipe, weights):
-    whole, model = pair(rig, recipe, WEIGHTS[weights], mesh=rig.mesh(2, 2))
-    one, other = build(whole, "SGD"), build(model, "SGD")
+    reference, model = pair(rig, recipe, WEIGHTS[weights], mesh=rig.mesh(2, 2))
+    reference_optimizers = build(reference, "SGD")
+    optimizers = build(model, "SGD")
     for n in range(2):
-        for m, o in ((whole, one), (model, other)):
+        for m, o in ((reference, reference_optimizers), (model, optimizers)):
             step(m, o, batch(rig, n))
-        assert_equal(model, whole)
+        assert_equal(model, reference)
 
 
 @ranks(4)
@@ -521,7 +527,7 @@ def test_replicas_of_shards_step_equally(rig, recipe, weights):
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
 def test_tensor_parallel_shards_step_as_the_unsharded_weight_does(rig, recipe, name):
     """The difference is the rounding of sums over ranks."""
-    whole, model = (
+    reference, model = (
         make((64, 64), recipe=recipe, device=rig.device, fp8_weights=True) for _ in range(2)
     )
     mesh = rig.mesh(2, 2, names=("data", "tensor"))
@@ -529,23 +535,25 @@ def test_tensor_parallel_shards_step_as_the_unsharded_weight_does(rig, recipe, n
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], plan)
     shard(model, mesh=mesh["data"])
-    one, other = build(whole, name), build(model, name)
+    reference_optimizers = build(reference, name)
+    optimizers = build(model, name)
     for n in range(2):
-        for m, o in ((whole, one), (model, other)):
+        for m, o in ((reference, reference_optimizers), (model, optimizers)):
             step(m, o, batch(rig, n))
-    wanted, found = masters(whole, one), masters(model, other)
-    assert wanted.keys() == found.keys()
+    wanted = masters(reference, reference_optimizers)
+    actual = masters(model, optimizers)
+    assert wanted.keys() == actual.keys()
     for key, value in wanted.items():
-        assert (found[key] - value).abs().max() <= 0.05 * value.abs().max(), key
+        assert (actual[key] - value).abs().max() <= 0.05 * value.abs().max(), key
 
 
 @ranks(2)
 @each_optimizer
 @each_kind_of_recipe
-@pytest.mark.parametrize("whole", [True, False], ids=["full", "sharded"])
-def test_training_resumes_from_a_torch_state_dict(rig, recipe, name, whole):
+@pytest.mark.parametrize("full_state", [True, False], ids=["full", "sharded"])
+def test_training_resumes_from_a_torch_state_dict(rig, recipe, name, full_state):
     """get_optimizer_state_dict and its counterpart restore a new model and optimizer."""
-    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+    options = StateDictOptions(full_state_dict=full_state, cpu_offload=full_state)
     _, model = pair(rig, recipe)
     optimizers = build(model, name)
     for n in range(2):
@@ -553,16 +561,17 @@ def test_training_resumes_from_a_torch_state_dict(rig, recipe, name, whole):
     weights = copy.deepcopy(model.state_dict())
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizers, options=options))
     # torch returns a full state dict on rank 0 only.
-    if whole:
-        given = [state]
-        dist.broadcast_object_list(given)
-        state = given[0]
+    if full_state:
+        states = [state]
+        dist.broadcast_object_list(states)
+        state = states[0]
     _, other = pair(rig, recipe)
     resumed = build(other, name)
     other.load_state_dict(weights)
     set_optimizer_state_dict(other, resumed, state, options=options)
-    wanted, found = masters(model, optimizers), masters(other, resumed)
-    assert wanted and all(same_bytes(found[key], wanted[key]) for key in wanted)
+    wanted = masters(model, optimizers)
+    actual = masters(other, resumed)
+    assert wanted and all(same_bytes(actual[key], wanted[key]) for key in wanted)
     for n in range(2, 4):
         for m, o in ((model, optimizers), (other, resumed)):
             step(m, o, batch(rig, n))
@@ -577,17 +586,16 @@ def test_a_checkpoint_on_disk_contains_the_masters(rig):
     _, model = pair(rig, "current")
     optimizers = build(model, "SGD")
     step(model, optimizers, batch(rig))
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
+    folder = shared_folder(rig)
     wanted = masters(model, optimizers)
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizers)}, checkpoint_id=folder[0])
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizers)}, checkpoint_id=folder)
     _, other = pair(rig, "current")
     resumed = build(other, "SGD")
     state = {"optimizer": get_optimizer_state_dict(other, resumed)}
-    dcp.load(state, checkpoint_id=folder[0])
+    dcp.load(state, checkpoint_id=folder)
     set_optimizer_state_dict(other, resumed, state["optimizer"])
-    found = masters(other, resumed)
-    assert wanted and all(same_bytes(found[key], wanted[key]) for key in wanted)
+    actual = masters(other, resumed)
+    assert wanted and all(same_bytes(actual[key], wanted[key]) for key in wanted)
 
 
 class Nested(torch.optim.Optimizer):
@@ -609,13 +617,15 @@ class Nested(torch.optim.Optimizer):
 
 def test_a_state_in_containers_keeps_its_dtypes():
     weight = parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((8, 8), 0).bfloat16()))
-    optimizer, other = MasterWeights([weight], Nested), MasterWeights([weight], Nested)
+    optimizer = MasterWeights([weight], Nested)
+    other = MasterWeights([weight], Nested)
     train(optimizer, 2)
     other.load_state_dict(optimizer.state_dict())
-    wanted, found = optimizer.state[weight], other.state[weight]
+    wanted = optimizer.state[weight]
+    actual = other.state[weight]
     for key, part in (("rows", 0), ("kept", "sum")):
-        assert same_bytes(found[key][part], wanted[key][part])
-        assert found[key][part] is not wanted[key][part]
+        assert same_bytes(actual[key][part], wanted[key][part])
+        assert actual[key][part] is not wanted[key][part]
 
 
 # --- the warning ---------------------------------------------------------------------------------
@@ -623,12 +633,12 @@ def test_a_state_in_containers_keeps_its_dtypes():
 
 def stepped(optimizer, model):
     """Return the warnings of two steps."""
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as recorded_warnings:
         warnings.simplefilter("always")
         for n in range(2):
             model(normal((16, 64), n)).square().mean().backward()
             optimizer.step()
-    return found
+    return recorded_warnings
 
 
 class Foreign(torch.optim.Optimizer):
@@ -662,12 +672,13 @@ def test_the_first_step_of_another_optimizer_warns_once(kind, init):
     # Each optimizer warns once.
     for _ in range(2):
         optimizer = FOREIGN[kind](model.parameters())
-        found = stepped(optimizer, model)
-        assert len(found) == 1 and found[0].category is UserWarning
-        text, name = str(found[0].message), type(optimizer).__name__
+        recorded_warnings = stepped(optimizer, model)
+        assert len(recorded_warnings) == 1 and recorded_warnings[0].category is UserWarning
+        text = str(recorded_warnings[0].message)
+        name = type(optimizer).__name__
         assert text.startswith(f"{name} steps 2 FP8 weights, and keeps no masters")
         assert "fp8rs.optim.AdamW" in text and f"fp8rs.optim.MasterWeights(params, {name}" in text
-        assert found[0].filename == __file__
+        assert recorded_warnings[0].filename == __file__
 
 
 @ranks(2)

@@ -107,9 +107,9 @@ def test_a_block_with_a_value_that_is_not_finite_becomes_nan(name, value):
     values = normal((2, 256), 1).abs()
     values[0, 5] = abs(value) if name == "exp_avg_sq" else value
     values[0, 7] = 0.0
-    found = stored(values, name)
-    assert found[0, :128].isnan().all()
-    assert found[0, 128:].isfinite().all() and found[1].isfinite().all()
+    moments = stored(values, name)
+    assert moments[0, :128].isnan().all()
+    assert moments[0, 128:].isfinite().all() and moments[1].isfinite().all()
 
 
 def test_an_update_after_a_gradient_that_is_not_finite_is_nan_in_its_block():
@@ -141,9 +141,9 @@ def test_second_moments_do_not_become_0():
     values = torch.full((1, 128), 1e-30)
     values[0, 0] = 1e8
     values[0, 1] = 0.0
-    found = stored(values, "exp_avg_sq")
-    assert found[0, 0] == values[0, 0] and found[0, 1] == 0
-    assert (found[0, 2:] >= values[0, 2:]).all()
+    moments = stored(values, "exp_avg_sq")
+    assert moments[0, 0] == values[0, 0] and moments[0, 1] == 0
+    assert (moments[0, 2:] >= values[0, 2:]).all()
     assert (stored(values, "exp_avg")[0, 1:] == 0).all()
 
 
@@ -215,9 +215,11 @@ def test_plain_parameters_equal_float32_steps_of_the_stored_moments(dtype, maste
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strides_do_not_change_the_blocks(make, dtype):
     values = normal((66, 256), 1).to(dtype)
-    strided, dense = parameter(make(values.clone())), parameter(values)
+    strided = parameter(make(values.clone()))
+    dense = parameter(values)
     assert not strided.is_contiguous()
-    a, b = fp8_adamw([strided]), fp8_adamw([dense])
+    a = fp8_adamw([strided])
+    b = fp8_adamw([dense])
     train(a, 3)
     train(b, 3)
     assert torch.equal(strided, dense)
@@ -232,7 +234,8 @@ def test_codes_and_high_precision_moments_step_together():
         shapes = [(64, 128), (64, 128), (32, 100), (128,)]
         return [parameter(normal(shape, i)) for i, shape in enumerate(shapes)]
 
-    together, alone = make(), make()
+    together = make()
+    alone = make()
     groups = [
         {"params": together[:1], "state_dtype": torch.bfloat16},
         {"params": together[1:], "state_dtype": "fp8"},
@@ -270,7 +273,8 @@ def test_fp8_weights_with_both_kinds_of_moments_step_together(name, masters):
         return params
 
     options = {"master_weights": masters, "stochastic_rounding": False, "lr": 1e-2}
-    together, alone = make(), make()
+    together = make()
+    alone = make()
     train(fp8_adamw(together, **options), 2)
     for i, (param, adamw) in enumerate(zip(alone, (fp8_adamw, AdamW, fp8_adamw), strict=True)):
         single = adamw([param], **options)
@@ -402,16 +406,17 @@ def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path, masters):
         weight = QUANTIZERS["32x32"](E4M3, "cpu")(normal((70, 256), 1))
         return fp8_adamw([parameter(weight)], lr=1e-2, master_weights=masters)
 
-    whole, first = make(), make()
-    train(whole, 2)
+    reference = make()
+    first = make()
+    train(reference, 2)
     train(first, 2)
     torch.save((first.param_groups[0]["params"], first.state_dict()), tmp_path / "state.pt")
     params, state = torch.load(tmp_path / "state.pt", weights_only=False)
     resumed = fp8_adamw(params, lr=1e-2, master_weights=masters)
     resumed.load_state_dict(state)
-    train(whole, 2, seed=5)
+    train(reference, 2, seed=5)
     train(resumed, 2, seed=5)
-    assert_same(everything(resumed), everything(whole))
+    assert_same(everything(resumed), everything(reference))
 
 
 def test_a_copied_optimizer_keeps_its_filter():
@@ -571,7 +576,9 @@ def test_cuda_writes_the_bytes_of_the_cpu(name, fp8_dtype, masters, stochastic, 
 @pytest.mark.gpu
 def test_cuda_writes_the_codes_of_blocks_of_every_kind():
     values = blocks_of_every_kind()
-    values[3, 5], values[4, 6], values[5, 7] = math.nan, math.inf, -math.inf
+    values[3, 5] = math.nan
+    values[4, 6] = math.inf
+    values[5, 7] = -math.inf
     results = []
     for device in ("cpu", "cuda"):
         weight = parameter(torch.zeros(values.shape, device=device))
@@ -610,7 +617,8 @@ def test_a_state_moves_between_devices():
     values = blocks_of_every_kind()
     for name, moment in moments.FORMATS.items():
         x = values if name == "exp_avg" else values.abs()
-        cpu, cuda = moments.encode(x, moment), moments.encode(x.cuda(), moment)
+        cpu = moments.encode(x, moment)
+        cuda = moments.encode(x.cuda(), moment)
         assert torch.equal(cuda[0].cpu(), cpu[0])
         assert torch.equal(cuda[1].cpu().view(torch.int32), cpu[1].view(torch.int32))
         assert torch.equal(moments.decode(*cuda, moment).cpu(), moments.decode(*cpu, moment))

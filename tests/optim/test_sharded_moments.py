@@ -42,23 +42,23 @@ def fp8_adamw(model, masters=True):
     return AdamW(model.parameters(), lr=1e-2, state_dtype="fp8", master_weights=masters)
 
 
-def whole(value):
+def full_value(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def state_by_name(model, optimizer):
     """Return the whole tensors of the optimizer's state."""
-    found = {}
+    state = {}
     for name, param in model.named_parameters():
         for key, value in optimizer.state[param].items():
-            found[f"{name} {key}"] = whole(value).clone()
-    return found
+            state[f"{name} {key}"] = full_value(value).clone()
+    return state
 
 
-def assert_same_state(found, expected):
-    assert found.keys() == expected.keys()
+def assert_same_state(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert same_bytes(found[name].cpu(), value.cpu()), name
+        assert same_bytes(actual[name].cpu(), value.cpu()), name
 
 
 def step_on(model, optimizer, seed):
@@ -67,7 +67,8 @@ def step_on(model, optimizer, seed):
         generator = torch.Generator().manual_seed(100 * seed + i)
         grad = torch.randn(param.shape, generator=generator).to(param.device)
         if isinstance(param, DTensor):
-            mesh, placements = param.device_mesh, param.placements
+            mesh = param.device_mesh
+            placements = param.placements
             grad = distribute_tensor(grad, mesh, placements, src_data_rank=None)
         param.grad = grad
     optimizer.step()
@@ -83,7 +84,8 @@ def test_sharded_moments_equal_those_of_one_rank(rig, recipe, fp8_weights, maste
     options = {"recipe": RECIPES[recipe], "fp8_weights": fp8_weights, "device": rig.device}
     alone = make(**options)
     sharded = shard(make(**options), rig)
-    a, b = fp8_adamw(alone, masters), fp8_adamw(sharded, masters)
+    a = fp8_adamw(alone, masters)
+    b = fp8_adamw(sharded, masters)
     for seed in range(3):
         step_on(alone, a, seed)
         step_on(sharded, b, seed)
@@ -106,15 +108,18 @@ def model_on(rig, count, masters, seed, hidden=HIDDEN):
 
 @ranks(4)
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (2, 4), (4, 1), (1, 4)])
-@pytest.mark.parametrize("how", ["dcp", "fp8rs.checkpoint"])
+@pytest.mark.parametrize("method", ["dcp", "fp8rs.checkpoint"])
 @with_and_without_masters
-def test_checkpoints_restore_every_bit_on_other_numbers_of_ranks(rig, saved, loaded, how, masters):
+def test_checkpoints_restore_every_bit_on_other_numbers_of_ranks(
+    rig, saved, loaded, method, masters
+):
     folder = shared_folder(rig)
     expected = [None]
-    if (made := model_on(rig, saved, masters, 0)) is not None:
-        model, optimizer, group = made
+    sharded_model = model_on(rig, saved, masters, 0)
+    if sharded_model is not None:
+        model, optimizer, group = sharded_model
         train(model, optimizer, [batch(rig, n, width=WIDTH) for n in range(2)])
-        if how == "dcp":
+        if method == "dcp":
             state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
             dcp.save(state, checkpoint_id=folder, process_group=group)
         else:
@@ -123,9 +128,10 @@ def test_checkpoints_restore_every_bit_on_other_numbers_of_ranks(rig, saved, loa
         expected = [state_by_name(model, optimizer)]
     dist.broadcast_object_list(expected)
 
-    if (made := model_on(rig, loaded, masters, 1)) is not None:
-        model, optimizer, group = made
-        if how == "dcp":
+    sharded_model = model_on(rig, loaded, masters, 1)
+    if sharded_model is not None:
+        model, optimizer, group = sharded_model
+        if method == "dcp":
             state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
             dcp.load(state, checkpoint_id=folder, process_group=group)
             set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -137,44 +143,45 @@ def test_checkpoints_restore_every_bit_on_other_numbers_of_ranks(rig, saved, loa
 
 
 @ranks(2)
-@pytest.mark.parametrize("how", ["dcp", "fp8rs.checkpoint"])
-def test_float32_checkpoints_are_saved_and_loaded(rig, how):
+@pytest.mark.parametrize("method", ["dcp", "fp8rs.checkpoint"])
+def test_float32_checkpoints_are_saved_and_loaded(rig, method):
     """Codes go to a float32 optimizer and back."""
     folder = shared_folder(rig)
     model = shard(make(device=rig.device), rig)
     optimizer = fp8_adamw(model)
     train(model, optimizer, [batch(rig, n, width=WIDTH) for n in range(2)])
     with optimizer.float32_state_dict():
-        save(model, optimizer, folder, how)
+        save(model, optimizer, folder, method)
     before = state_by_name(model, optimizer)
 
     high_precision = AdamW(model.parameters(), lr=1e-2)
-    load(model, high_precision, folder, how)
+    load(model, high_precision, folder, method)
     for name, value in state_by_name(model, high_precision).items():
         if name.endswith("exp_avg_sq") and name + "_codes" in before:
-            codes, ranges = before[name + "_codes"], before[name + "_range"]
+            codes = before[name + "_codes"]
+            ranges = before[name + "_range"]
             decoded = moments.decode(codes, ranges, moments.FORMATS["exp_avg_sq"])
             assert torch.equal(value, decoded), name
 
-    again = fp8_adamw(model)
-    with again.float32_state_dict():
-        load(model, again, folder, how)
-    after = state_by_name(model, again)
+    resumed = fp8_adamw(model)
+    with resumed.float32_state_dict():
+        load(model, resumed, folder, method)
+    after = state_by_name(model, resumed)
     assert after.keys() == before.keys()
     for name in before:
         if name.endswith("_codes"):
             assert torch.equal(after[name], before[name]), name
 
 
-def save(model, optimizer, folder, how):
-    if how == "dcp":
+def save(model, optimizer, folder, method):
+    if method == "dcp":
         dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
     else:
         checkpoint.save({"optimizer": checkpoint.Optimizer(model, optimizer)}, folder)
 
 
-def load(model, optimizer, folder, how):
-    if how == "dcp":
+def load(model, optimizer, folder, method):
+    if method == "dcp":
         state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         dcp.load(state, checkpoint_id=folder)
         set_optimizer_state_dict(model, optimizer, state["optimizer"])

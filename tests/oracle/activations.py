@@ -27,7 +27,8 @@ def with_derivative(activation, x):
     if activation == "silu":
         s = sigmoid(x)
         return x * s, s * (1.0 + x * (1.0 - s))
-    twice_root, cubic = torch.tensor(2 * math.sqrt(2 / math.pi)), torch.tensor(0.044715)
+    twice_root = torch.tensor(2 * math.sqrt(2 / math.pi))
+    cubic = torch.tensor(0.044715)
     square = x * x
     s = sigmoid(twice_root * (x + cubic * (square * x)))
     slope = twice_root * (1.0 + (3.0 * cubic) * square)

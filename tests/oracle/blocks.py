@@ -31,7 +31,8 @@ def block_amax(x: Tensor, block: tuple[int, int], block_offset: int = 0) -> Tens
     rows, cols = x.shape
     block_rows = rows + block_offset if block[0] == -1 else block[0]
     block_cols = cols if block[1] == -1 else block[1]
-    across, down = math.ceil(cols / block_cols), math.ceil((rows + block_offset) / block_rows)
+    across = math.ceil(cols / block_cols)
+    down = math.ceil((rows + block_offset) / block_rows)
     padded = x.new_zeros(down * block_rows, across * block_cols, dtype=torch.float32)
     padded[block_offset : block_offset + rows, :cols] = x.float().abs()
     return padded.view(down, block_rows, across, block_cols).amax((1, 3))
@@ -84,7 +85,8 @@ def swizzle(scales: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
             tile = [[0] * 16 for _ in range(32)]
             for r in range(128):
                 for c in range(4):
-                    line, block = tile_row * 128 + r, tile_col * 4 + c
+                    line = tile_row * 128 + r
+                    block = tile_col * 4 + c
                     if line < lines and block < blocks:
                         tile[r % 32][(r // 32) * 4 + c] = int(scales[line, block])
             out += [byte for row in tile for byte in row]

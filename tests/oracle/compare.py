@@ -16,7 +16,8 @@ def codes(t: Tensor) -> Tensor:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same dtype, shape and bits. Devices may differ."""
-    a, b = a.cpu(), b.cpu()
+    a = a.cpu()
+    b = b.cpu()
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
 
 

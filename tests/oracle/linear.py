@@ -41,7 +41,8 @@ TENSORWISE = Blocks((-1, -1), (-1, -1))
 
 def blocks_of(recipe: Any) -> Blocks:
     """Return the blocks that a recipe declares. The tests of recipes compare them with a table."""
-    input, wgrad_input = recipe.block_format("input"), recipe.wgrad_input_format
+    input = recipe.block_format("input")
+    wgrad_input = recipe.wgrad_input_format
     return Blocks(
         input.block,
         recipe.block_format("weight").block,

@@ -45,8 +45,10 @@ def mlp(p: Parameters, x: Tensor, activation: str) -> Tensor:
 
 def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
     """Rotate channels i and i + half, as a complex number, by position * base^(-i / half)."""
-    length, half = x.shape[-2], x.shape[-1] // 2
-    position, pair = torch.arange(length).double()[:, None], torch.arange(half).double()
+    length = x.shape[-2]
+    half = x.shape[-1] // 2
+    position = torch.arange(length).double()[:, None]
+    pair = torch.arange(half).double()
     turn = torch.polar(torch.ones(length, half).double(), position * base ** (-pair / half))
     turned = torch.complex(x[..., :half], x[..., half:]) * turn
     return torch.cat([turned.real, turned.imag], -1)
@@ -74,7 +76,8 @@ def attention(
         projections = [linear(under(p, name), of) for name, of in inputs.items()]
     q, k, v = (y.unflatten(-1, (-1, channels)).transpose(1, 2) for y in projections)
     if rotary:
-        q, k = rotate(q), rotate(k)
+        q = rotate(q)
+        k = rotate(k)
     if causal:
         mask = torch.arange(k.shape[2]) <= torch.arange(q.shape[2])[:, None]
     heads = []

@@ -26,7 +26,9 @@ def of_scale(x: Tensor, dtype: torch.dtype, scale: Tensor) -> dict[str, float]:
 def of_codes(x: Tensor, codes: Tensor, scale: Tensor) -> dict[str, float]:
     """Return the statistics of codes with a scale for each element."""
     dtype = codes.dtype
-    x, codes, scale = x.double(), codes.double(), scale.double()
+    x = x.double()
+    codes = codes.double()
+    scale = scale.double()
     used = scale[codes != 0]
     noise = (x - codes * scale).square().sum()
     saturated = (codes.abs() == MAX[dtype]) & (x.abs() / scale > BEYOND[dtype])

@@ -20,7 +20,7 @@ def name_of(call: ast.expr) -> str:
     return getattr(function, "id", "") or getattr(function, "attr", "")
 
 
-def is_bool(value: ast.expr | None, known: set[str]) -> bool:
+def is_bool(value: ast.expr | None, bool_functions: set[str]) -> bool:
     """Return whether an expression is certain to be a bool."""
     if isinstance(value, ast.Compare):
         return True
@@ -29,26 +29,26 @@ def is_bool(value: ast.expr | None, known: set[str]) -> bool:
     if isinstance(value, ast.UnaryOp):
         return isinstance(value.op, ast.Not)
     if isinstance(value, ast.BoolOp):
-        return all(is_bool(part, known) for part in value.values)
-    return value is not None and name_of(value) in known
+        return all(is_bool(part, bool_functions) for part in value.values)
+    return value is not None and name_of(value) in bool_functions
 
 
 def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
     """Yield the nodes of a function, except the bodies of nested functions."""
-    left: list[ast.AST] = list(function.body)
-    while left:
-        node = left.pop()
+    pending: list[ast.AST] = list(function.body)
+    while pending:
+        node = pending.pop()
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            left += ast.iter_child_nodes(node)
+            pending += ast.iter_child_nodes(node)
 
 
-def returns_bool(function: ast.FunctionDef, known: set[str]) -> bool:
+def returns_bool(function: ast.FunctionDef, bool_functions: set[str]) -> bool:
     """Return whether a function returns a bool, by its annotation or its return statements."""
     if function.returns is not None:
         return ast.unparse(function.returns) == "bool"
-    found = [node.value for node in own_nodes(function) if isinstance(node, ast.Return)]
-    return bool(found) and all(is_bool(value, known) for value in found)
+    values = [node.value for node in own_nodes(function) if isinstance(node, ast.Return)]
+    return bool(values) and all(is_bool(value, bool_functions) for value in values)
 
 
 def bare_checks(trees: dict[str, ast.Module]) -> list[str]:
@@ -60,24 +60,26 @@ def bare_checks(trees: dict[str, ast.Module]) -> list[str]:
     Returns:
         The place and the source of each statement.
     """
-    known = {name: set(KNOWN) for name in trees}
+    bool_functions = {name: set(KNOWN) for name in trees}
     before = 0
     # Repeat until nothing is added, because one helper may call another.
-    while (count := sum(map(len, known.values()))) > before:
+    while (count := sum(map(len, bool_functions.values()))) > before:
         before = count
         for name, tree in trees.items():
             functions = [f for f in tree.body if isinstance(f, ast.FunctionDef)]
-            known[name] |= {f.name for f in functions if returns_bool(f, known[name])}
-            known[name] |= {
-                here
-                for module, there, here in imported(name, tree)
-                if there in known.get(module, ())
+            bool_functions[name] |= {
+                f.name for f in functions if returns_bool(f, bool_functions[name])
+            }
+            bool_functions[name] |= {
+                local_name
+                for module, source_name, local_name in imported(name, tree)
+                if source_name in bool_functions.get(module, ())
             }
     return [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
         for name, tree in trees.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and name_of(node.value) in known[name]
+        if isinstance(node, ast.Expr) and name_of(node.value) in bool_functions[name]
     ]
 
 

@@ -71,9 +71,9 @@ def test_a_transformers_model_is_reported_from_its_folder(
         tmp_path
     )
     assert main(["report", str(tmp_path), "--leave-out", "lm_head", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["converted"]) == 2 * 7
-    assert found["units"] == ["", "model.layers.0", "model.layers.1"]
+    output = json.loads(capsys.readouterr().out)
+    assert len(output["converted"]) == 2 * 7
+    assert output["units"] == ["", "model.layers.0", "model.layers.1"]
 
 
 def test_an_unusable_model_is_an_error_of_one_line(

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.newest_torch
 
 
 def meetings(rows, strength):
-    return {found for row in rows for found in combinations(enumerate(row), strength)}
+    return {pair for row in rows for pair in combinations(enumerate(row), strength)}
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ def test_the_corpus_is_reproducible_and_split_by_file(tmp_path: Path) -> None:
         (tmp_path / f"module{index}.py").write_text(f"<{index}>" * 4000)
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "skipped.py").write_text("?" * 4000)
-    first, second = load_corpus(tmp_path), load_corpus(tmp_path)
+    first = load_corpus(tmp_path)
+    second = load_corpus(tmp_path)
     assert torch.equal(first.train, second.train)
     assert torch.equal(first.held_out, second.held_out)
     parts = [bytes(part.tolist()) for part in (first.train, first.held_out)]
@@ -89,7 +90,8 @@ def test_the_model_is_causal_and_starts_at_chance() -> None:
     changed = tokens.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 256
     with torch.no_grad():
-        before, after = model(tokens), model(changed)
+        before = model(tokens)
+        after = model(changed)
     torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-6)
     assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-6)
 

@@ -22,25 +22,25 @@ def is_private(name: str) -> bool:
 
 def imported_tests(name: str, tree: ast.Module) -> set[str]:
     """Return the test modules that a module imports."""
-    found = [part for module, there, _ in imported(name, tree) for part in (module, there)]
+    names = [part for module, there, _ in imported(name, tree) for part in (module, there)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-    return {n for n in found if n.split(".")[-1].startswith("test_")}
+            names += [alias.name for alias in node.names]
+    return {n for n in names if n.split(".")[-1].startswith("test_")}
 
 
 def private_names() -> set[str]:
     """Return the private functions, classes, variables and attributes that fp8rs defines."""
-    found = set()
+    names = set()
     for tree in modules(FP8RS).values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found.add(node.name)
+                names.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
+                names.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
-    return set(filter(is_private, found)) - THEIRS
+                names.add(node.attr)
+    return set(filter(is_private, names)) - THEIRS
 
 
 def takes_name(function: ast.expr) -> bool:
@@ -56,7 +56,7 @@ def private_reads(name: str, tree: ast.Module, private: set[str]) -> list[str]:
     `setattr("fp8rs.module.name", ...)`. Paths hide which module a test depends on. Attributes of
     `self`, of torch and of `torch.ops.fp8rs` are not names of fp8rs.
     """
-    found = [
+    reads = [
         f"{module}.{there}"
         for module, there, _ in imported(name, tree)
         if module.split(".")[0] == "fp8rs" and any(map(is_private, [*module.split("."), there]))
@@ -65,22 +65,22 @@ def private_reads(name: str, tree: ast.Module, private: set[str]) -> list[str]:
         if isinstance(node, ast.Attribute) and node.attr in private:
             owner = ast.unparse(node.value)
             if owner.split(".")[0] not in NOT_OURS:
-                found.append(f"{owner}.{node.attr}")
+                reads.append(f"{owner}.{node.attr}")
         elif isinstance(node, ast.Call) and takes_name(node.func) and node.args:
             if ast.unparse(node.args[0]).split(".")[0] in NOT_OURS:
                 continue
-            found += [
+            reads += [
                 argument.value
                 for argument in node.args[:2]
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
                 if argument.value in private or argument.value.startswith("fp8rs.")
             ]
-    return found
+    return reads
 
 
 def test_no_test_module_imports_another_one():
-    found = {name: imported_tests(name, tree) for name, tree in modules(TESTS).items()}
-    assert not {name: others for name, others in found.items() if others}
+    imports = {name: imported_tests(name, tree) for name, tree in modules(TESTS).items()}
+    assert not {name: others for name, others in imports.items() if others}
 
 
 def test_imports_of_test_modules_are_found():
@@ -94,8 +94,8 @@ def test_only_internals_reads_private_names_of_fp8rs():
     assert private_reads("internals", trees.pop("internals"), private)
     # A client's rank runs this file as a script, which cannot import `internals`.
     assert private_reads("clients.observe", trees.pop("clients.observe"), private)
-    found = {name: private_reads(name, tree, private) for name, tree in trees.items()}
-    assert not {name: reads for name, reads in found.items() if reads}
+    reads_by_name = {name: private_reads(name, tree, private) for name, tree in trees.items()}
+    assert not {name: reads for name, reads in reads_by_name.items() if reads}
 
 
 def test_private_names_in_strings_are_found():
@@ -105,5 +105,5 @@ mock.patch.object(function, "_quantize", f)
 monkeypatch.setattr("fp8rs.nn.function.scaled_mm", f)
 monkeypatch.setattr(function, "scaled_mm", f)
 """
-    found = private_reads("case", ast.parse(source), {"_quantize"})
-    assert found == ["_quantize", "_quantize", "fp8rs.nn.function.scaled_mm"]
+    reads = private_reads("case", ast.parse(source), {"_quantize"})
+    assert reads == ["_quantize", "_quantize", "fp8rs.nn.function.scaled_mm"]

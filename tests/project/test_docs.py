@@ -75,8 +75,8 @@ def test_every_integration_is_in_the_reference() -> None:
 
 @pytest.mark.newest_torch
 def test_the_reference_lists_only_existing_names() -> None:
-    for name, found in objects():
-        assert found.__doc__ or issubclass(found, RuntimeError), name
+    for name, target in objects():
+        assert target.__doc__ or issubclass(target, RuntimeError), name
 
 
 @pytest.mark.newest_torch
@@ -98,9 +98,9 @@ def test_code_blocks_have_at_most_88_columns() -> None:
 @pytest.mark.newest_torch
 def test_docstrings_are_markdown() -> None:
     """Roles of reStructuredText would appear unprocessed."""
-    for name, found in objects():
-        members = vars(found).values() if isinstance(found, type) else ()
-        for member in (found, *members):
+    for name, target in objects():
+        members = vars(target).values() if isinstance(target, type) else ()
+        for member in (target, *members):
             assert not re.search(r":\w+:`", getattr(member, "__doc__", None) or ""), (name, member)
 
 

@@ -42,19 +42,19 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) ->
 
 
 def test_json_describes_the_machine() -> None:
-    found = json.loads(run("--json"))
-    assert found["torch"] == torch.__version__
-    assert found["python"] == platform.python_version()
-    assert found["cpu_simd"] in ("scalar", "avx2", "avx512")
-    assert len(found["devices"]) == torch.cuda.device_count()
-    assert bool(found["devices"]) == (found["no_gpu_because"] is None)
+    output = json.loads(run("--json"))
+    assert output["torch"] == torch.__version__
+    assert output["python"] == platform.python_version()
+    assert output["cpu_simd"] in ("scalar", "avx2", "avx512")
+    assert len(output["devices"]) == torch.cuda.device_count()
+    assert bool(output["devices"]) == (output["no_gpu_because"] is None)
 
 
 def test_every_recipe_has_a_path_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = with_gpu(monkeypatch, (8, 0), (9, 0))
-    places = {(path.recipe, path.device) for path in found.recipes}
-    assert places == {(r, d) for r in RECIPES for d in ("cpu", "cuda:0", "cuda:1")}
-    assert all(path.reason for path in found.recipes)
+    report = with_gpu(monkeypatch, (8, 0), (9, 0))
+    pairs = {(path.recipe, path.device) for path in report.recipes}
+    assert pairs == {(r, d) for r in RECIPES for d in ("cpu", "cuda:0", "cuda:1")}
+    assert all(path.reason for path in report.recipes)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_recipes_by_capability(
     path: str,
     reason: str,
 ) -> None:
-    found = with_gpu(monkeypatch, capability)
-    (row,) = [p for p in found.recipes if (p.recipe, p.device) == (recipe, "cuda:0")]
+    report = with_gpu(monkeypatch, capability)
+    (row,) = [p for p in report.recipes if (p.recipe, p.device) == (recipe, "cuda:0")]
     assert row.path == path
     assert reason in row.reason
 
@@ -98,8 +98,8 @@ def test_an_unsupported_recipe_names_an_alternative(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], way_out: str
 ) -> None:
     """Emulation also needs kernels on the GPU, so it is not an alternative without them."""
-    found = with_gpu(monkeypatch, capability)
-    (row,) = [p for p in found.recipes if (p.recipe, p.device) == ("block", "cuda:0")]
+    report = with_gpu(monkeypatch, capability)
+    (row,) = [p for p in report.recipes if (p.recipe, p.device) == ("block", "cuda:0")]
     assert row.path == "no"
     assert [way for way in ("on the CPU", "emulate=True") if way in row.reason] == [way_out]
 
@@ -157,8 +157,8 @@ def test_a_script_may_give_a_module_or_a_function(
 ) -> None:
     assert all(p.is_meta for p in doctor.load_model(f"{script}{name}").parameters())
     assert main(["report", f"{script}{name}", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["parameters"] == (16 * 16 + 16 if "Layer" in name else 64 * 32 + 32 + 32 * 8 + 8)
+    output = json.loads(capsys.readouterr().out)
+    assert output["parameters"] == (16 * 16 + 16 if "Layer" in name else 64 * 32 + 32 + 32 * 8 + 8)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_script_without_a_model_is_an_error_of_one_line(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("import torch\n\nraise ValueError('no data')\n", "ValueError: no data (line 3)"),
         ("def model(:\n", "SyntaxError: "),
@@ -189,12 +189,12 @@ def test_a_script_without_a_model_is_an_error_of_one_line(
     ],
 )
 def test_a_script_that_raises_is_an_error_of_one_line(
-    script: Path, text: str, said: str, capsys: pytest.CaptureFixture
+    script: Path, text: str, message: str, capsys: pytest.CaptureFixture
 ) -> None:
     script.write_text(text)
     assert main(["report", f"{script}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
     assert 'Move code that the model does not need under if __name__ == "__main__"' in line
 
 

@@ -58,11 +58,11 @@ def limits(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
 def test_the_gradient_error_equals_the_simulations(
     trained: Trained, recipe: str, dtype: torch.dtype
 ) -> None:
-    found = bench.gradient_error(*trained, recipe, dtype)
+    error = bench.gradient_error(*trained, recipe, dtype)
     least, most = limits(trained[1][0].device, dtype)
-    assert least <= found.ratio <= most
-    assert 0.02 < found.fp8rs < 0.2
-    assert found.loss_off_fp8rs == pytest.approx(found.loss_off_simulated, abs=1e-3)
+    assert least <= error.ratio <= most
+    assert 0.02 < error.fp8rs < 0.2
+    assert error.loss_off_fp8rs == pytest.approx(error.loss_off_simulated, abs=1e-3)
 
 
 def test_a_coarser_format_is_detected(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,22 +73,22 @@ def test_a_coarser_format_is_detected(trained: Trained, monkeypatch: pytest.Monk
         return rounded(x, torch.float8_e5m2, *block, **options)
 
     monkeypatch.setattr(bench.linear, "rounded", coarser)
-    found = bench.gradient_error(*trained, "current")
-    assert abs(found.ratio - 1) > 0.2
+    error = bench.gradient_error(*trained, "current")
+    assert abs(error.ratio - 1) > 0.2
 
 
 @pytest.mark.parametrize("trained", ["cpu"], indirect=True)
 def test_unrounded_weights_are_detected(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without rounding of the weights, the error is below the lower limit."""
     monkeypatch.setattr(bench.linear, "_weight", lambda weight, *_: weight.float())
-    found = bench.gradient_error(*trained, "current", torch.bfloat16)
+    error = bench.gradient_error(*trained, "current", torch.bfloat16)
     least, _ = limits(trained[1][0].device, torch.bfloat16)
-    assert 1 / found.ratio < least
+    assert 1 / error.ratio < least
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0])
 def test_wgrad_on_the_cpu_has_the_error_of_quantization(mean: float) -> None:
-    found = bench.wgrad_error(512, mean, "cpu", features=64)
-    assert found.device == found.quantized
+    error = bench.wgrad_error(512, mean, "cpu", features=64)
+    assert error.device == error.quantized
     # With means, rounding errors average out over the tokens, but the gradient does not.
-    assert 0.02 < found.quantized < 0.05 if mean == 0 else 0.001 < found.quantized < 0.02
+    assert 0.02 < error.quantized < 0.05 if mean == 0 else 0.001 < error.quantized < 0.02

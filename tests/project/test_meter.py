@@ -30,21 +30,22 @@ def test_benches_count_the_collectives_of_fp8_weights(rig: Any) -> None:
     config = LlamaConfig(vocabulary=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=128)
     model = Llama(config)
     model.init_weights(torch.Generator().manual_seed(0))
-    names, elements = converted_weights(model), parameter_count(model)
+    names = converted_weights(model)
+    elements = parameter_count(model)
     converted = sum(p.numel() for n, p in model.named_parameters() if n in names)
     convert_to_float8_training(
         model, recipe="current", filter_fqns=HIGH_PRECISION, fp8_weights=True
     )
-    shard(model, rig.device_type, rig.world_size)
+    shard(model)
     optimizer = AdamW(model.parameters(), lr=1e-3)
-    with counted(model, rig.world_size) as found:
+    with counted(model, rig.world_size) as traffic:
         model.loss(torch.arange(66).reshape(2, 33) % 64).backward()
         optimizer.step()
     # One byte per element, in the forward and in the backward.
-    assert found.handed_over == 2 * converted
-    assert sum(found.scatters) == 4 * elements
+    assert traffic.handed_over == 2 * converted
+    assert sum(traffic.scatters) == 4 * elements
     # Four fp32 values per weight synchronize the scales, then fp8rs.optim reduces its amax.
-    assert found.all_reduces == [16 * len(names), 4 * len(names)]
+    assert traffic.all_reduces == [16 * len(names), 4 * len(names)]
 
 
 def test_benches_count_a_copy_of_the_weights() -> None:
@@ -65,12 +66,12 @@ def test_benches_count_a_copy_of_the_weights() -> None:
     assert meter.at_rest(model, optimizer, names).weights == pytest.approx(5, rel=0.01)
     model.loss(torch.zeros(1, 9, dtype=torch.int64)).backward()
     optimizer.step()
-    found = meter.at_rest(model, optimizer, names)
-    assert found.weights == pytest.approx(1, rel=0.01)
-    assert found.optimizer == pytest.approx(12, rel=0.01)
-    kept = torch.zeros(elements)
+    bytes_at_rest = meter.at_rest(model, optimizer, names)
+    assert bytes_at_rest.weights == pytest.approx(1, rel=0.01)
+    assert bytes_at_rest.optimizer == pytest.approx(12, rel=0.01)
+    weight_copy = torch.zeros(elements)
     assert meter.at_rest(model, optimizer, names).weights == pytest.approx(5, rel=0.01)
-    assert kept.numel() == elements
+    assert weight_copy.numel() == elements
 
 
 def test_peak_memory_counts_freed_tensors() -> None:

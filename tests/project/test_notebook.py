@@ -37,7 +37,8 @@ def test_the_notebook_trains_monitors_and_exports(
     cells = notebook.run(fewer_steps).cells
     assert pictures(cells) == 2
     assert "torch.float8_e4m3fn" in str(cells)
-    exact, quantized_again = 21, 0
+    exact = 21
+    quantized_again = 0
     assert cells[-1].outputs[-1].data["text/plain"] == f"({exact}, {quantized_again})"
 
 

@@ -87,7 +87,8 @@ def scripts(page: Path) -> list[str]:
 
 def names_of(code: str) -> tuple[set[str], set[str]]:
     """Return the names that a text binds, and those that it reads without binding them."""
-    bound, read = set(), set()
+    bound = set()
+    read = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Name):
             (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
@@ -128,11 +129,11 @@ def first_script_around(place: str) -> tuple[str, str]:
 
 def context(page: Path, code: str) -> tuple[str, str]:
     """Return the code before a block and after it, as the block's first line says."""
-    found = CONTINUES.fullmatch(code.split("\n", 1)[0])
-    if not found:
+    match = CONTINUES.fullmatch(code.split("\n", 1)[0])
+    if not match:
         return "", ""
-    own, script_of, file, place = found.groups()
-    if own:
+    standalone, script_of, file, place = match.groups()
+    if standalone:
         return scripts(page)[0], ""
     path = ROOT / (script_of or file)
     return first_script_around(place) if path == GETTING_STARTED else (scripts(path)[0], "")
@@ -152,7 +153,7 @@ def test_every_name_in_a_block_comes_from_its_stated_context(page: Path) -> None
 
 def blocks_to_run(device: str) -> dict[str, list[str]]:
     """Return each page's blocks, each between the code before it and the code after it."""
-    found = {}
+    blocks = {}
     for page in ALL_PAGES:
         name = page.relative_to(ROOT).as_posix()
         for index, code in enumerate(scripts(page)):
@@ -163,8 +164,8 @@ def blocks_to_run(device: str) -> dict[str, list[str]]:
                 for size, smaller in SMALLER.get(name, {}).items():
                     smaller = smaller.replace("DEVICE", device)
                     texts = [text.replace(size, smaller) for text in texts]
-                found[block] = texts
-    return found
+                blocks[block] = texts
+    return blocks
 
 
 def write_hub_model(folder: Path) -> None:
@@ -190,7 +191,9 @@ def test_every_block_runs_in_its_stated_context(tmp_path: Path, device: str) -> 
     blocks = blocks_to_run(device)
     arguments = {"blocks": blocks, "folder": str(tmp_path)}
     for results in launch(demo_jobs.pages, arguments, ranks=RANKS, device=device):
-        errors = [f"{name}: {found}" for name, found in results.items() if isinstance(found, str)]
+        errors = [
+            f"{name}: {result}" for name, result in results.items() if isinstance(result, str)
+        ]
         assert not errors, "\n".join(errors)
         for name, texts in blocks.items():
             _, block, _ = texts
@@ -228,23 +231,23 @@ def test_the_examples_of_lora_weight_streams_and_resumption_train(
     tmp_path: Path, device: str
 ) -> None:
     arguments = {"examples": str(ROOT / "examples"), "folder": str(tmp_path)}
-    found, _ = launch(demo_jobs.examples, arguments, ranks=RANKS, device=device)
-    losses = found["lora"]["losses"]
+    runs, _ = launch(demo_jobs.examples, arguments, ranks=RANKS, device=device)
+    losses = runs["lora"]["losses"]
     assert losses[-1] < 0.9 * losses[0]
-    assert found["lora"]["bytes"] == [pytest.approx(1, abs=0.01)] * (2 * 7)
+    assert runs["lora"]["bytes"] == [pytest.approx(1, abs=0.01)] * (2 * 7)
     saved = torch.load(tmp_path / "adapters.pt", weights_only=True)
-    assert list(saved) == found["lora"]["saved"]
+    assert list(saved) == runs["lora"]["saved"]
     assert len(saved) == 2 * 7 * 2
     assert all(name.endswith(("up.weight", "down.weight")) for name in saved)
-    rewards = found["stream"]["rewards"]
+    rewards = runs["stream"]["rewards"]
     assert rewards[-1] > rewards[0] + 0.15
     # The engine has the policy's codes, and sums in another order.
-    assert found["stream"]["error"] < 0.1
-    assert found["stream"]["different_codes"] == 0
-    divergence = sum(found["stream"]["divergences"])
-    assert 0 <= divergence < sum(found["stream"]["bf16_divergences"]) / 5
-    assert list(found["resumed"]) == [2, 3]
-    assert found["resumed"].items() <= found["first"].items()
+    assert runs["stream"]["error"] < 0.1
+    assert runs["stream"]["different_codes"] == 0
+    divergence = sum(runs["stream"]["divergences"])
+    assert 0 <= divergence < sum(runs["stream"]["bf16_divergences"]) / 5
+    assert list(runs["resumed"]) == [2, 3]
+    assert runs["resumed"].items() <= runs["first"].items()
 
 
 @pytest.mark.long

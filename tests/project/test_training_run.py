@@ -62,11 +62,11 @@ def losses(out: Path, variant: str) -> list[list[float]]:
 
 
 def test_every_text_is_taken_once(bench: Any, text: Path) -> None:
-    found = dict(bench.texts([text]))
-    assert len(found) == 200
-    assert "short.py" not in found
-    assert sum(name in found for name in ("copy.py", "module0.py")) == 1
-    assert list(found) == sorted(found)
+    texts = dict(bench.texts([text]))
+    assert len(texts) == 200
+    assert "short.py" not in texts
+    assert sum(name in texts for name in ("copy.py", "module0.py")) == 1
+    assert list(texts) == sorted(texts)
 
 
 def test_tokens_are_bytes_or_those_of_a_trained_tokenizer(
@@ -74,48 +74,50 @@ def test_tokens_are_bytes_or_those_of_a_trained_tokenizer(
 ) -> None:
     data = ["data", str(tmp_path), "--roots", str(text), "--vocabulary"]
     assert bench.main([*data, "256"]) == 0
-    found = torch.load(tmp_path / "tokens.pt", weights_only=True)
-    assert found["train"].numel() + found["held_out"].numel() == found["bytes"]
-    assert found["held_out"].numel() > 0
-    assert bytes(found["train"][:4].tolist()) == b"def "
+    tokens = torch.load(tmp_path / "tokens.pt", weights_only=True)
+    assert tokens["train"].numel() + tokens["held_out"].numel() == tokens["bytes"]
+    assert tokens["held_out"].numel() > 0
+    assert bytes(tokens["train"][:4].tolist()) == b"def "
     pytest.importorskip("tokenizers")
     assert bench.main([*data, "300"]) == 0
     fewer = torch.load(tmp_path / "tokens.pt", weights_only=True)
-    assert fewer["train"].numel() < 0.5 * found["train"].numel()
+    assert fewer["train"].numel() < 0.5 * tokens["train"].numel()
     assert 256 <= fewer["train"].max() < 300
 
 
 def test_an_interrupted_run_resumes_with_equal_losses(
     bench: Any, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for out in (whole, parts):
+    uninterrupted = tmp_path / "whole"
+    interrupted = tmp_path / "parts"
+    for out in (uninterrupted, interrupted):
         bench.main(["data", str(out), "--roots", str(text), "--vocabulary", "256"])
     variant = "fp8-weights"
-    assert train(bench, whole, variant) == 0
-    assert train(bench, parts, variant, "--seconds", "0") == 3
-    assert (parts / variant / "step-2").is_dir()
-    assert train(bench, parts, variant) == 0
-    assert losses(parts, variant) == losses(whole, variant)
-    assert [path.name for path in (parts / variant).iterdir()] == ["step-4"]
+    assert train(bench, uninterrupted, variant) == 0
+    assert train(bench, interrupted, variant, "--seconds", "0") == 3
+    assert (interrupted / variant / "step-2").is_dir()
+    assert train(bench, interrupted, variant) == 0
+    assert losses(interrupted, variant) == losses(uninterrupted, variant)
+    assert [path.name for path in (interrupted / variant).iterdir()] == ["step-4"]
     with pytest.raises(ValueError, match="is of a run with other settings: remove"):
-        train(bench, parts, variant, "--learning-rate", "1")
-    assert train(bench, parts, "bf16-0") == 0
-    assert train(bench, parts, "bf16-1") == 0
-    assert losses(parts, "bf16-0") != losses(parts, "bf16-1")
+        train(bench, interrupted, variant, "--learning-rate", "1")
+    assert train(bench, interrupted, "bf16-0") == 0
+    assert train(bench, interrupted, "bf16-1") == 0
+    assert losses(interrupted, "bf16-0") != losses(interrupted, "bf16-1")
     capsys.readouterr()
     pytest.importorskip("matplotlib")
-    assert bench.main(["report", str(parts)]) == 0
+    assert bench.main(["report", str(interrupted)]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split(" | ")[0] for row in rows] == [
         "| bf16",
         "| bf16, seed 1",
         "| fp8rs current, FP8 weights",
     ]
-    report = json.loads((parts / "report.json").read_text())
-    summary, runs = report["summary"], report["runs"]
+    report = json.loads((interrupted / "report.json").read_text())
+    summary = report["summary"]
+    runs = report["runs"]
     assert summary["bf16-0"]["above_bf16"] == pytest.approx(-summary["bf16-1"]["above_bf16"])
-    assert (parts / "report.svg").read_text().startswith("<?xml")
+    assert (interrupted / "report.svg").read_text().startswith("<?xml")
 
     # A stopped run is compared with references at its own steps, if they reached them.
     runs["fp8-weights"] |= {"step": 2, "held_out": runs["fp8-weights"]["held_out"][:2]}
@@ -195,7 +197,8 @@ def test_the_page_has_the_numbers_of_the_published_curves(bench: Any) -> None:
     for name, run in runs.items():
         held_out = [[step, loss] for step, loss in run["held_out"] if step <= 1050]
         at_1050[name] = run | {"step": 1050, "held_out": held_out}
-    summary, summary_at_1050 = bench.summary(runs), bench.summary(at_1050)
+    summary = bench.summary(runs)
+    summary_at_1050 = bench.summary(at_1050)
 
     results = (ROOT / "benches/RESULTS.md").read_text()
     section = results.split("### Training with 8-bit moments\n")[1].split("\n## ")[0]

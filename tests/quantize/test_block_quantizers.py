@@ -51,7 +51,8 @@ def test_bytes_equal_the_oracle(device, kind, fp8_dtype, rowwise, columnwise, dt
     for plane, values in ((t.rowwise, matrix), (t.columnwise, matrix.t())):
         if plane is None:
             continue
-        block, options = quantizer.format.block, KINDS[kind][2]
+        block = quantizer.format.block
+        options = KINDS[kind][2]
         codes, scale = reference.quantize(values.contiguous(), fp8_dtype, block, **options)
         assert torch.equal(bits(plane.matrix), bits(codes))
         assert torch.equal(plane.scale.float(), scale)
@@ -80,7 +81,8 @@ def test_results_have_the_class_of_the_format(device, kind):
 @every_usage
 def test_updates_are_in_place(device, kind, rowwise, columnwise):
     quantizer = make(kind, rowwise=rowwise, columnwise=columnwise)
-    x, y = data(device, 40, 70), data(device, 40, 70, seed=1)
+    x = data(device, 40, 70)
+    y = data(device, 40, 70, seed=1)
     want = quantizer(y)
     for t in (quantizer(x), quantizer.make_empty((40, 70), device=device)):
         quantizer.update_quantized(y, t)
@@ -110,7 +112,7 @@ def test_missing_planes(device, kind, rowwise, columnwise):
     Otherwise the error names it.
     """
     quantizer = make(kind, rowwise=rowwise, columnwise=columnwise)
-    both = make(kind)(data(device, 40, 70))
+    two_planes = make(kind)(data(device, 40, 70))
     for missing, there in (("rowwise", rowwise), ("columnwise", columnwise)):
         t = quantizer(data(device, 40, 70))
         if not there:
@@ -118,9 +120,10 @@ def test_missing_planes(device, kind, rowwise, columnwise):
                 t.plane(missing, "a test")
         if there or quantizer.format.square:
             t.update_usage(**{missing: True})
-            made, want = getattr(t, missing), getattr(both, missing)
-            assert torch.equal(bits(made.data), bits(want.data))
-            assert torch.equal(bits(made.scale), bits(want.scale))
+            plane = getattr(t, missing)
+            want = getattr(two_planes, missing)
+            assert torch.equal(bits(plane.data), bits(want.data))
+            assert torch.equal(bits(plane.scale), bits(want.scale))
         else:
             named = rf"update_usage\({missing}=True\) needs the {missing} plane.*not square"
             with pytest.raises(ValueError, match=named):

@@ -180,7 +180,8 @@ def test_new_tensors_are_plain(device, format, planes):
 )
 def test_other_operations_dequantize(device, format, planes, operation):
     t = make(format, planes, device)
-    out, expected = operation(t), operation(t.dequantize())
+    out = operation(t)
+    expected = operation(t.dequantize())
     assert type(out) is torch.Tensor
     torch.testing.assert_close(out, expected)
 
@@ -200,12 +201,12 @@ def test_repr_and_flattening_show_the_existing_planes(device, format, planes):
 def test_writes_fill_the_existing_planes(device, format, planes):
     src = data(device, *SHAPE, seed=1, scale=9.0)
     want = FORMATS[format](**PLANES[planes])(src)
-    both = FORMATS[format]()(src)
+    two_planes = FORMATS[format]()(src)
     for write in (
         lambda t: t.quantize_(src),
         lambda t: t.copy_(src),
         lambda t: t.copy_(want),
-        lambda t: t.copy_(both),
+        lambda t: t.copy_(two_planes),
         lambda t: Quantizer(t.spec).update_quantized(src, t),
         lambda t: FORMATS[format]().update_quantized(src, t),
     ):
@@ -222,12 +223,13 @@ def test_copies_between_usages(device, format, planes, of):
 
     Otherwise values are quantized again.
     """
-    t, src = make(format, planes, device), make(format, of, device, seed=1)
+    t = make(format, planes, device)
+    src = make(format, of, device, seed=1)
     t.copy_(src)
     if format in SQUARE or planes == of or of == "both":
-        given = copy.copy(src).update_usage(**PLANES[planes]) if format in SQUARE else src
+        source = copy.copy(src).update_usage(**PLANES[planes]) if format in SQUARE else src
         for name in values(t):
-            assert torch.equal(bits(getattr(t, name).data), bits(getattr(given, name).data))
+            assert torch.equal(bits(getattr(t, name).data), bits(getattr(source, name).data))
     else:
         same_bytes(t, FORMATS[format](**PLANES[planes])(src.dequantize()))
 
@@ -242,8 +244,8 @@ def test_in_place_operations_quantize_again(device, format, planes):
         error = 0.51 * 2.0**-3 * want.abs() + 0.51 * 2.0**-9 * scales(t)[name]
         # A value that the rowwise plane has rounded to 0 may be nonzero in the second one, and 0 *
         # 3 is 0.
-        known = (want != 0) | (name == next(iter(values(t))))
-        assert ((value - want).abs() <= error)[known].all(), name
+        comparable = (want != 0) | (name == next(iter(values(t))))
+        assert ((value - want).abs() <= error)[comparable].all(), name
     t.zero_()
     assert not any(x.any() for x in values(t).values())
 
@@ -252,12 +254,13 @@ def test_in_place_operations_quantize_again(device, format, planes):
 @every_plane
 @pytest.mark.parametrize("wanted", ["rowwise", "columnwise"])
 def test_update_usage(device, format, planes, wanted):
-    t, both = make(format, planes, device), make(format, "both", device)
+    t = make(format, planes, device)
+    two_planes = make(format, "both", device)
     before = values(t)
     if wanted in values(t) or format in SQUARE:
         assert t.update_usage(**{wanted: True}) is t
-        assert torch.equal(bits(getattr(t, wanted).data), bits(getattr(both, wanted).data))
-        assert torch.equal(bits(getattr(t, wanted).scale), bits(getattr(both, wanted).scale))
+        assert torch.equal(bits(getattr(t, wanted).data), bits(getattr(two_planes, wanted).data))
+        assert torch.equal(bits(getattr(t, wanted).scale), bits(getattr(two_planes, wanted).scale))
     else:
         with pytest.raises(ValueError, match=rf"update_usage\({wanted}=True\) needs the {wanted}"):
             t.update_usage(**{wanted: True})
@@ -274,15 +277,16 @@ def test_update_usage(device, format, planes, wanted):
 
 @every_format
 def test_errors_name_the_missing_plane(device, format):
-    row, col = make(format, "rowwise", device), make(format, "columnwise", device)
+    row = make(format, "rowwise", device)
+    col = make(format, "columnwise", device)
     with pytest.raises(ValueError, match="a test needs the columnwise plane"):
         row.plane("columnwise", "a test")
     with pytest.raises(ValueError, match="a test needs the rowwise plane"):
         col.plane("rowwise", "a test")
-    both = make(format, "both", device)
+    two_planes = make(format, "both", device)
     if format != "tensor":
         with pytest.raises(ValueError, match=r"a test needs the rowwise plane.*not made of whole"):
-            both.view(-1).plane("rowwise", "a test")
+            two_planes.view(-1).plane("rowwise", "a test")
 
 
 # --- linear layers -------------------------------------------------------------------------------
@@ -322,7 +326,8 @@ def test_forward_equals_that_of_the_dequantized_weight(device, format, planes, g
 @pytest.mark.parametrize("planes", ["both", "rowwise"])
 def test_wgrad_reads_no_plane_of_the_weight(device, format, planes):
     layer, plain = pair(format, planes, device)
-    x, dy = data(device, 40, 96), data(device, 40, 160, seed=1)
+    x = data(device, 40, 96)
+    dy = data(device, 40, 160, seed=1)
     grads = []
     for module in (layer, plain):
         module(x).backward(dy)
@@ -358,8 +363,8 @@ def test_dgrad_equals_that_of_the_dequantized_weight(device, format, planes):
 def test_constructors_accept_results_of_quantizers(device, format, planes):
     t = make(format, planes, device)
     for cls in (type(t), QuantizedTensor):
-        again = cls(t.rowwise, t.columnwise, shape=t.shape, dtype=t.dtype)
-        same_values(values(again), values(t))
+        rebuilt = cls(t.rowwise, t.columnwise, shape=t.shape, dtype=t.dtype)
+        same_values(values(rebuilt), values(t))
 
 
 def _other_scales(plane, change):
@@ -377,7 +382,8 @@ def test_scales_of_another_shape_are_refused(device, format, name):
 
 
 def test_planes_of_other_dtypes_are_refused(device):
-    t, mx = make("128x128", "both", device), make("32x32", "both", device)
+    t = make("128x128", "both", device)
+    mx = make("32x32", "both", device)
     with pytest.raises(TypeError, match=r"Float8Tensor has scales of torch.float32"):
         type(t)(mx.rowwise, shape=t.shape, dtype=t.dtype)
     with pytest.raises(TypeError, match="rowwise is in format 'tensor', which has scales of"):

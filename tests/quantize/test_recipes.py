@@ -19,7 +19,8 @@ from fp8rs.quantize.recipes import (
 
 
 def test_defaults():
-    current, delayed = Float8CurrentScaling(), DelayedScaling()
+    current = Float8CurrentScaling()
+    delayed = DelayedScaling()
     assert current.fp8_format == "e4m3"
     assert delayed.fp8_format == "hybrid"
     assert current.fast_accumulation == delayed.fast_accumulation == (True, False, False)
@@ -63,7 +64,8 @@ def test_the_transposed_input_may_have_square_blocks():
     ],
 )
 def test_hybrid_means_e5m2_gradients_only(recipe):
-    hybrid, e4m3 = recipe(fp8_format="hybrid"), recipe(fp8_format="e4m3")
+    hybrid = recipe(fp8_format="hybrid")
+    e4m3 = recipe(fp8_format="e4m3")
     for role in ("input", "weight"):
         assert hybrid.fp8_dtype(role) == e4m3.fp8_dtype(role) == torch.float8_e4m3fn
     assert hybrid.fp8_dtype("grad") == torch.float8_e5m2

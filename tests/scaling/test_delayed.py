@@ -43,7 +43,8 @@ class Scales(TorchDispatchMode):
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        self.a = nn.Linear(16, 32, bias=False)
+        self.b = nn.Linear(32, 16, bias=False)
 
     def forward(self, x):
         return self.b(self.a(x))
@@ -86,7 +87,7 @@ class Slots:
         return torch.stack(parts, 2).flatten(1)
 
     @property
-    def known(self):
+    def valid(self):
         return self.scale > 0
 
     @property
@@ -170,12 +171,15 @@ def test_two_optimizers_record_once(device):
 @pytest.fixture
 def rolls(monkeypatch):
     """Return a list that gets an item for each roll."""
-    found = []
+    results = []
     roll = DelayedScalingState.roll
-    monkeypatch.setattr(
-        DelayedScalingState, "roll", lambda *args, **how: found.append(how) or roll(*args, **how)
-    )
-    return found
+
+    def recording_roll(*args, **options):
+        results.append(options)
+        return roll(*args, **options)
+
+    monkeypatch.setattr(DelayedScalingState, "roll", recording_roll)
+    return results
 
 
 def test_two_optimizers_are_one_roll(device, rolls):
@@ -202,13 +206,13 @@ def test_steps_of_a_wholly_compiled_model(device, rolls):
 
 
 @pytest.mark.parametrize("fp8_weights", [False, True])
-@pytest.mark.parametrize("how", ["load_state_dict", "reset_parameters"])
+@pytest.mark.parametrize("method", ["load_state_dict", "reset_parameters"])
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_replaced_weights_reset_histories(device, fp8_weights, how, steps):
+def test_replaced_weights_reset_histories(device, fp8_weights, method, steps):
     """With the scales of the old weights, every evaluation would saturate."""
 
     def replaced(model):
-        if how == "load_state_dict":
+        if method == "load_state_dict":
             model.load_state_dict({k: v * 100 for k, v in Two().to(device).state_dict().items()})
         else:
             torch.manual_seed(1)
@@ -304,7 +308,8 @@ def test_zeros_that_are_written_leave_the_history(device):
     model, state = build(device, fp8_weights=True)
     model(batch(device)).sum().backward()
     step(model)
-    scale, history = state.scale.clone(), state.history.clone()
+    scale = state.scale.clone()
+    history = state.history.clone()
     with torch.no_grad():
         model.a.weight.zero_()
     assert torch.equal(state.scale, scale)
@@ -320,15 +325,16 @@ def train_two(model, optimizer, device, first, steps=2):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("how", ["load_state_dict", "in place", "torch.save", "assign"])
-def test_state_dicts_of_fp8_weights_resume_to_the_bit(device, how):
+@pytest.mark.parametrize("method", ["load_state_dict", "in place", "torch.save", "assign"])
+def test_state_dicts_of_fp8_weights_resume_to_the_bit(device, method):
     """They contain the histories, as copies that later steps do not change."""
     model, other = (build(device, fp8_weights=True, amax_history_len=4)[0] for _ in range(2))
     optimizer, resumed = (AdamW(m.parameters(), lr=0.1) for m in (model, other))
     train_two(model, optimizer, device, 0)
     train_two(other, resumed, device, 7)
-    state, moments = model.state_dict(), copy.deepcopy(optimizer.state_dict())
-    if how == "torch.save":
+    state = model.state_dict()
+    moments = copy.deepcopy(optimizer.state_dict())
+    if method == "torch.save":
         state = reloaded(state)
     else:
         state = copy.deepcopy(state)
@@ -336,24 +342,24 @@ def test_state_dicts_of_fp8_weights_resume_to_the_bit(device, how):
     assert len(expected) == 6
     train_two(model, optimizer, device, 2)
 
-    if how == "in place":  # as `dcp.load` fills a state dict
+    if method == "in place":  # as `dcp.load` fills a state dict
         filled = other.state_dict()
         with torch.no_grad():
             for name, value in filled.items():
                 value.copy_(state[name])
         state = filled
-    other.load_state_dict(state, assign=how == "assign")
+    other.load_state_dict(state, assign=method == "assign")
     for name, value in expected.items():
         assert torch.equal(dict(other.named_buffers())[name], value), name
     resumed.load_state_dict(moments)
     train_two(other, resumed, device, 2)
-    for (name, value), found in zip(
+    for (name, value), actual in zip(
         model.state_dict().items(), other.state_dict().values(), strict=True
     ):
-        value, found = (
-            t.dequantize() if isinstance(t, fp8rs.QuantizedTensor) else t for t in (value, found)
+        value, actual = (
+            t.dequantize() if isinstance(t, fp8rs.QuantizedTensor) else t for t in (value, actual)
         )
-        assert torch.equal(value, found), name
+        assert torch.equal(value, actual), name
 
 
 def test_state_dicts_of_master_weights_have_no_histories(device):
@@ -375,8 +381,8 @@ def test_a_state_dict_without_histories_resets_them(device):
     assert not model.a.fp8_amax_history[:, 1:].any()
 
 
-@pytest.mark.parametrize("how", ["load_state_dict", "load of codes", "copy_"])
-def test_a_history_of_replaced_values_does_not_flush_smaller_ones(device, how):
+@pytest.mark.parametrize("method", ["load_state_dict", "load of codes", "copy_"])
+def test_a_history_of_replaced_values_does_not_flush_smaller_ones(device, method):
     """A checkpoint is loaded after the weights diverged."""
     model, _ = build(device, fp8_weights=True)
     saved = copy.deepcopy(model.state_dict())
@@ -392,15 +398,15 @@ def test_a_history_of_replaced_values_does_not_flush_smaller_ones(device, how):
         model.a.weight.copy_(1e6 * values["a.weight"])
     for _ in range(3):
         train()
-    if how == "copy_":
+    if method == "copy_":
         with torch.no_grad():
             model.a.weight.copy_(values["a.weight"])
     else:
-        model.load_state_dict(saved if how == "load of codes" else values)
+        model.load_state_dict(saved if method == "load of codes" else values)
     for _ in range(3):
         train()
-        found = model.a.weight.dequantize()
-        assert (found - values["a.weight"]).norm() < 0.05 * values["a.weight"].norm()
+        actual = model.a.weight.dequantize()
+        assert (actual - values["a.weight"]).norm() < 0.05 * values["a.weight"].norm()
 
 
 def test_cast_buffers_become_fp32_again(device):
@@ -427,7 +433,8 @@ class Parts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.a = nn.Linear(16, 16)
+        self.b = nn.Linear(16, 16)
 
     def features(self, x):
         return self.b(self.a(x))
@@ -576,14 +583,14 @@ def test_a_step_after_an_evaluation_rolls_nothing(device, rolls):
 
 def test_the_history_forgets_after_its_length(device):
     model, state = build(device, amax_history_len=2)
-    seen = []
+    amaxes = []
     for scale in (8.0, 1.0, 1.0, 1.0):
         x = batch(device, scale)
         model(x).sum().backward()
         step(model)
-        seen.append(amax(x))
+        amaxes.append(amax(x))
     model(batch(device))
-    assert torch.equal(state.scale[X_A], scale_from_amax(seen[-1], E4M3))
+    assert torch.equal(state.scale[X_A], scale_from_amax(amaxes[-1], E4M3))
 
 
 @pytest.mark.parametrize(("algo", "expected"), [("max", 8.0), ("most_recent", 1.0)])
@@ -735,7 +742,8 @@ def test_buffers_at_another_layers_place_are_packed_again(device):
     model, _ = build(device)
     model(batch(device)).sum().backward()
     for name in ("fp8_scale", "fp8_amax", "fp8_amax_history"):
-        a, b = model.a._buffers, model.b._buffers
+        a = model.a._buffers
+        b = model.b._buffers
         a[name], b[name] = b[name], a[name]
     (pack,) = state_of(model.a).delayed.packs()
     assert torch.equal(pack.amax[0], model.a.fp8_amax)
@@ -801,19 +809,19 @@ def test_restored_buffers_undo_a_trial_forward(device, before, fp8_weights, call
     if before == "used in inference mode":  # nothing can write to inference tensors
         model(batch(device))
         untouched(batch(device))
-    held = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    saved_buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     (model if call == "model" else model.a)(batch(device, 1e6)).sum().backward()
     with torch.no_grad():
-        for buffer, value in held:
+        for buffer, value in saved_buffers:
             buffer.copy_(value)
     model.zero_grad()
 
     for number in range(3):
-        for each in (model, untouched):
-            each(batch(device, seed=number)).square().mean().backward()
-            AdamW(each.parameters(), 0.1).step()
-            each.zero_grad()
-        histories = zip(model.buffers(), untouched.buffers(), held, strict=True)
+        for module in (model, untouched):
+            module(batch(device, seed=number)).square().mean().backward()
+            AdamW(module.parameters(), 0.1).step()
+            module.zero_grad()
+        histories = zip(model.buffers(), untouched.buffers(), saved_buffers, strict=True)
         for buffer, expected, (held_buffer, _) in histories:
             assert buffer is held_buffer
             assert torch.equal(buffer, expected)
@@ -860,14 +868,15 @@ def test_directly_called_submodule_rolls(device):
         step(model)
     model.a(batch(device))
     assert torch.equal(state.history[:2, X_A], amax(batch(device)).expand(2))
-    assert state.known.tolist() == [True, False, True, False, True, False]
+    assert state.valid.tolist() == [True, False, True, False, True, False]
 
 
 def test_siblings_share_codes_and_keep_their_histories(device):
     class Siblings(nn.Module):
         def __init__(self):
             super().__init__()
-            self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.q = nn.Linear(16, 16)
+            self.k = nn.Linear(16, 16)
 
         def forward(self, x):
             return self.q(x) + self.k(x)
@@ -909,11 +918,12 @@ def test_unused_scales_are_read_less_and_less_often(device, monkeypatch, first):
     )
     reads = []
     roll = DelayedScalingState.roll
-    monkeypatch.setattr(
-        DelayedScalingState,
-        "roll",
-        lambda self, **how: reads.extend(self.copies) or roll(self, **how),
-    )
+
+    def recording_roll(self, **options):
+        reads.extend(self.copies)
+        return roll(self, **options)
+
+    monkeypatch.setattr(DelayedScalingState, "roll", recording_roll)
     with first():
         model(batch(device))
     for _ in range(26):
@@ -921,8 +931,9 @@ def test_unused_scales_are_read_less_and_less_often(device, monkeypatch, first):
         step(model)
     assert len(reads) == 6, "after rolls 1, 2, 3, 6, 12 and 24"
     state = Slots(model)
-    used = [i for i, known in enumerate(state.known.tolist()) if known]
-    assert len(used) == 5 + 5 + 4, "weights, inputs, gradients, without unused and frozen ones"
+    assert state.valid.sum() == 5 + 5 + 4, (
+        "weights, inputs, gradients, without unused and frozen ones"
+    )
     assert [m.fp8_ready for m in state.layers[-2:]] == [(True,) * 3, (False,) * 3]
     for _ in range(24):
         (model(batch(device)) + model.unused(batch(device))).sum().backward()
@@ -945,7 +956,8 @@ def test_checkpointed_blocks_record_once_with_one_scale(device):
     for _ in range(3):
         with Scales() as scales:
             model(batch(device).requires_grad_()).sum().backward()
-        forward, recomputed = scales.used[:4], scales.used[4:8]
+        forward = scales.used[:4]
+        recomputed = scales.used[4:8]
         assert all(torch.equal(a, b) for a, b in zip(forward, recomputed, strict=True))
         assert torch.equal(state.amax[X_A], amax(batch(device)))
         step(model)
@@ -979,7 +991,8 @@ def test_steps_roll_after_forwards_that_are_not_announced(device, rolls, part):
 def test_training_converges(device):
     model, _ = build(device)
     torch.manual_seed(1)
-    x, target = torch.randn(64, 16, device=device), torch.randn(64, 16, device=device)
+    x = torch.randn(64, 16, device=device)
+    target = torch.randn(64, 16, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-2)
     losses = []
     for _ in range(40):
@@ -999,7 +1012,7 @@ def test_a_roll_updates_recorded_scales(device):
     delayed.roll()
     expected = torch.tensor([2.0 / MAX[E4M3], 0, 0, 0, 5.0 / MAX[E5M2], 0])
     torch.testing.assert_close(state.scale.cpu(), expected, rtol=1e-7, atol=0)
-    assert state.known.tolist() == [True, False, False, False, True, False]
+    assert state.valid.tolist() == [True, False, False, False, True, False]
     assert not state.amax.any()
     delayed.roll()
     assert state.ready == [True, False, False, False, True, False]
@@ -1019,14 +1032,14 @@ def test_a_cast_of_the_model_leaves_the_buffers_in_fp32(device):
 
 
 @pytest.mark.parametrize("fp8_weights", [False, True])
-@pytest.mark.parametrize("how", ["in place", "by data"])
-def test_optimizer_stepped_rolls_after_manual_updates(device, how, fp8_weights):
+@pytest.mark.parametrize("method", ["in place", "by data"])
+def test_optimizer_stepped_rolls_after_manual_updates(device, method, fp8_weights):
     model, state = build(device, fp8_weights=fp8_weights)
     for n in range(3):
         model(batch(device)).sum().backward()
         for p in model.parameters():
             with torch.no_grad():
-                if how == "in place" or fp8_weights:
+                if method == "in place" or fp8_weights:
                     p -= 0.0 * p.grad
                 else:
                     p.data.sub_(0.0 * p.grad)
@@ -1092,13 +1105,13 @@ def test_ranks_of_a_group_share_histories(rig):
 
 
 @ranks(2)
-@pytest.mark.parametrize("own", [True, False])
-def test_unsharded_models_are_not_reduced(rig, own):
+@pytest.mark.parametrize("with_group", [True, False])
+def test_unsharded_models_are_not_reduced(rig, with_group):
     """Ranks with an unsharded model may have other inputs, other layers or no layers."""
     import torch.distributed as dist
 
     groups = [dist.new_group([r]) for r in range(2)]
-    model, _ = build(rig.device, group=groups[rig.rank] if own else None)
+    model, _ = build(rig.device, group=groups[rig.rank] if with_group else None)
     x = batch(rig.device, 1.0 + rig.rank)
     for _ in range(3 + rig.rank):
         with Scales() as scales:

@@ -48,7 +48,7 @@ def different(rig, n=0):
 @ranks(2)
 def test_sharded_histories_do_not_depend_on_fp8_gathers(rig):
     """Training is equal with and without FP8 all-gathers."""
-    found = []
+    results = []
     for gather in (True, False):
         model = delayed(rig, enable_fsdp_float8_all_gather=gather)
         shard(model, rig)
@@ -56,11 +56,12 @@ def test_sharded_histories_do_not_depend_on_fp8_gathers(rig):
         losses = [step(model, different(rig, n), optimizer) for n in range(4)]
         scales = torch.stack([layer.fp8_scale[:, 0] for layer in linears(model).values()])
         # Histories are equal on all ranks.
-        mine, largest = scales.clone(), scales.clone()
+        mine = scales.clone()
+        largest = scales.clone()
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
         assert torch.equal(mine, largest)
-        found.append((torch.stack(losses), scales))
-    for with_gather, without in zip(*found, strict=True):
+        results.append((torch.stack(losses), scales))
+    for with_gather, without in zip(*results, strict=True):
         assert torch.equal(with_gather, without)
 
 
@@ -190,9 +191,9 @@ def test_pipeline_stages_are_separate_models(rig):
                 torch.distributed.recv(x, 0)
                 stage(x.requires_grad_()).square().mean().backward()
                 torch.distributed.send(x.grad, 0)
-        with Collectives() as seen:
+        with Collectives() as collectives:
             optimizer.step()
-        assert reduces(seen) == []
+        assert reduces(collectives) == []
         optimizer.zero_grad()
     assert rolls(stage) == 4
     assert all(all(layer.fp8_ready) for layer in stage)
@@ -232,15 +233,15 @@ def run(model, x, optimizer, micro_batches=2):
     counts = []
     for _ in range(4):
         for _ in range(micro_batches):
-            with Collectives() as seen:
+            with Collectives() as collectives:
                 loss = model(x).square().mean()
-            counts.append(len(reduces(seen)))
+            counts.append(len(reduces(collectives)))
             loss.backward()
-        with Collectives() as seen:
+        with Collectives() as collectives:
             optimizer.step()
             if isinstance(optimizer, Foreign):
                 fp8rs.optimizer_stepped(model)
-        counts.append(len(reduces(seen)))
+        counts.append(len(reduces(collectives)))
         optimizer.zero_grad()
     return counts
 
@@ -260,13 +261,13 @@ def test_foreign_optimizer_rolls_sharded_histories(rig, hidden, kind):
 @ranks(2)
 @SHARDED
 def test_foreign_optimizer_histories_equal_torchs(rig, hidden):
-    found = []
+    results = []
     for kind in (Foreign, lambda p: torch.optim.SGD(p, 0.01)):
         model = shard(delayed(rig, hidden), rig)
         run(model, batch(rig), kind(model.parameters()))
-        found.append(histories(model))
-    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
-    assert all(h.any() for h in found[0].values())
+        results.append(histories(model))
+    assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
+    assert all(h.any() for h in results[0].values())
 
 
 @pytest.mark.parametrize("kind", [Foreign, Foreach])
@@ -348,9 +349,9 @@ def nested(device, reentrant):
 def test_nested_checkpoints_change_nothing(rig, reentrant, sharded):
     from torch.distributed.fsdp import fully_shard
 
-    found = []
-    for how in (None, reentrant):
-        model = nested(rig.device, how)
+    results = []
+    for kind in (None, reentrant):
+        model = nested(rig.device, kind)
         if sharded:
             for layer in (model.a, model.b, model.c):
                 fully_shard(layer, mesh=rig.mesh())
@@ -361,9 +362,9 @@ def test_nested_checkpoints_change_nothing(rig, reentrant, sharded):
             x = batch(rig, n).requires_grad_()
             losses.append(step(model, x, optimizer).item())
         assert rolls(model) == 4
-        found.append((losses, histories(model)))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[0][1][n], found[1][1][n]) for n in found[0][1])
+        results.append((losses, histories(model)))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(results[0][1][n], results[1][1][n]) for n in results[0][1])
 
 
 # --- several devices -----------------------------------------------------------------------------
@@ -448,8 +449,8 @@ def test_histories_are_reduced_over_the_ranks_that_share_a_layer(rig, fp8_weight
     amaxes = [layer.fp8_amax_history[0, 1] for layer in (model.shared, model.experts[0])]
     every = [torch.empty(2, device=rig.device) for _ in range(2)]
     torch.distributed.all_gather(every, torch.stack(amaxes))
-    (shared, own), (others_shared, others) = every
-    assert shared == others_shared == 2 and own != others
+    (shared, unshared), (others_shared, others) = every
+    assert shared == others_shared == 2 and unshared != others
 
 
 @ranks(2)

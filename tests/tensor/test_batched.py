@@ -46,7 +46,8 @@ def make(device, format, shape, planes=(True, True), seed=0):
 
 
 def planes_of(t):
-    return {n: p for n in ("rowwise", "columnwise") if (p := getattr(t, n)) is not None}
+    planes = {"rowwise": t.rowwise, "columnwise": t.columnwise}
+    return {name: plane for name, plane in planes.items() if plane is not None}
 
 
 def each_equals(t, x, planes=(True, True)):
@@ -134,8 +135,8 @@ def test_writes_to_a_range_of_matrices_land(device, format, planes, way):
     assert each_equals(t, x, planes)
     other, _ = make(device, format, (4, 45, 129), planes, seed=2)
     part.copy_(other[2:])
-    for own, theirs in zip(planes_of(t).values(), planes_of(other).values(), strict=True):
-        assert same(own.data[1:3], theirs.data[2:]) and same(own.scale[1:3], theirs.scale[2:])
+    for plane, source in zip(planes_of(t).values(), planes_of(other).values(), strict=True):
+        assert same(plane.data[1:3], source.data[2:]) and same(plane.scale[1:3], source.scale[2:])
 
 
 @each_format

@@ -90,12 +90,13 @@ def planes(t):
 
 def plane_bytes(t):
     """Return copies of the codes and scales of every plane."""
-    return {
-        f"{name} {kind}": bits(getattr(plane, kind)).clone()
-        for name in ("rowwise", "columnwise")
-        if (plane := getattr(t, name)) is not None
-        for kind in ("data", "scale")
-    }
+    copies = {}
+    for name in ("rowwise", "columnwise"):
+        plane = getattr(t, name)
+        if plane is not None:
+            copies[f"{name} data"] = bits(plane.data).clone()
+            copies[f"{name} scale"] = bits(plane.scale).clone()
+    return copies
 
 
 @dataclass
@@ -149,8 +150,8 @@ def test_a_write_that_changes_no_value_changes_no_byte(device, case, view, write
     before = plane_bytes(t)
     for write in writes:
         NOTHING[write](VIEWS[view](t))
-    for name, found in plane_bytes(t).items():
-        assert torch.equal(found, before[name]), name
+    for name, actual in plane_bytes(t).items():
+        assert torch.equal(actual, before[name]), name
 
 
 @examples(250)
@@ -166,7 +167,8 @@ def test_unwritten_elements_keep_their_values(device, case, view, way, exponents
     part = VIEWS[view](t)
     largest = case.x.abs().max().float()
     for exponent in exponents:
-        before, old = values(t), scales(t)
+        before = values(t)
+        old = scales(t)
         value = float((largest * 2.0**exponent * 1.1).to(t.dtype))
         mask = torch.zeros(part.shape, dtype=torch.bool)
         for _ in range(data.draw(st.integers(1, 2))):
@@ -178,17 +180,18 @@ def test_unwritten_elements_keep_their_values(device, case, view, way, exponents
         step = torch.finfo(case.fp8_dtype).eps
         # This is the smallest normal number.
         smallest = 2.0 ** (-6 if case.fp8_dtype is E4M3 else -14)
-        for name, found in values(t).items():
-            scale, was = scales(t)[name], before[name]
+        for name, actual in values(t).items():
+            scale = scales(t)[name]
+            was = before[name]
             # Slightly more than half a step of the subnormal numbers.
             half = 0.52 * step * smallest * scale
             assert torch.equal(torch.frexp(scale)[0], torch.frexp(old[name])[0]), name
             stays = (was.abs() >= smallest * scale) | (scale <= old[name])
-            assert torch.equal(found[stays & ~written], was[stays & ~written]), name
-            assert ((found - was).abs() <= half)[~stays & ~written].all(), name
+            assert torch.equal(actual[stays & ~written], was[stays & ~written]), name
+            assert ((actual - was).abs() <= half)[~stays & ~written].all(), name
             limits = torch.finfo(t.dtype)
             added = limits.eps * (was.abs() + limits.smallest_normal)
-            close = (found - value).abs() <= 0.51 * step * value + half + added
+            close = (actual - value).abs() <= 0.51 * step * value + half + added
             assert close[written].all(), name
 
 
@@ -237,18 +240,18 @@ EDGES = {
 )
 def test_power_of_2_scales_remain_powers_of_two(device, scale, amax, expected):
     spec = QuantSpec(formats.MX_32X32, E4M3)
-    found = spec.keep_scale(*(torch.tensor([v], device=device) for v in (scale, amax)))
-    assert found == expected
-    assert found.to(torch.float8_e8m0fnu).to(torch.float32) == expected
+    actual = spec.keep_scale(*(torch.tensor([v], device=device) for v in (scale, amax)))
+    assert actual == expected
+    assert actual.to(torch.float8_e8m0fnu).to(torch.float32) == expected
 
 
 @pytest.mark.parametrize("case", list(EDGES))
 def test_scales_stop_at_their_limits(device, case):
     scale, amax, expected, options = EDGES[case]
     spec = QuantSpec(formats.TENSOR, E4M3, **options)
-    found = spec.keep_scale(*(torch.tensor([v], device=device) for v in (scale, amax)))
+    actual = spec.keep_scale(*(torch.tensor([v], device=device) for v in (scale, amax)))
     torch.testing.assert_close(
-        found, torch.tensor([expected], device=device), rtol=2e-7, atol=0, equal_nan=True
+        actual, torch.tensor([expected], device=device), rtol=2e-7, atol=0, equal_nan=True
     )
 
 
@@ -259,25 +262,26 @@ def test_non_finite_values_are_stored_and_can_be_overwritten(device, format, pla
     t = make(format, planes, device)
     before = values(t)
     t[150, 7] = value
-    for name, found in values(t).items():
-        assert found[150, 7].isnan()
-        own = found.isnan()
-        assert torch.equal(found[~own], before[name][~own])
-        assert (bits(getattr(t, name).data).view(-1) == 0x7F).sum() >= own.sum()
+    for name, actual in values(t).items():
+        assert actual[150, 7].isnan()
+        nan_elements = actual.isnan()
+        assert torch.equal(actual[~nan_elements], before[name][~nan_elements])
+        assert (bits(getattr(t, name).data).view(-1) == 0x7F).sum() >= nan_elements.sum()
     nans = {n: x.isnan() for n, x in values(t).items()}
     t[0, 0] = 1.0
     t.mul_(1.0)
     assert all(torch.equal(x.isnan()[1:], nans[n][1:]) for n, x in values(t).items())
     t[0, 0] = before[next(iter(before))][0, 0]
-    read, without = t.dequantize(), {n: ~x.isnan() for n, x in values(t).items()}
+    read = t.dequantize()
+    without = {n: ~x.isnan() for n, x in values(t).items()}
     assert read[150, 7].isnan()
     t.nan_to_num_(nan=2.0)
-    for name, found in values(t).items():
-        assert torch.allclose(found, read.nan_to_num(nan=2.0), rtol=0.14, atol=0.02), name
-        kept = without[name] & ~read.isnan()
+    for name, actual in values(t).items():
+        assert torch.allclose(actual, read.nan_to_num(nan=2.0), rtol=0.14, atol=0.02), name
+        comparable = without[name] & ~read.isnan()
         # The error of elements that have become subnormal.
         error = 0.51 * 2.0**-9 * scales(t)[name]
-        assert ((found - before[name]).abs() <= error)[kept].all(), name
+        assert ((actual - before[name]).abs() <= error)[comparable].all(), name
 
 
 @every_format
@@ -298,7 +302,8 @@ def test_a_tensor_can_be_zeroed_and_written_again(device, format, planes):
 
 
 def test_partial_writes_keep_the_delayed_scale_and_update_the_amax(device):
-    scale, amax = torch.tensor(0.5, device=device), torch.tensor(0.0, device=device)
+    scale = torch.tensor(0.5, device=device)
+    amax = torch.tensor(0.0, device=device)
     quantizer = quantizer_of("tensor", E4M3, delayed=(scale, amax))
     t = quantizer(torch.linspace(-200, 200, 64 * 3, device=device).view(64, 3))
     before = t.dequantize()
@@ -337,7 +342,8 @@ WHOLE = {
 def test_a_write_of_new_values_to_the_whole_tensor_gives_the_quantizers_bytes(
     device, format, planes, write
 ):
-    t, plain = make(format, planes, device), torch.zeros(200, 320, device=device)
+    t = make(format, planes, device)
+    plain = torch.zeros(200, 320, device=device)
     for x in (t, plain):
         torch.manual_seed(3)
         WHOLE[write](x)
@@ -362,7 +368,8 @@ def test_an_optimizer_without_masters_does_not_inflate_weights(device, recipe, k
     layers = torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)
     model = torch.nn.Sequential(*layers).to(device)
     fp8rs.convert_to_float8_training(model, recipe=recipe, fp8_weights=True)
-    x, target = torch.randn(256, 64).to(device), torch.randn(256, 64).to(device) / 2
+    x = torch.randn(256, 64).to(device)
+    target = torch.randn(256, 64).to(device) / 2
     optimizer = OPTIMIZERS[kind](model.parameters())
     weights = model[0].weight, model[2].weight
     norms = [w.dequantize().norm() for w in weights]

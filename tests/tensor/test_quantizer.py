@@ -65,7 +65,8 @@ def test_delayed_bytes_and_amax_equal_the_oracle(device, fp8_dtype):
 
 
 def test_delayed_scaling_saturates(device):
-    scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
+    scale = torch.ones((), device=device)
+    amax = torch.zeros((), device=device)
     t = quantizer_of("tensor", E4M3, delayed=(scale, amax))(
         torch.tensor([1000.0, -1000.0], device=device)
     )
@@ -81,7 +82,8 @@ def test_non_finite_data_stays_visible(device, bad):
     assert (bits(t.rowwise.data) == 0x7F).all()
     assert t.dequantize().isnan().all()
 
-    scale, amax = torch.ones((), device=device), torch.full((), 0.5, device=device)
+    scale = torch.ones((), device=device)
+    amax = torch.full((), 0.5, device=device)
     t = quantizer_of("tensor", E4M3, delayed=(scale, amax))(x)
     assert t.rowwise.scale.isnan(), "this one tensor's scale"
     assert t.dequantize().isnan().all()
@@ -114,7 +116,8 @@ def test_strided_inputs_give_the_bytes_of_contiguous_ones(device):
     x = data(device, 8, 6, 10)
     quantizer = quantizer_of("tensor", E4M3)
     for view in (x.transpose(1, 2), x[:, ::2], x[..., 1::3], x.transpose(0, 1)[1]):
-        t, expected = quantizer(view), quantizer(view.contiguous())
+        t = quantizer(view)
+        expected = quantizer(view.contiguous())
         assert torch.equal(bits(t.rowwise.data), bits(expected.rowwise.data))
         assert torch.equal(bits(t.columnwise.data), bits(expected.columnwise.data))
 
@@ -153,7 +156,8 @@ def test_set_usage(device):
 
 
 def test_copies_change_only_their_usage_and_share_amaxes(device):
-    scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
+    scale = torch.ones((), device=device)
+    amax = torch.zeros((), device=device)
     quantizer = quantizer_of("tensor", E4M3, delayed=(scale, amax))
     other = quantizer.copy()
     other.set_usage(rowwise=False)
@@ -271,7 +275,8 @@ def test_options_of_scales_are_checked_on_construction(kind, options, error):
 )
 def test_update_quantized_compiles(format, options, fullgraph):
     quantizer = quantizer_of(format, **options)
-    src, t = data("cpu", 64, 64, seed=1), quantizer(data("cpu", 64, 64))
+    src = data("cpu", 64, 64, seed=1)
+    t = quantizer(data("cpu", 64, 64))
     planes = t.planes
 
     @torch.compile(fullgraph=fullgraph, backend="aot_eager")
@@ -313,8 +318,8 @@ def test_one_specification_serves_quantizers_and_tensors(device):
         assert spec.format is pickle.loads(pickle.dumps(spec)).format
         t = quantizer(x)
         assert t.spec == spec
-        again = pickle.loads(pickle.dumps(quantizer))
-        for other in (Quantizer(spec)(x), again(x)):
+        loaded = pickle.loads(pickle.dumps(quantizer))
+        for other in (Quantizer(spec)(x), loaded(x)):
             assert torch.equal(bits(t.rowwise.data), bits(other.rowwise.data))
             assert torch.equal(t.columnwise.scale.float(), other.columnwise.scale.float())
             assert other.spec == spec
@@ -484,7 +489,8 @@ IN_GRAPHS = {
 def test_quantizers_in_compiled_functions_give_the_bytes_of_eager(device, name, backend):
     """One graph serves all sizes."""
     torch._dynamo.reset()
-    eager, compiled = IN_GRAPHS[name](device), IN_GRAPHS[name](device)
+    eager = IN_GRAPHS[name](device)
+    compiled = IN_GRAPHS[name](device)
     layer = torch.nn.Sequential(torch.nn.Linear(64, 32, device=device))
     fp8rs.convert_to_float8_training(layer, recipe="current")
 
@@ -497,17 +503,18 @@ def test_quantizers_in_compiled_functions_give_the_bytes_of_eager(device, name, 
     with torch._dynamo.config.patch(error_on_recompile=True):
         for rows in (160, 224, 288):
             x = data(device, rows, 64, seed=rows).requires_grad_()
-            found, expected = step(x, compiled), function(x, eager)
-            for t, other in zip(found[:2], expected[:2], strict=True):
+            actual = step(x, compiled)
+            expected = function(x, eager)
+            for t, other in zip(actual[:2], expected[:2], strict=True):
                 assert type(t) is type(other) and not t.requires_grad
                 assert t.spec == other.spec
-                for plane, same in zip(t.planes, other.planes, strict=True):
-                    assert (plane is None) == (same is None)
+                for plane, other_plane in zip(t.planes, other.planes, strict=True):
+                    assert (plane is None) == (other_plane is None)
                     if plane is not None:
-                        assert torch.equal(bits(plane.data), bits(same.data))
-                        assert torch.equal(plane.scale.float(), same.scale.float())
-            torch.testing.assert_close(found[2], expected[2])
-            found[3].backward()
+                        assert torch.equal(bits(plane.data), bits(other_plane.data))
+                        assert torch.equal(plane.scale.float(), other_plane.scale.float())
+            torch.testing.assert_close(actual[2], expected[2])
+            actual[3].backward()
             assert (x.grad == 1).all(), "outside autograd"
             if name == "delayed":
                 assert compiled.amax == eager.amax > 0

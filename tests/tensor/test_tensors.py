@@ -179,7 +179,8 @@ def test_as_strided_views_and_dequantizes(make, planes):
         same(v.dequantize(), torch.as_strided(t.dequantize(), *way).contiguous())
     # By default, the offset of the view is kept.
     same(torch.as_strided(t[2:], (2, 8), (8, 1)).dequantize(), t.dequantize()[2:4])
-    before, beyond = t.dequantize(), torch.as_strided(t, (7, 8), (8, 1), 0)
+    before = t.dequantize()
+    beyond = torch.as_strided(t, (7, 8), (8, 1), 0)
     for use in (beyond.dequantize, beyond.zero_, lambda: beyond.copy_(torch.ones(7, 8))):
         with pytest.raises(RuntimeError):
             use()
@@ -287,7 +288,8 @@ def test_tensors_move_between_devices(make, planes):
 
 @every_plane
 def test_copy_between_quantized_tensors_copies_bytes(make, planes):
-    dst, src = make(planes, 6, 8), make("both", 6, 8, seed=1)
+    dst = make(planes, 6, 8)
+    src = make("both", 6, 8, seed=1)
     dst.copy_(src)
     same(dst.dequantize(), src.dequantize())
     if dst.columnwise is not None:
@@ -316,7 +318,8 @@ def test_copy_into_plain_dequantizes(make, planes):
 
 
 def test_copy_across_element_types_quantizes_again(make):
-    dst, src = make("both", 6, 8), make("both", 6, 8, fp8_dtype=torch.float8_e5m2, seed=1)
+    dst = make("both", 6, 8)
+    src = make("both", 6, 8, fp8_dtype=torch.float8_e5m2, seed=1)
     dst.copy_(src)
     assert dst.fp8_dtype == torch.float8_e4m3fn
     same(
@@ -338,7 +341,8 @@ def test_quantize_in_place(make, planes):
 
 
 def test_quantize_in_place_uses_the_tensors_quantizer(device):
-    scale, amax = torch.full((), 0.5, device=device), torch.zeros((), device=device)
+    scale = torch.full((), 0.5, device=device)
+    amax = torch.zeros((), device=device)
     t = quantizer_of("tensor", torch.float8_e4m3fn, delayed=(scale, amax))(
         torch.ones(2, 2, device=device)
     )
@@ -383,7 +387,8 @@ def test_new_tensors_are_plain(make, planes):
 )
 def test_other_operations_dequantize(make, planes, op):
     t = make(planes, 6, 8)
-    out, expected = op(t), op(t.dequantize())
+    out = op(t)
+    expected = op(t.dequantize())
     assert type(out) is torch.Tensor
     torch.testing.assert_close(out, expected)
 
@@ -425,13 +430,14 @@ def test_gradients_flow_through_dequantized_operations(make):
 def test_update_usage_makes_and_drops_planes(make, planes):
     t = make(planes, 3, 4, 8)
     x = t.dequantize()
-    both = make("both", 3, 4, 8)
+    two_planes = make("both", 3, 4, 8)
     t.update_usage(rowwise=True, columnwise=True)
     for name in ("rowwise", "columnwise"):
-        made, known = getattr(t, name), getattr(both, name)
-        assert made.data.shape == known.data.shape
-        assert torch.equal(made.data.view(torch.uint8), known.data.view(torch.uint8))
-        assert torch.equal(made.scale, known.scale)
+        plane = getattr(t, name)
+        expected = getattr(two_planes, name)
+        assert plane.data.shape == expected.data.shape
+        assert torch.equal(plane.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(plane.scale, expected.scale)
     assert t.update_usage(rowwise=False) is t
     assert t.rowwise is None
     same(t.dequantize(), x)
@@ -538,7 +544,8 @@ def test_a_saved_dequantized_tensor_loads_without_fp8rs(make):
 
 @every_plane
 def test_assigning_data_shares_the_planes(make, planes):
-    t, other = torch.nn.Parameter(make(planes, 6, 8)), make(planes, 6, 8, seed=1)
+    t = torch.nn.Parameter(make(planes, 6, 8))
+    other = make(planes, 6, 8, seed=1)
     t.data = other
     same(t.dequantize().detach(), other.dequantize())
     other.zero_()
@@ -582,7 +589,8 @@ def test_changing_the_shape_or_storage_in_place_is_refused(make, planes, change)
 
 @every_plane
 def test_swap_tensors_and_module_conversions(make, planes):
-    a, b = make(planes, 6, 8), make(planes, 6, 8, seed=1)
+    a = make(planes, 6, 8)
+    b = make(planes, 6, 8, seed=1)
     values = a.dequantize(), b.dequantize()
     torch.utils.swap_tensors(a, b)
     same(a.dequantize(), values[1])
@@ -616,13 +624,13 @@ def test_out_arguments_and_other_dtypes(make, planes):
 
 
 def test_list_operators_handle_each_member(make, monkeypatch):
-    seen = []
+    names = []
 
     def log(of, name):
         call = getattr(of, name)
 
         def logged(*args, **kwargs):
-            seen.append(name)
+            names.append(name)
             return call(*args, **kwargs)
 
         monkeypatch.setattr(of, name, logged)
@@ -633,10 +641,10 @@ def test_list_operators_handle_each_member(make, monkeypatch):
         tensors = [make("rowwise", 6, 8, seed=i) for i in range(count)]
         plain = torch.ones(3, device=tensors[0].device)
         values = [t.dequantize() for t in tensors]
-        seen.clear()
+        names.clear()
         torch._foreach_mul_([*tensors, plain], [2.0] * (count + 1))
         torch._foreach_addcdiv_(tensors, values, [torch.ones_like(v) for v in values])
-        assert seen == ["dequantize", "write"] * (2 * count)
+        assert names == ["dequantize", "write"] * (2 * count)
         for t, v in zip(tensors, values, strict=True):
             torch.testing.assert_close(t.dequantize(), v * 3, rtol=0.13, atol=0.1)
         assert plain.tolist() == [2.0] * 3
@@ -665,10 +673,10 @@ def test_operations_in_inference_mode(make, planes):
         module.load_state_dict({"weight": torch.ones(6, 8)})
         assert (state["weight"].dequantize() == 1).all()
         module.load_state_dict(state)
-        made = quantizer_of("tensor", t.fp8_dtype)(torch.ones(6, 8, device=t.device))
-        assert (made[2:].view(-1).dequantize() == 1).all()
-        made.mul_(2)
-    assert (made[1:].detach().dequantize() == 2).all()
+        created = quantizer_of("tensor", t.fp8_dtype)(torch.ones(6, 8, device=t.device))
+        assert (created[2:].view(-1).dequantize() == 1).all()
+        created.mul_(2)
+    assert (created[1:].detach().dequantize() == 2).all()
     t[1] = 0.5
     assert (module.weight.dequantize()[1] == 0.5).all()
 
@@ -689,19 +697,19 @@ ALIASES = {
 def test_planes_are_dropped_and_made_for_all_aliases(make, way, on):
     t = make("both", 6, 8)
     alias = ALIASES[way](t)
-    one, other = (alias, t) if on == "alias" else (t, alias)
-    one.update_usage(columnwise=False)
+    changed, other = (alias, t) if on == "alias" else (t, alias)
+    changed.update_usage(columnwise=False)
     assert other.columnwise is None
-    for written in (one, other):
+    for written in (changed, other):
         written.copy_(torch.randn(6, 8))
-        same(other.dequantize(), one.dequantize())
-        one.update_usage(columnwise=True)
-        assert other.columnwise is one.columnwise
+        same(other.dequantize(), changed.dequantize())
+        changed.update_usage(columnwise=True)
+        assert other.columnwise is changed.columnwise
         written.mul_(2.0)
-        same(other.columnwise.dequantize(torch.float32).t().contiguous(), one.dequantize())
+        same(other.columnwise.dequantize(torch.float32).t().contiguous(), changed.dequantize())
         other.update_usage(rowwise=False)
-        assert one.rowwise is None
-        one.update_usage(rowwise=True, columnwise=False)
+        assert changed.rowwise is None
+        changed.update_usage(rowwise=True, columnwise=False)
 
 
 def test_views_have_the_planes_of_their_base(make):
@@ -720,10 +728,13 @@ def test_views_have_the_planes_of_their_base(make):
 
 def test_assigned_planes_appear_in_aliases_and_views(make):
     """FSDP's hooks assign planes when they refill a gathered weight."""
-    t, other = make("both", 6, 8), make("rowwise", 6, 8, seed=1)
-    alias, part = torch.nn.Parameter(t), t[2:4]
+    t = make("both", 6, 8)
+    other = make("rowwise", 6, 8, seed=1)
+    alias = torch.nn.Parameter(t)
+    part = t[2:4]
     storage = storage_of(alias)
-    storage.rowwise, storage.columnwise = other.rowwise, other.columnwise
+    storage.rowwise = other.rowwise
+    storage.columnwise = other.columnwise
     assert t.rowwise is other.rowwise
     same(part.dequantize(), other.dequantize()[2:4])
 
@@ -738,9 +749,9 @@ def test_copies_keep_attributes_set_by_users(make):
         assert (copied.mark is p.mark) == shared
         assert copied.mark == ["mine"]
     assert torch.equal(copied.grad, p.grad)
-    whole, part = copy.deepcopy([p, p.detach()[2:4]])
+    twin, part = copy.deepcopy([p, p.detach()[2:4]])
     part.zero_()
-    assert not whole.dequantize()[2:4].any()
+    assert not twin.dequantize()[2:4].any()
     loaded, part = reloaded([p, p.detach()[2:4]])
     assert isinstance(loaded, torch.nn.Parameter)
     assert loaded.mark == ["mine"]
@@ -768,7 +779,8 @@ def test_reading_memory_without_operators_is_an_error(make, planes, read):
 
 @every_plane
 def test_flattening_metadata_compares_by_value(make, device, planes):
-    scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
+    scale = torch.ones((), device=device)
+    amax = torch.zeros((), device=device)
     delayed = quantizer_of("tensor", torch.float8_e4m3fn, delayed=(scale, amax), **PLANES[planes])
     for a, b in (
         (make(planes, 6, 8), make(planes, 6, 8, seed=1)),
@@ -821,7 +833,8 @@ def test_compiled_writes_reach_the_tensor(make):
         t.copy_(x)
         t[2:4].mul_(2.0)
 
-    t, u = make("both", 6, 8), make("both", 6, 8)
+    t = make("both", 6, 8)
+    u = make("both", 6, 8)
     x = torch.linspace(-9, 9, 48, device=t.device).view(6, 8)
     write(t, x)
     u.copy_(x)

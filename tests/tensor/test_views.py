@@ -114,17 +114,17 @@ def test_a_write_to_a_part_keeps_the_other_values(device, format, planes, way, s
     else:
         written = torch.zeros(SHAPE, dtype=torch.bool, device=device)
         take(written).fill_(True)
-        for name, found in values(t).items():
+        for name, actual in values(t).items():
             want = before[name].clone()
             outside = torch.ones_like(written)
             outside[block_ranges(t, rows, cols)] = False
-            assert torch.equal(found[outside], want[outside]), name
+            assert torch.equal(actual[outside], want[outside]), name
             take(want).copy_(src.dequantize() if source == "quantized" else src)
             # Half a step of the format. Outside the part, at most half a step of the subnormal
             # numbers.
             least = 2.0**-9 * 0.51 * scales(t)[name]
             error = torch.where(written, 0.51 * 2.0**-3 * want.abs(), 0.0) + least
-            assert ((found - want).abs() <= error).all(), name
+            assert ((actual - want).abs() <= error).all(), name
     same_values(values(part), {n: x.contiguous() for n, x in values(take(t)).items()})
     agree(t, format)
 
@@ -133,12 +133,12 @@ def block_ranges(
     t: QuantizedTensor, rows: tuple[int, int], cols: tuple[int, int]
 ) -> tuple[slice, slice]:
     """Return the rows and columns of the blocks of all planes that a part overlaps."""
-    found = []
+    ranges = []
     for axis, (start, stop) in enumerate((rows, cols)):
         blocks = [getattr(t, n).format.block[axis ^ (n == "columnwise")] for n in values(t)]
         size = SHAPE[axis] if -1 in blocks else max(blocks)
-        found.append(slice(start // size * size, -(-stop // size) * size))
-    return found[0], found[1]
+        ranges.append(slice(start // size * size, -(-stop // size) * size))
+    return ranges[0], ranges[1]
 
 
 @every_format
@@ -150,23 +150,23 @@ def test_a_write_in_another_shape_reaches_all_elements(device, format, planes, w
     t = make(format, planes, device)
     view = take(t)
     x = data(device, *SHAPE, seed=1, scale=1000.0)
-    whole = FORMATS[format](**PLANES[planes])(x)
+    expected = FORMATS[format](**PLANES[planes])(x)
     if source == "plain":
         view.copy_(take(x))
     else:
-        both = FORMATS[format]()(take(x))
+        source_planes = FORMATS[format]()(take(x))
         # Quantizing these values again would give other codes.
-        double_scales(both)
+        double_scales(source_planes)
         if source == "quantized columnwise" and format in SQUARE:
-            both.update_usage(rowwise=False)
-        view.copy_(both)
+            source_planes.update_usage(rowwise=False)
+        view.copy_(source_planes)
         # The codes move to other blocks, so they are quantized again.
         if way in CHANGED:
-            take(x).copy_(both.dequantize())
-            whole = FORMATS[format](**PLANES[planes])(x)
+            take(x).copy_(source_planes.dequantize())
+            expected = FORMATS[format](**PLANES[planes])(x)
         else:
-            double_scales(whole)
-    same_bytes(t, whole)
+            double_scales(expected)
+    same_bytes(t, expected)
     agree(t, format)
     assert torch.equal(view.dequantize(), take(t.dequantize()))
 
@@ -355,7 +355,8 @@ def test_views_of_consecutive_elements_take_writes(device, format, planes, way):
     reached = torch.zeros(SHAPE, dtype=torch.bool, device=device)
     take(reached).fill_(True)
     where = reached.nonzero()
-    first, last = int(where[:, 0].min()), int(where[:, 0].max())
+    first = int(where[:, 0].min())
+    last = int(where[:, 0].max())
     outside[block_ranges(t, (first, last + 1), (0, COLS))] = False
     for name, value in values(t).items():
         assert torch.equal(value[outside], before[name][outside]), "beyond the blocks of its rows"
@@ -386,7 +387,8 @@ def test_a_copy_through_a_view_equals_that_of_plain_values(device, format, plane
 @pytest.mark.parametrize("write", list(WRITES))
 def test_writes_through_other_views_are_refused(device, format, planes, way, write):
     """The error comes before anything is written, also to another tensor of a list."""
-    t, other = make(format, planes, device), make(format, planes, device, seed=1)
+    t = make(format, planes, device)
+    other = make(format, planes, device, seed=1)
     before = t.clone(), other.clone()
     view = VIEWS[way](t)
     with pytest.raises(NotImplementedError, match=r"consecutive elements\. Write slices"):
@@ -473,21 +475,22 @@ def test_every_view_operator_of_aten_has_a_handler():
     from fp8rs.tensor import collectives, fallback
     from fp8rs.tensor.aten import HANDLERS
 
-    found = 0
+    count = 0
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
         if not isinstance(packet, torch._ops.OpOverloadPacket):
             continue
         for overload in packet.overloads():
             op = getattr(packet, overload)
-            arguments, returns = op._schema.arguments, op._schema.returns
+            arguments = op._schema.arguments
+            returns = op._schema.returns
             if not arguments or "Tensor" not in str(arguments[0].type):
                 continue
             writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
             aliases = any(r.alias_info is not None for r in returns)
             if not writes and not aliases:
                 continue
-            found += 1
+            count += 1
             handler = HANDLERS[op]
             if writes:
                 assert handler in (
@@ -497,7 +500,7 @@ def test_every_view_operator_of_aten_has_a_handler():
                 ), op
             else:
                 assert handler in VIEW_HANDLERS, op
-    assert found > 300
+    assert count > 300
     assert HANDLERS[torch.ops.aten.view.dtype] is VIEW_HANDLERS[0]
     for op in (torch.ops.aten.set_.source_Tensor, torch.ops.aten.resize_.default):
         assert HANDLERS[op] is refuse

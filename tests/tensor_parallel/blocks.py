@@ -43,7 +43,8 @@ class Mixer(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mixer = nn.LayerNorm(WIDTH), Mixer()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mixer = Mixer()
 
     def forward(self, x):
         return x + self.mixer(self.norm(x))
@@ -86,5 +87,5 @@ def run(model, x):
     y = model(x)
     y = y.full_tensor() if isinstance(y, DTensor) else y
     y.square().mean().backward()
-    found = {"y": y, **{name: p.grad for name, p in model.named_parameters()}}
-    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+    results = {"y": y, **{name: p.grad for name, p in model.named_parameters()}}
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in results.items()}

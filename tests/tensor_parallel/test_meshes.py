@@ -1,7 +1,5 @@
 """FP8 tensor parallelism with FSDP2 and HSDP, and in models with unconverted layers."""
 
-import shutil
-import tempfile
 import warnings
 
 import pytest
@@ -21,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
+from distributed.folders import shared_folder
 from fp8rs import checkpoint
 from fp8rs.optim import AdamW
 from fp8rs.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
@@ -56,10 +55,13 @@ def over_three(rig, recipe, *shape, compiled=False, **options):
 def train(model, mesh, rig, steps=3):
     """Train and return the losses of the whole batch."""
     optimizer = AdamW(model.parameters(), lr=3e-3)
-    seen = []
+    step_losses = []
     for n in range(steps):
-        whole = torch.randn(4, 6, WIDTH, generator=torch.Generator().manual_seed(n)).to(rig.device)
-        x, target = whole, whole.roll(1, -1)
+        sequence = torch.randn(4, 6, WIDTH, generator=torch.Generator().manual_seed(n)).to(
+            rig.device
+        )
+        x = sequence
+        target = sequence.roll(1, -1)
         if mesh is not None:
             parts = mesh.size() // mesh["tensor"].size()
             part = rig.rank // mesh["tensor"].size()
@@ -75,8 +77,8 @@ def train(model, mesh, rig, steps=3):
         if mesh is not None:
             dist.all_reduce(loss)
             loss /= rig.world_size
-        seen.append(loss.item())
-    return seen
+        step_losses.append(loss.item())
+    return step_losses
 
 
 @ranks(2)
@@ -98,9 +100,9 @@ def test_a_move_that_changes_nothing_keeps_a_parallel_model_as_it_is(rig, recipe
             y.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        with Collectives() as seen:
+        with Collectives() as collectives:
             model.state_dict()
-        assert seen.seen == []
+        assert collectives.calls == []
         results.append(y)
     assert torch.equal(*results)
 
@@ -124,8 +126,10 @@ def test_replicas_of_shards_over_tensor_parallelism_train_as_one_process(rig, re
 
 def check_hybrid_sharding(rig, recipe, fp8_weights, shape):
     model, mesh = over_three(rig, recipe, *shape, fp8_weights=fp8_weights)
-    one = converted(recipe, rig, fp8_weights=fp8_weights)
-    torch.testing.assert_close(train(model, mesh, rig), train(one, None, rig), rtol=0.003, atol=0.0)
+    reference = converted(recipe, rig, fp8_weights=fp8_weights)
+    torch.testing.assert_close(
+        train(model, mesh, rig), train(reference, None, rig), rtol=0.003, atol=0.0
+    )
     for parameter in model.parameters():  # replicas have equal codes
         local = values(parameter.to_local()).contiguous()
         every = [torch.empty_like(local) for _ in range(shape[0])]
@@ -162,19 +166,20 @@ def test_scales_are_reduced_over_shards_but_not_replicas(rig, recipe):
     """A replica with other values gets another scale. The shards of one weight share a scale."""
     for shape in ((1, 2, 2), (2, 1, 2)):
         model, mesh = over_three(rig, recipe, *shape)
-        layer, seen = model.mixer.wq, []
+        layer = model.mixer.wq
+        amaxes = []
         factor = 1 + 2 * mesh["replicas"].get_local_rank()
         amax = values(layer.weight).abs().max() * factor
         with torch.no_grad():
             layer.weight.to_local().mul_(factor)
         layer.register_forward_pre_hook(
-            lambda module, args, seen=seen: seen.append(
+            lambda module, args, amaxes=amaxes: amaxes.append(
                 module.weight.to_local().rowwise.scale * 448
             )
         )
         x = torch.ones(1, 4, WIDTH, device=rig.device)
         model(distribute_tensor(x, mesh["tensor"], [Shard(SEQUENCE)]))
-        torch.testing.assert_close(seen[0], amax)
+        torch.testing.assert_close(amaxes[0], amax)
 
 
 class Tied(nn.Module):
@@ -183,7 +188,8 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(96, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+        self.up = nn.Linear(WIDTH, 128)
+        self.down = nn.Linear(128, WIDTH)
         self.head = nn.Linear(WIDTH, 96, bias=False)
         self.tie()
 
@@ -218,7 +224,7 @@ def tied(rig, recipe, seed, mesh=None, **options):
 
 def train_tokens(model, rig):
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    seen = []
+    step_losses = []
     for n in range(3):
         tokens = torch.randint(96, (4, 9), generator=torch.Generator().manual_seed(n))
         tokens = tokens.to(rig.device)
@@ -227,8 +233,8 @@ def train_tokens(model, rig):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(loss.item())
-    return seen
+        step_losses.append(loss.item())
+    return step_losses
 
 
 @ranks(4)
@@ -238,18 +244,14 @@ def train_tokens(model, rig):
 def test_an_embedding_with_a_tied_head_trains_and_checkpoints(rig, recipe, fp8_weights, shape):
     mesh = rig.mesh(*shape, names=("data", "tensor")[-len(shape) :])
     model = tied(rig, recipe, 0, mesh, fp8_weights=fp8_weights)
-    one = tied(rig, recipe, 0, fp8_weights=fp8_weights)
-    torch.testing.assert_close(train_tokens(model, rig), train_tokens(one, rig), rtol=0.01, atol=0)
-    folder = [tempfile.mkdtemp(prefix="fp8rs-tied-") if rig.rank == 0 else None]
-    dist.broadcast_object_list(folder, 0)
-    try:
-        # torch's state dicts of FP8 weights with split blocks raise.
-        dcp.save({"model": checkpoint.Model(model)}, checkpoint_id=folder[0])
-        other = tied(rig, recipe, 1, mesh, fp8_weights=fp8_weights)
-        dcp.load({"model": checkpoint.Model(other)}, checkpoint_id=folder[0])
-        for name, parameter in model.named_parameters():
-            assert torch.equal(values(other.get_parameter(name)), values(parameter)), name
-    finally:
-        dist.barrier()
-        if rig.rank == 0:
-            shutil.rmtree(folder[0])
+    reference = tied(rig, recipe, 0, fp8_weights=fp8_weights)
+    torch.testing.assert_close(
+        train_tokens(model, rig), train_tokens(reference, rig), rtol=0.01, atol=0
+    )
+    folder = shared_folder(rig)
+    # torch's state dicts of FP8 weights with split blocks raise.
+    dcp.save({"model": checkpoint.Model(model)}, checkpoint_id=folder)
+    other = tied(rig, recipe, 1, mesh, fp8_weights=fp8_weights)
+    dcp.load({"model": checkpoint.Model(other)}, checkpoint_id=folder)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(values(other.get_parameter(name)), values(parameter)), name

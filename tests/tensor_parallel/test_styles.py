@@ -70,70 +70,70 @@ def test_gathered_bytes_equal_the_quantized_whole(rig, recipe, role, dim, length
     shape = [3, 3, 160]
     shape[dim] = length
     torch.manual_seed(0)
-    whole = torch.randn(shape, dtype=torch.bfloat16).to(rig.device)
-    whole.select(dim, 0).mul_(50)  # the largest value is on one rank
+    values = torch.randn(shape, dtype=torch.bfloat16).to(rig.device)
+    values.select(dim, 0).mul_(50)  # the largest value is on one rank
     key = converted_key(recipe)
     delayed = ()
     if resolve_recipe(RECIPES[recipe]).delayed:
         delayed = torch.zeros((), device=rig.device), torch.zeros((), device=rig.device)
     operand = Operand(key, role, True, *delayed)
-    out = gathered(distribute_tensor(whole, rig.mesh(), [Shard(dim)]), operand)
+    out = gathered(distribute_tensor(values, rig.mesh(), [Shard(dim)]), operand)
     assert out.placements == (Replicate(),)
-    found = out.to_local()
+    actual = out.to_local()
     spec = operand.spec(rig.device)
-    expected, _ = quantize_planes(spec, whole, True, False)
-    assert same_bytes(found.rowwise.data, expected.data)
-    assert same_bytes(found.rowwise.scale, expected.scale)
+    expected, _ = quantize_planes(spec, values, True, False)
+    assert same_bytes(actual.rowwise.data, expected.data)
+    assert same_bytes(actual.rowwise.scale, expected.scale)
     if spec.format.square:
-        assert same_bytes(found.columnwise.data, expected.data.flatten(0, -2).t().contiguous())
+        assert same_bytes(actual.columnwise.data, expected.data.flatten(0, -2).t().contiguous())
     else:  # quantized from the dequantized codes
-        _, column = quantize_planes(spec, expected.dequantize(whole.dtype), False, True)
-        assert same_bytes(found.columnwise.data, column.data)
-        assert same_bytes(found.columnwise.scale, column.scale)
+        _, column = quantize_planes(spec, expected.dequantize(values.dtype), False, True)
+        assert same_bytes(actual.columnwise.data, column.data)
+        assert same_bytes(actual.columnwise.scale, column.scale)
 
 
 @ranks(2)
 @pytest.mark.parametrize("role", [INPUT, GRAD], ids=["input", "grad"])
 def test_non_finite_values_on_one_rank_give_a_nan_scale(rig, role):
     """With delayed scaling, nothing is reduced, and each rank records the amax of its rows."""
-    whole = torch.arange(1.0, 65.0).view(4, 16).to(rig.device)
+    values = torch.arange(1.0, 65.0).view(4, 16).to(rig.device)
     for bad in (False, True):
         if bad:
-            whole[3, 3] = float("inf")
-        x = distribute_tensor(whole, rig.mesh(), [Shard(0)])
+            values[3, 3] = float("inf")
+        x = distribute_tensor(values, rig.mesh(), [Shard(0)])
         scale, amax = (torch.full((), v, device=rig.device) for v in (0.5, 0.0))
         operand = Operand(converted_key("delayed"), role, False, scale, amax, ready=True)
-        with Collectives() as seen:
-            found = gathered(x, operand).to_local()
-        assert [c.kind for c in seen.seen] == ["gather", "gather"]
-        assert [c.nbytes for c in seen.seen] == [64, 4 * rig.world_size]
+        with Collectives() as collectives:
+            gathered_x = gathered(x, operand).to_local()
+        assert [c.kind for c in collectives.calls] == ["gather", "gather"]
+        assert [c.nbytes for c in collectives.calls] == [64, 4 * rig.world_size]
         if not bad:
-            assert found.rowwise.scale == 0.5
+            assert gathered_x.rowwise.scale == 0.5
             assert amax == (32 if rig.rank == 0 else 64)
         else:
-            assert found.rowwise.scale.isnan()
+            assert gathered_x.rowwise.scale.isnan()
             assert amax == (32 if rig.rank == 0 else 0)
-        assert storage_of(found).delayed[1] is amax
+        assert storage_of(gathered_x).delayed[1] is amax
 
 
 @ranks(2, 4)
 @every_recipe
 def test_a_gradient_is_reduced_in_its_own_dtype(rig, recipe):
     torch.manual_seed(0)
-    whole = torch.randn(2, 8, WIDTH, dtype=torch.bfloat16).to(rig.device)
-    x = distribute_tensor(whole, rig.mesh(), [Shard(1)]).requires_grad_()
+    values = torch.randn(2, 8, WIDTH, dtype=torch.bfloat16).to(rig.device)
+    x = distribute_tensor(values, rig.mesh(), [Shard(1)]).requires_grad_()
     slots = ()
     if resolve_recipe(RECIPES[recipe]).delayed:
         slots = torch.ones((), device=rig.device), torch.zeros((), device=rig.device)
     out = gather_input(x, Operand(converted_key(recipe), INPUT, True, *slots))
-    parts = torch.full_like(whole, rig.rank + 1.0)
+    parts = torch.full_like(values, rig.rank + 1.0)
     from torch.distributed.tensor import Partial
 
-    with Collectives() as seen:
+    with Collectives() as collectives:
         out.backward(DTensor.from_local(parts, rig.mesh(), [Partial()], run_check=False))
-    assert [(c.kind, c.dtype) for c in seen.seen] == [("scatter", torch.bfloat16)]
+    assert [(c.kind, c.dtype) for c in collectives.calls] == [("scatter", torch.bfloat16)]
     total = rig.world_size * (rig.world_size + 1) / 2
-    assert torch.equal(x.grad.full_tensor(), torch.full_like(whole, total))
+    assert torch.equal(x.grad.full_tensor(), torch.full_like(values, total))
 
 
 def gathers(recipe, role, rows, width, world):
@@ -157,11 +157,12 @@ def test_q_k_and_v_share_one_gather(rig, recipe):
         y = model(x)
     with Collectives() as backward:
         y.to_local().square().sum().backward()
-    rows, world = 2 * 8, rig.world_size
+    rows = 2 * 8
+    world = rig.world_size
     values = rows * WIDTH * 4  # fp32
 
-    def of(seen, kind):
-        return [c.nbytes for c in seen.seen if c.kind == kind]
+    def of(collectives, kind):
+        return [c.nbytes for c in collectives.calls if c.kind == kind]
 
     per_tensor = spec_of(recipe, INPUT).format.per_tensor
     if resolve_recipe(RECIPES[recipe]).high_precision_gemms:
@@ -197,11 +198,11 @@ def test_an_operand_of_a_gemm_in_high_precision_is_gathered_in_its_dtype(rig, ge
         y.to_local().square().sum().backward()
     elements = 2 * 8 * WIDTH
     exact_wgrad = trained and gemm == "wgrad"
-    for seen, in_fp32 in (
+    for collectives, in_fp32 in (
         (forward, exact_wgrad or gemm == "forward"),
         (backward, exact_wgrad or gemm == "dgrad"),
     ):
-        gathered_bytes = [c.nbytes for c in seen.seen if c.kind == "gather"]
+        gathered_bytes = [c.nbytes for c in collectives.calls if c.kind == "gather"]
         assert gathered_bytes == [elements * (4 if in_fp32 else 1)]
 
 
@@ -210,21 +211,23 @@ def test_an_operand_of_a_gemm_in_high_precision_is_gathered_in_its_dtype(rig, ge
 def test_rowwise_with_gw_hp_has_the_bytes_of_one_process(rig, fp8_weights):
     """Rows have scales of their own, and wgrad of a column-parallel layer reads whole tokens."""
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(WIDTH, 96, bias=False)).to(rig.device)
-    fp8rs.convert_to_float8_training(whole, recipe="rowwise_with_gw_hp", fp8_weights=fp8_weights)
-    split = copy.deepcopy(whole)
+    reference = nn.Sequential(nn.Linear(WIDTH, 96, bias=False)).to(rig.device)
+    fp8rs.convert_to_float8_training(
+        reference, recipe="rowwise_with_gw_hp", fp8_weights=fp8_weights
+    )
+    split = copy.deepcopy(reference)
     mesh = rig.mesh(names=("tp",))
     style = Float8ColwiseParallel(input_layouts=Shard(0), use_local_output=False)
     parallelize_module(split, mesh, {"0": style})
     x = tokens(rig, 6)[0]
     dy = torch.randn(6, 96, generator=torch.Generator().manual_seed(1)).to(rig.device)
-    y = whole(x)
+    y = reference(x)
     y.backward(dy)
     split_y = split(x.tensor_split(rig.world_size)[rig.rank])
     split_y.backward(distribute_tensor(dy, mesh, [Shard(1)]))
     assert torch.equal(split_y.full_tensor(), y)
-    torch.testing.assert_close(split[0].weight.grad.full_tensor(), whole[0].weight.grad)
-    torch.testing.assert_close(whole[0].weight.grad, dy.t() @ x)
+    torch.testing.assert_close(split[0].weight.grad.full_tensor(), reference[0].weight.grad)
+    torch.testing.assert_close(reference[0].weight.grad, dy.t() @ x)
 
 
 # --- results -------------------------------------------------------------------------------------
@@ -238,19 +241,21 @@ def test_rowwise_with_gw_hp_has_the_bytes_of_one_process(rig, fp8_weights):
 def test_parallel_block_equals_one_process(rig, recipe, fp8_weights, sequence, length):
     if not sequence and length == 7:
         length = 5
-    whole = converted(recipe, rig, fp8_weights=fp8_weights)
+    reference = converted(recipe, rig, fp8_weights=fp8_weights)
     plain = Block().to(rig.device)
     with torch.no_grad():
-        for p, value in zip(plain.parameters(), whole.parameters(), strict=True):
+        for p, value in zip(plain.parameters(), reference.parameters(), strict=True):
             p.copy_(value.dequantize() if isinstance(value, fp8rs.QuantizedTensor) else value)
-    split = copy.deepcopy(whole)
+    split = copy.deepcopy(reference)
     mesh = rig.mesh(names=("tp",))
     parallelize_module(split, mesh, plan(sequence))
     x = tokens(rig, length)
-    given = distribute_tensor(x, mesh, [Shard(SEQUENCE)]) if sequence else x
-    exact, one, several = run(plain, x), run(whole, x), run(split, given)
+    local_x = distribute_tensor(x, mesh, [Shard(SEQUENCE)]) if sequence else x
+    exact = run(plain, x)
+    single = run(reference, x)
+    several = run(split, local_x)
     for name, value in exact.items():
-        allowed = (one[name] - value).norm()
+        allowed = (single[name] - value).norm()
         error = (several[name] - value).norm()
         # With scales per row or block, the operands of wgrad are rounded twice.
         assert error < 1.25 * allowed + 0.01 * value.norm(), (name, error, allowed)
@@ -261,7 +266,7 @@ def test_parallel_block_equals_one_process(rig, recipe, fp8_weights, sequence, l
 @both_weights
 def test_training_equals_one_process(rig, recipe, fp8_weights):
     """Training uses histories, which are equal on all ranks."""
-    x = [tokens(rig, 8, seed) for seed in range(5)]
+    batches = [tokens(rig, 8, seed) for seed in range(5)]
     mesh = rig.mesh(names=("tp",))
     losses = []
     for split in (False, True):
@@ -269,17 +274,17 @@ def test_training_equals_one_process(rig, recipe, fp8_weights):
         if split:
             parallelize_module(model, mesh, plan())
         optimizer = AdamW(model.parameters(), lr=3e-3)
-        seen = []
-        for batch in x * 2:
-            given = distribute_tensor(batch, mesh, [Shard(SEQUENCE)]) if split else batch
-            y = model(given)
+        step_losses = []
+        for batch in batches * 2:
+            x = distribute_tensor(batch, mesh, [Shard(SEQUENCE)]) if split else batch
+            y = model(x)
             y = y.full_tensor() if split else y
             loss = (y - batch.roll(1, -1)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            seen.append(loss.item())
-        losses.append(seen)
+            step_losses.append(loss.item())
+        losses.append(step_losses)
     torch.testing.assert_close(*losses, rtol=0.02, atol=0.0)
     assert losses[1][-1] < 0.9 * losses[1][0]
     if recipe == "delayed":
@@ -308,14 +313,14 @@ def test_compiled_blocks_equal_eager(rig, recipe, fp8_weights):
         if backend is not None:
             model.compile(backend=backend, fullgraph=True)
         optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-        seen = []
+        tensors = []
         for n in range(4 if recipe == "delayed" else 2):
             x = distribute_tensor(tokens(rig, 8, n), mesh, [Shard(SEQUENCE)])
             model(x).to_local().square().mean().backward()
-            seen += [p.grad.to_local().clone() for p in model.parameters()]
+            tensors += [p.grad.to_local().clone() for p in model.parameters()]
             optimizer.step()
             optimizer.zero_grad()
-        results.append(seen)
+        results.append(tensors)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     dynamo.reset()
 
@@ -333,7 +338,7 @@ def test_fsdp_over_tensor_parallelism_trains(rig, recipe, fp8_weights):
             parallelize_module(model, mesh["tensor"], plan())
             fully_shard(model, mesh=mesh["data"])
         optimizer = AdamW(model.parameters(), lr=3e-3)
-        seen = []
+        step_losses = []
         for n in range(4):
             batch = tokens(rig, 6, n)
             part = batch
@@ -353,8 +358,8 @@ def test_fsdp_over_tensor_parallelism_trains(rig, recipe, fp8_weights):
             if split:
                 torch.distributed.all_reduce(loss, group=mesh["data"].get_group())
                 loss /= 2
-            seen.append(loss.item())
-        losses.append(seen)
+            step_losses.append(loss.item())
+        losses.append(step_losses)
     torch.testing.assert_close(*losses, rtol=0.03, atol=0.0)
 
 
@@ -426,10 +431,12 @@ def test_few_tokens_are_gathered_and_multiplied_in_high_precision(
             model.compile(backend="aot_eager", fullgraph=True)
         x = distribute_tensor(tokens(rig), mesh, [Shard(SEQUENCE)])
         if compiled:  # a mode would disable the compiler
-            found = run(model, x)
+            actual = run(model, x)
         else:
-            with Collectives() as seen:
-                found = run(model, x)
-            assert {c.dtype for c in seen.seen} == {torch.float32}  # no codes, and no amaxes
+            with Collectives() as collectives:
+                actual = run(model, x)
+            assert {c.dtype for c in collectives.calls} == {
+                torch.float32
+            }  # no codes, and no amaxes
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)

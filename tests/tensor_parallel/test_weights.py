@@ -59,15 +59,15 @@ def test_functional_collectives_send_values_whichever_ranks_have_fp8_weights(
     rig, recipe, quantized, collective
 ):
     group = ready()
-    own = weight(recipe, 256, 96)[8:][:128]  # a view that splits blocks
-    values = own.dequantize() * 1.0
+    fp8_view = weight(recipe, 256, 96)[8:][:128]  # a view that splits blocks
+    values = fp8_view.dequantize() * 1.0
     with Collectives() as expected:
         expected_result = FUNCTIONAL[collective](values, group).clone()
     with Collectives() as sent:
-        sender = own if rig.rank in QUANTIZED[quantized] else values
+        sender = fp8_view if rig.rank in QUANTIZED[quantized] else values
         result = FUNCTIONAL[collective](sender, group).clone()
     assert torch.equal(result, expected_result)
-    assert sent.seen == expected.seen
+    assert sent.calls == expected.calls
 
 
 @ranks(2, cuda=False)
@@ -132,11 +132,12 @@ def test_a_dtensor_that_is_quantized_on_rank_0_alone_is_redistributed(
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_distribute_and_gather_round_trip(rig, recipe, shape, placement):
     """Only a part that starts inside a block is rounded again, to other scales."""
-    whole = weight(recipe, *shape).to(rig.device)
-    parameter = distribute_tensor(whole, rig.mesh(), [placement])
+    full_weight = weight(recipe, *shape).to(rig.device)
+    parameter = distribute_tensor(full_weight, rig.mesh(), [placement])
     assert isinstance(parameter.to_local(), fp8rs.QuantizedTensor)
-    got, values = parameter.full_tensor(), whole.dequantize()
-    block = whole.format.block
+    got = parameter.full_tensor()
+    values = full_weight.dequantize()
+    block = full_weight.format.block
     cuts_blocks = placement.is_shard() and any(
         block[placement.dim] > 1 and edge % block[placement.dim]
         for edge in range(0, shape[placement.dim], -(-shape[placement.dim] // rig.world_size))
@@ -150,10 +151,10 @@ def test_distribute_and_gather_round_trip(rig, recipe, shape, placement):
 @ranks(2, cuda=False)
 @every_recipe
 def test_rank_0_distributes_an_fp8_weight_to_ranks_with_plain_tensors(rig, recipe):
-    whole = weight(recipe, 64, 128)
-    values = whole.dequantize()
+    full_weight = weight(recipe, 64, 128)
+    values = full_weight.dequantize()
     for placement in (Shard(0), Shard(1), Replicate()):
-        source = whole.clone() if rig.rank == 0 else torch.empty(64, 128)
+        source = full_weight.clone() if rig.rank == 0 else torch.empty(64, 128)
         part = distribute_tensor(source, rig.mesh(), [placement]).to_local()
         if isinstance(part, fp8rs.QuantizedTensor):
             part = part.dequantize()

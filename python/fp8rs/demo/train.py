@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8rs
@@ -91,13 +91,18 @@ def build_model(settings: Settings) -> Llama:
 
 def shard(
     model: Llama,
-    device: str,
-    ranks: int,
+    mesh: DeviceMesh | None = None,
     param_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Shard each block, then the rest. Unconverted parameters are gathered in ``param_dtype``."""
-    mesh = init_device_mesh(device, (ranks,))
+    """Shard each block, then the rest. Unconverted parameters are gathered in ``param_dtype``.
+
+    Without a mesh, parameters are sharded over all ranks.
+    """
+    if mesh is None:
+        # FSDP2's default mesh would be on GPUs if there are any, even for a model on the CPU.
+        device = next(model.parameters()).device
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -229,7 +234,7 @@ def prepare(settings: Settings, recipe: RecipeName | None) -> tuple[Llama, torch
         fp8rs.convert_to_float8_training(
             model, recipe=recipe, filter_fqns=HIGH_PRECISION, gemms="fp8"
         )
-    shard(model, settings.device, dist.get_world_size(), param_dtype=DTYPES[settings.dtype])
+    shard(model, param_dtype=DTYPES[settings.dtype])
     return model, make_optimizer(model, settings)
 
 
