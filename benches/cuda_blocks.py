@@ -9,8 +9,8 @@ the bytes of inputs, codes and scales.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-from collections.abc import Callable
 
 import torch
 from cuda_kernels import Kernel, Row, copy_us, time_us
@@ -30,14 +30,6 @@ def kernels(xs: list[Tensor]) -> dict[str, Kernel]:
     size = xs[0].element_size()
     result: dict[str, Kernel] = {}
 
-    def add(
-        name: str,
-        bytes_per_element: float,
-        call: Callable[[Tensor], object],
-        inputs: list[Tensor] = xs,
-    ) -> None:
-        result[name] = Kernel.of(bytes_per_element, call, inputs)
-
     def quantize(name: str, block: tuple[int, int], directions: str, **options: object) -> None:
         """Add a cast to blocks, whose directions are "r", "c" or "rc"."""
         rowwise = "r" in directions
@@ -51,7 +43,7 @@ def kernels(xs: list[Tensor]) -> dict[str, Kernel]:
             return planes
 
         output_bytes = sum(output.numel() * output.element_size() for output in call(xs[0]))
-        add(name, size + output_bytes / (rows * cols), call)
+        result[name] = Kernel.of(size + output_bytes / (rows * cols), call, xs)
 
     quantize("MX rowwise", (1, 32), "r")
     quantize("MX rowwise, packed", (1, 32), "r", packed=True)
@@ -78,9 +70,9 @@ def kernels(xs: list[Tensor]) -> dict[str, Kernel]:
         amax_columnwise=torch.ones(cols, 1, device="cuda"),
     )
 
-    add("block amax, 32x32", size, lambda x: ops.block_amax(x, (32, 32)))
-    add("block amax, 128x128", size, lambda x: ops.block_amax(x, (128, 128)))
-    add("block amax, rows", size, lambda x: ops.block_amax(x, (1, -1)))
+    for name, block in (("32x32", (32, 32)), ("128x128", (128, 128)), ("rows", (1, -1))):
+        block_amax = functools.partial(ops.block_amax, block=block)
+        result[f"block amax, {name}"] = Kernel.of(size, block_amax, xs)
 
     codes = []
     for _ in xs:
@@ -88,8 +80,9 @@ def kernels(xs: list[Tensor]) -> dict[str, Kernel]:
         codes.append(code_bytes.view(E4M3))
     grid = (-(-rows // 32), -(-cols // 32))
     scales = torch.randint(110, 130, grid, dtype=torch.uint8, device="cuda").view(E8M0)
-    add("rebase rows", 2, lambda c: ops.rebase(c, scales, [32, 32], 0), codes)
-    add("rebase columns", 2, lambda c: ops.rebase(c, scales, [32, 32], 1), codes)
+    for axis, name in enumerate(("rows", "columns")):
+        rebase = functools.partial(ops.rebase, scale=scales, block=[32, 32], axis=axis)
+        result[f"rebase {name}"] = Kernel.of(2, rebase, codes)
     return result
 
 

@@ -20,7 +20,7 @@ from fp8rs.convert.options import Arguments, ExpertsMode, ModuleFilter, Options,
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import Selection, converted, select
 from fp8rs.convert.sizes import Group, Layouts, groups_of, is_sharded_by_fsdp, layouts_of
-from fp8rs.convert.speed import LinearSpeed, linear_speed
+from fp8rs.convert.speed import linear_speed
 from fp8rs.model.shard_spec import ShardSpec
 from fp8rs.model.state import Gemms, ModelState
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_int, check_module, describe
@@ -115,9 +115,10 @@ def report(
     )
     if tokens is not None:
         check_int("tokens", tokens, 1)
-    selection, options = _modules(model, arguments)
+    selection, options, is_converted = _modules(model, arguments)
     speed = linear_speed(options.recipe, dict(selection.layers), options.gemms, tokens)
-    layouts = _layouts(model, selection, options, speed)
+    few_tokens = not speed.run_in_fp8 and not is_sharded_by_fsdp(model)
+    layouts = _layouts(selection, options, is_converted, few_tokens)
     world_size = _ranks(world_size, model)
     groups_with_layouts = partial(
         groups_of,
@@ -191,11 +192,17 @@ def _gemms(experts: Experts, recipe: Recipe) -> dict[str, dict[int, str]]:
     return gemms
 
 
-def _modules(model: nn.Module, arguments: Arguments) -> tuple[Selection, Options]:
-    """Return what is converted or will be, and with which options."""
+def _modules(model: nn.Module, arguments: Arguments) -> tuple[Selection, Options, bool]:
+    """Return what is converted or will be, with which options, and whether it is converted."""
     selection = converted(model)
-    states = _conversions(selection)
-    if states:
+    states: list[ModelState] = []
+    for weight in reversed(selection.weights()):
+        state = weight.module._fp8_state
+        if not state.standalone:
+            states.append(state)
+
+    is_converted = bool(states)
+    if is_converted:
         names = []
         for argument in fields(Arguments):
             if getattr(arguments, argument.name) not in (argument.default, []):
@@ -218,33 +225,20 @@ def _modules(model: nn.Module, arguments: Arguments) -> tuple[Selection, Options
         selection = select(model, options)
         for message in selection.unused:  # the table shows the other reasons
             warnings.warn(message, stacklevel=3)
-
-    return selection, options
-
-
-def _conversions(selection: Selection) -> list[ModelState]:
-    """Return the states of converted weights, those of experts first."""
-    states = []
-    for weight in reversed(selection.weights()):
-        state = weight.module._fp8_state
-        if not state.standalone:
-            states.append(state)
-    return states
+    return selection, options, is_converted
 
 
 def _layouts(
-    model: nn.Module, selection: Selection, options: Options, speed: LinearSpeed
+    selection: Selection, options: Options, is_converted: bool, few_tokens: bool
 ) -> Layouts:
     """Return the layouts of the weights of FP8 layers.
 
     Args:
-        model: the model.
         selection: the layers and experts that are converted or will be.
-        options: from `_modules`.
-        speed: the speed of the linear layers, which decides how FSDP2 gathers them by default.
+        options: the options of their conversion.
+        is_converted: whether they are converted. Each one then has its own choice of gathers.
+        few_tokens: whether FSDP2 gathers linear layers in high precision by default.
     """
-    few_tokens = not speed.run_in_fp8 and not is_sharded_by_fsdp(model)
-    is_converted = bool(_conversions(converted(model)))
     layouts: Layouts = {}
     gathered_in_fp8 = []
     for weight in selection.weights():

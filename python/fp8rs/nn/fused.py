@@ -389,9 +389,9 @@ class _Glu(torch.autograd.Function):
         refuse_double_backward("fused activations")
         gate, up = ctx.saved_tensors
         call: _GluCall = ctx.call
-        if call.gradients is None or not all(gradients_needed(ctx)[:2]):
+        needs = gradients_needed(ctx)[:2]
+        if call.gradients is None or not all(needs):
             glu = partial(_high_precision_glu, call.activation)
-            needs = ctx.needs_input_grad[:2]
             return *_recomputed_gradients(glu, (gate, up), needs, dy), None
 
         to_gate, to_up = call.gradients
@@ -402,7 +402,7 @@ class _Glu(torch.autograd.Function):
             dy,
             call.activation,
             spec.fp8_dtype,
-            True,
+            True,  # the rowwise planes, for dgrad
             to_gate.columnwise,
             spec.power_2_scale,
             spec.amax_epsilon,

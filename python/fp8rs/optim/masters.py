@@ -183,11 +183,40 @@ class MasterWeightOptimizer(Optimizer):
         master with the written values. Saving or loading the state therefore does not undo that
         write.
         """
-        hook = self.register_state_dict_post_hook(_make_masters_current, prepend=True)
+
+        def make_masters_current(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            self._make_masters_current(state_dict)
+
+        hook = self.register_state_dict_post_hook(make_masters_current, prepend=True)
         try:
             return super().state_dict()
         finally:
             hook.remove()
+
+    @torch.no_grad()
+    def _make_masters_current(self, state_dict: dict[str, Any]) -> None:
+        """Replace masters in a state dict that do not include writes of other code."""
+        saved_groups = state_dict["param_groups"]
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+            stochastic = self._rounds_stochastically(group)
+            for param, key in zip(group["params"], saved_group["params"], strict=True):
+                state = state_dict["state"].get(key, {})
+                if "master" not in state:
+                    continue
+
+                optim_param = OptimParam(param)
+                master = own_part(state["master"])
+                if optim_param.weight is None:
+                    is_current = optim_param.is_rounded(master)
+                else:
+                    is_current = self.is_current(param)
+                if is_current:
+                    continue
+
+                # The optimizer reads the writes into its own master at the next step.
+                master = master.clone()
+                self._read_writes(optim_param, master, stochastic)
+                state_dict["state"][key] = {**state, "master": optim_param.like(master)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state. Unlike ``torch.optim``, keep the dtypes that it was saved in.
@@ -290,29 +319,6 @@ class MasterWeightOptimizer(Optimizer):
     def _loaded_step(self, step: Any, device: torch.device) -> Any:
         """Convert the step counter that ``torch.optim`` has loaded."""
         return step
-
-
-@torch.no_grad()
-def _make_masters_current(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Replace masters in a state dict that do not include writes of other code."""
-    saved_groups = state_dict["param_groups"]
-    for group, saved_group in zip(optimizer.param_groups, saved_groups, strict=True):
-        stochastic = optimizer._rounds_stochastically(group)
-        for param, key in zip(group["params"], saved_group["params"], strict=True):
-            state = state_dict["state"].get(key, {})
-            if "master" not in state:
-                continue
-
-            optim_param = OptimParam(param)
-            master = own_part(state["master"])
-            if optim_param.weight is None:
-                is_current = optim_param.is_rounded(master)
-            else:
-                is_current = optimizer.is_current(param)
-            if not is_current:
-                master = master.clone()
-                optimizer._read_writes(optim_param, master, stochastic)
-                state_dict["state"][key] = {**state, "master": optim_param.like(master)}
 
 
 def parameters_by_key(

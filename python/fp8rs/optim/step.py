@@ -342,17 +342,18 @@ class Step:
         """
         if not self._current_scale:
             return None
-        # Number the specs in the order of the parameters, which is the same on all ranks.
+
+        # `_write_current_scale` writes weights with masters first, in one launch, and computes the
+        # scales of consecutive weights with equal specs in one launch. Number the specs in the
+        # order of the parameters, which is the same on all ranks.
         spec_numbers: dict[QuantSpec, int] = {}
         for update in self._current_scale:
             spec_numbers.setdefault(update.param.fp8_weight.spec, len(spec_numbers))
 
-        def position(update: ParamUpdate) -> tuple[bool, int]:
+        def masters_first_then_spec(update: ParamUpdate) -> tuple[bool, int]:
             return update.master is None, spec_numbers[update.param.fp8_weight.spec]
 
-        # `_write_current_scale` writes weights with masters first, in one launch, and computes the
-        # scales of consecutive weights with equal specs in one launch.
-        self._current_scale.sort(key=position)
+        self._current_scale.sort(key=masters_first_then_spec)
 
         device = self._current_scale[0].param.local.device
         amaxes = torch.zeros(len(self._current_scale), dtype=torch.float32, device=device)
@@ -360,7 +361,7 @@ class Step:
             master = update.master
             call = self._call(UpdateKind.CURRENT_SCALE, update, master)
             if master is None:
-                # The operator does not write codes yet, because their scale depends on the amax.
+                # The operator only computes the amax, because the scale of codes depends on it.
                 call.add_codes(update, None, amaxes=amax)
             else:
                 # The operator steps the master like a plain parameter. Its codes are cast later.
