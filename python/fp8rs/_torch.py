@@ -137,12 +137,12 @@ def outside_selective_checkpoints(
     FSDP2 calls in an all-gather, would therefore shift the numbers of all later operators.
 
     Without dispatch modes, this costs one check of the depth of their stack. Torch has no public
-    way to leave a mode that the caller has entered. Compilers cannot trace the decorated function.
+    way to leave a mode that the caller has entered. While compiling, the function runs as it is.
     """
 
     @functools.wraps(function)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if not torch._C._len_torch_dispatch_stack():
+        if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
             return function(*args, **kwargs)
         with _without_selective_checkpoint_modes():
             return function(*args, **kwargs)

@@ -27,6 +27,7 @@ from distributed.batched import SHARDINGS
 from distributed.batched import build as build_experts
 from distributed.batched import shard as shard_experts
 from distributed.models import RECIPES, WIDTH, batch, same_bytes
+from fp8rs.gemm.kernels import padded
 from internals import outside_selective_checkpoints
 
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
@@ -310,6 +311,22 @@ def test_other_modes_see_the_operators_of_all_gather_hooks(mesh, recipe):
     assert any(name.startswith("fp8rs::") for name in policy_names)
     gradient = model.blocks[0].up.weight.grad.to_local()
     assert isinstance(gradient, FakeTensor)
+
+
+def test_padding_of_codes_is_hidden_from_policies():
+    policy_names = []
+
+    def policy(context, op, *args, **kwargs):
+        policy_names.append(op.name())
+        return CheckpointPolicy.MUST_SAVE
+
+    codes = torch.ones(5, 3).to(torch.float8_e4m3fn)
+    selective, _ = create_selective_checkpoint_contexts(policy)
+    with selective:
+        result = padded(codes, 16, 8)
+    assert result.shape == (16, 8)
+    assert result.float().sum() == 15
+    assert not policy_names
 
 
 def test_modes_are_in_their_order_again_after_an_exception():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8rs._torch import outside_selective_checkpoints
 from fp8rs.gemm.operands import rebased, rebases
 from fp8rs.quantize import formats
 from fp8rs.quantize.planes import Plane
@@ -37,7 +38,7 @@ def rowwise(
     unit_scale = a.scale.new_ones(())
     out = _run(a, b, unit_scale, unit_scale, None, torch.float32, use_fast_accum)
     # Out of place, because selective checkpointing may have saved the product.
-    out = out * a_scale * b.scale.view(1, -1)
+    out = out * a_scale * b.scale.t()
     if bias is not None:
         out = out + bias
     return out.to(out_dtype)
@@ -146,11 +147,17 @@ def padded(matrix: Tensor, rows: int, cols: int, fill: float = 0.0) -> Tensor:
     """Pad codes or scales to multiples of ``rows`` and ``cols``. Codes become contiguous."""
     m, k = matrix.shape
     is_codes = matrix.element_size() == 1
-    if m % rows or k % cols:
-        raw = matrix.view(torch.uint8) if is_codes else matrix
-        padding = (0, _missing(k, cols), 0, _missing(m, rows))
-        return pad(raw, padding, value=fill).view(matrix.dtype)
-    return matrix.contiguous() if is_codes else matrix
+    if m % rows == 0 and k % cols == 0:
+        return matrix.contiguous() if is_codes else matrix
+    padding = (0, _missing(k, cols), 0, _missing(m, rows))
+    return _pad_codes(matrix, padding) if is_codes else pad(matrix, padding, value=fill)
+
+
+# FSDP2 runs the same views in its all-gathers, where selective checkpointing counts them.
+@outside_selective_checkpoints
+def _pad_codes(codes: Tensor, padding: tuple[int, int, int, int]) -> Tensor:
+    """Pad codes with 0, as bytes."""
+    return pad(codes.view(torch.uint8), padding).view(codes.dtype)
 
 
 def _missing(n: int, multiple: int) -> int:
