@@ -356,7 +356,8 @@ def rank(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     model.reshard()  # type: ignore[operator]
     at_rest = meter.at_rest(model, optimizer, converted_names)
     weight_bytes: int | None
-    if variant.library in ("fp8rs", "torchao"):
+    if variant.library in ("fp8rs", "torchao") or variant.fp8_weights:
+        # The weights have all-gather hooks.
         weight_bytes = traffic.handed_over
     elif layout.tensor is None:
         weight_bytes = converted_share(traffic, model, converted_names, layout.shards, itemsize=2)
