@@ -66,7 +66,6 @@ class ModuleBlock(TransformerLayer):
             config.dim,
             config.hidden,
             config.heads,
-            fuse_qkv_params=True,
             device=device,
             dtype=dtype,
             **_options(config),

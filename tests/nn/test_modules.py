@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8rs
 from cases import RECIPES, each_kind_of_recipe, skip_without_block_gemms
 from compiled_models import counting, graphs
-from distributed import ranks
 from fp8rs.nn import (
     LayerNormLinear,
     LayerNormMLP,
@@ -137,9 +135,6 @@ CASES = {
     "self-attention": attention_case(26.2, 22.0, 19.7, causal=True, rotary=True),
     "self-attention, groups": attention_case(
         25.6, 21.8, 19.5, causal=True, rotary=True, num_gqa_groups=2
-    ),
-    "self-attention, fused": attention_case(
-        25.6, 21.8, 19.5, causal=True, rotary=True, num_gqa_groups=2, fuse_qkv_params=True
     ),
     "self-attention, mask": attention_case(27.4, 22.2, 19.8, causal=False, mask=MASK),
     "self-attention, no bias": attention_case(
@@ -274,11 +269,10 @@ def hidden(device, seed=0):
     return torch.randn(BATCH, LENGTH, WIDTH, generator=generator).to(device)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 @every_recipe
-def test_siblings_quantize_their_input_once(device, recipe, fused):
-    """q, k and v share an input, and so do gate and up: seven layers or five, four casts."""
-    layer = llama_layer(device, fuse_qkv_params=fused)
+def test_siblings_quantize_their_input_once(device, recipe):
+    """q, k and v share an input, and so do gate and up: seven layers, four casts."""
+    layer = llama_layer(device)
     fp8rs.convert_to_float8_training(layer, recipe=RECIPES[recipe])
     with InputCasts(layer) as casts:
         layer(hidden(device))
@@ -319,15 +313,14 @@ def assert_same_steps(a, b):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 @each_kind_of_recipe
 @each_norm
 @both_weights
 def test_layer_compiles_whole_and_equals_the_eager_composition(
-    device, recipe, normalization, fp8_weights, fused
+    device, recipe, normalization, fp8_weights
 ):
     torch.manual_seed(0)
-    eager = llama_layer(device, normalization=normalization, fuse_qkv_params=fused)
+    eager = llama_layer(device, normalization=normalization)
     fp8rs.convert_to_float8_training(eager, recipe=RECIPES[recipe], fp8_weights=fp8_weights)
     layer = copy.deepcopy(eager)
     options = moved(ROTARY, device)
@@ -434,15 +427,6 @@ def test_heads_must_divide_the_width():
         MultiheadAttention(WIDTH, 3)
 
 
-@ranks(2)
-def test_a_fused_projection_that_tensor_parallelism_splits_is_refused(rig):
-    attention = MultiheadAttention(WIDTH, HEADS, fuse_qkv_params=True, device=rig.device)
-    plan = {"qkv_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
-    parallelize_module(attention, rig.mesh(), plan)
-    with pytest.raises(ValueError, match="qkv_proj returns 384 of 768 channels"):
-        attention(hidden(rig.device))
-
-
 def test_arguments_of_another_attention_type_are_refused(device):
     x = hidden(device)
     mask = MASK.to(device)
@@ -456,8 +440,6 @@ def test_arguments_of_another_attention_type_are_refused(device):
         cross(x)
     with pytest.raises(ValueError, match="takes no rotary_pos_emb"):
         cross(x, encoder_output=x, **moved(ROTARY, device))
-    with pytest.raises(ValueError, match='fuse_qkv_params=True requires attention_type="self"'):
-        attention(attention_type="cross", fuse_qkv_params=True)
     with pytest.raises(ValueError, match='are for layer_type="decoder"'):
         llama_layer(device)(x, encoder_output=x)
     with pytest.raises(ValueError, match="cross-attention needs an encoder_output"):

@@ -191,37 +191,6 @@ def test_sharded_layer_loads_whole_tensors(rig, fp8_weights):
     assert torch.equal(layer(x), reference(x))
 
 
-@pytest.mark.parametrize("names", ["llama", "transformer_engine"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_fused_layer_has_the_rows_of_q_k_and_v(names, bias):
-    options = {"num_gqa_groups": 2, "activation": "swiglu", "bias": bias}
-    separate = TransformerLayer(64, 96, 4, **options)
-    fused = TransformerLayer(64, 96, 4, fuse_qkv_params=True, **options)
-    state = separate.state_dict()
-    theirs = state
-    if names == "transformer_engine":
-        theirs = {}
-        for their_name, ours in TRANSFORMER_ENGINE.items():
-            for kind in ("weight", "bias"):
-                parts = [state[n.format(kind)] for n in ours if n.format(kind) in state]
-                if parts:
-                    theirs[their_name.format(kind)] = torch.cat(parts)
-    load_transformer_layer(fused, theirs, names=names)
-    for kind in ("weight", "bias") if bias else ("weight",):
-        rows = [state.pop(f"self_attn.{part}_proj.{kind}") for part in ("q", "k", "v")]
-        assert torch.equal(fused.get_parameter(f"self_attn.qkv_proj.{kind}"), torch.cat(rows))
-    for name, value in state.items():
-        assert torch.equal(fused.get_parameter(name), value)
-
-
-def test_a_fused_layer_without_all_of_q_k_and_v_is_refused():
-    layer = TransformerLayer(64, 96, 4, fuse_qkv_params=True)
-    state = TransformerLayer(64, 96, 4).state_dict()
-    del state["self_attn.k_proj.weight"]
-    with pytest.raises(RuntimeError, match=r"(?s)Missing.*qkv_proj\.weight.*Unexpected.*q_proj"):
-        load_transformer_layer(layer, state, names="llama")
-
-
 def test_mismatched_names_are_listed():
     layer = of_llama(llama().config)
     states = llama().state_dict()

@@ -66,14 +66,8 @@ def attention(
 ) -> Tensor:
     """Compute attention for each query head separately, with the keys and values of its group."""
     source = x if source is None else source
-    if "qkv_proj.weight" in p:
-        qkv = linear(under(p, "qkv_proj"), x)
-        q_size = p["o_proj.weight"].shape[1]
-        kv_size = (qkv.shape[-1] - q_size) // 2
-        projections = qkv.split([q_size, kv_size, kv_size], -1)
-    else:
-        inputs = {"q_proj": x, "k_proj": source, "v_proj": source}
-        projections = [linear(under(p, name), of) for name, of in inputs.items()]
+    inputs = {"q_proj": x, "k_proj": source, "v_proj": source}
+    projections = [linear(under(p, name), of) for name, of in inputs.items()]
     q, k, v = (y.unflatten(-1, (-1, channels)).transpose(1, 2) for y in projections)
     if rotary:
         q = rotate(q)

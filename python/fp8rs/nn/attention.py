@@ -1,7 +1,6 @@
 """Multi-head attention from FP8 linear layers and torch's attention kernel.
 
-The three input projections share their quantized input, or are one layer. The attention itself is
-not quantized.
+The three input projections share their quantized input. The attention itself is not quantized.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ class MultiheadAttention(nn.Module):
     """Multi-head self-attention or cross-attention.
 
     Its layers have Llama's names: ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``. With
-    ``fuse_qkv_params=True``, the first three are one layer, ``qkv_proj``. With
     ``input_layernorm=True``, ``norm`` precedes them.
 
     Args:
@@ -42,10 +40,6 @@ class MultiheadAttention(nn.Module):
         input_layernorm: whether a norm precedes the projections.
         normalization: "LayerNorm" or "RMSNorm".
         bias: whether the linear layers have biases.
-        fuse_qkv_params: whether q, k and v are one layer, whose weight has the rows of q, of k and
-            of v in this order. Only for self-attention without tensor parallelism. One GEMM
-            replaces three, of which two are narrow with few groups. A scale per tensor covers all
-            rows.
         device: see `LayerNormLinear`.
         dtype: see `LayerNormLinear`.
         recipe: see `LayerNormLinear`.
@@ -65,7 +59,6 @@ class MultiheadAttention(nn.Module):
         input_layernorm: bool = False,
         normalization: str = "LayerNorm",
         bias: bool = True,
-        fuse_qkv_params: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | RecipeName | None = None,
@@ -88,8 +81,6 @@ class MultiheadAttention(nn.Module):
                 f"num_attention_heads must divide hidden_size={hidden_size}, but got "
                 f"{num_attention_heads}. Choose another number or pass kv_channels"
             )
-        if fuse_qkv_params and attention_type == "cross":
-            raise ValueError('fuse_qkv_params=True requires attention_type="self"')
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         self.kv_channels = channels
         self.attention_dropout = attention_dropout
@@ -103,14 +94,9 @@ class MultiheadAttention(nn.Module):
             self.norm = make_norm(normalization, hidden_size, layernorm_epsilon, **factory)
         q_size = num_attention_heads * channels
         kv_size = groups * channels
-        self.fuse_qkv_params = fuse_qkv_params
-        self.qkv_sizes = (q_size, kv_size, kv_size)
-        if fuse_qkv_params:
-            self.qkv_proj = nn.Linear(hidden_size, sum(self.qkv_sizes), bias, **factory)
-        else:
-            self.q_proj = nn.Linear(hidden_size, q_size, bias, **factory)
-            self.k_proj = nn.Linear(hidden_size, kv_size, bias, **factory)
-            self.v_proj = nn.Linear(hidden_size, kv_size, bias, **factory)
+        self.q_proj = nn.Linear(hidden_size, q_size, bias, **factory)
+        self.k_proj = nn.Linear(hidden_size, kv_size, bias, **factory)
+        self.v_proj = nn.Linear(hidden_size, kv_size, bias, **factory)
         self.o_proj = nn.Linear(q_size, hidden_size, bias, **factory)
         make_float8(self, recipe)
 
@@ -135,8 +121,7 @@ class MultiheadAttention(nn.Module):
                 dimension, from `rotary_pos_emb` or a Llama model. Only for self-attention.
 
         Raises:
-            ValueError: an argument is missing, or does not apply to this type of attention; or
-                tensor parallelism splits q, k and v, which are one layer.
+            ValueError: an argument is missing, or does not apply to this type of attention.
         """
         if self.cross != (encoder_output is not None):
             need = "needs an" if self.cross else "takes no"
@@ -149,8 +134,10 @@ class MultiheadAttention(nn.Module):
         x = hidden_states
         if self.norm is not None:
             x = norm_for(self.norm, hidden_states, self.input_layers())
-        projections = self._project(x, x if encoder_output is None else encoder_output)
-        q, k, v = map(self._split_heads, projections)
+        source = x if encoder_output is None else encoder_output
+        q = self._split_heads(self.q_proj(x))
+        k = self._split_heads(self.k_proj(source))
+        v = self._split_heads(self.v_proj(source))
         if rotary_pos_emb is not None:
             q = rotate(q, rotary_pos_emb)
             k = rotate(k, rotary_pos_emb)
@@ -170,23 +157,7 @@ class MultiheadAttention(nn.Module):
         """Return the linear layers that ``hidden_states`` is passed to."""
         if self.cross:
             return [self.q_proj]
-        if self.fuse_qkv_params:
-            return [self.qkv_proj]
         return [self.q_proj, self.k_proj, self.v_proj]
-
-    def _project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q of ``x``, and k and v of ``source``, each (batch, length, channels)."""
-        if not self.fuse_qkv_params:
-            return self.q_proj(x), self.k_proj(source), self.v_proj(source)
-        qkv: Tensor = self.qkv_proj(x)
-        size = sum(self.qkv_sizes)
-        if qkv.shape[-1] != size:
-            raise ValueError(
-                f"qkv_proj returns {qkv.shape[-1]} of {size} channels, which are no whole heads of "
-                "q, k and v: under tensor parallelism use fuse_qkv_params=False"
-            )
-        q, k, v = qkv.split(self.qkv_sizes, -1)
-        return q, k, v
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """Return (batch, length, channels) as (batch, heads, length, kv_channels).

@@ -40,8 +40,6 @@ class TransformerLayer(nn.Module):
         bias: whether the linear layers have biases.
         activation: "gelu" (tanh approximation), "relu", "geglu" or "swiglu".
         normalization: "LayerNorm" or "RMSNorm".
-        fuse_qkv_params: whether q, k and v of the self-attention are one layer (see
-            `MultiheadAttention`).
         device: see `LayerNormLinear`.
         dtype: see `LayerNormLinear`.
         recipe: see `LayerNormLinear`.
@@ -63,7 +61,6 @@ class TransformerLayer(nn.Module):
         bias: bool = True,
         activation: str = "gelu",
         normalization: str = "LayerNorm",
-        fuse_qkv_params: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | RecipeName | None = None,
@@ -77,9 +74,7 @@ class TransformerLayer(nn.Module):
         def norm() -> nn.Module:
             return make_norm(normalization, hidden_size, layernorm_epsilon, **factory)
 
-        def attention(
-            attention_type: str, attn_mask_type: str, fuse_qkv_params: bool = False
-        ) -> MultiheadAttention:
+        def attention(attention_type: str, attn_mask_type: str) -> MultiheadAttention:
             return MultiheadAttention(
                 hidden_size,
                 num_attention_heads,
@@ -89,12 +84,11 @@ class TransformerLayer(nn.Module):
                 attn_mask_type=attn_mask_type,
                 attention_type=attention_type,
                 bias=bias,
-                fuse_qkv_params=fuse_qkv_params,
                 **factory,
             )
 
         self.input_layernorm = norm()
-        self.self_attn = attention("self", self_attn_mask_type, fuse_qkv_params)
+        self.self_attn = attention("self", self_attn_mask_type)
         self.cross_attn: MultiheadAttention | None = None
         if layer_type == "decoder":
             self.cross_attn_layernorm = norm()
@@ -174,12 +168,6 @@ TRANSFORMER_ENGINE = {
     "layernorm_mlp.fc2_{}": ("mlp.down_proj.{}",),
 }
 
-#: Our names with ``fuse_qkv_params=True``, and those of the layers that are one then.
-QKV_NAMES = {
-    f"self_attn.qkv_proj.{kind}": [f"self_attn.{part}_proj.{kind}" for part in ("q", "k", "v")]
-    for kind in ("weight", "bias")
-}
-
 #: Tables of names. Ours are Llama's.
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": {},
@@ -194,14 +182,13 @@ def load_transformer_layer(
 
     The layer may be converted and may have FP8 weights. If it is sharded, every rank calls this
     with whole tensors. A state dict does not contain the activation, epsilon and number of heads,
-    which are arguments of the constructor. If the layer has ``fuse_qkv_params=True``, its weight
-    gets the rows of q, k and v.
+    which are arguments of the constructor.
 
     Args:
         layer: the layer to load into.
         state_dict: the state dict of the layer, or of a model that has it under ``prefix``.
         names: "llama" or "transformer_engine". TransformerEngine's ``_extra_state`` is ignored.
-            Its own ``fuse_qkv_params=True`` is not supported: split the weight first.
+            Its ``fuse_qkv_params=True`` is not supported: split the weight first.
         prefix: the prefix of the layer's names, such as "model.layers.0.". Other names are ignored.
 
     Raises:
@@ -217,13 +204,7 @@ def load_transformer_layer(
         raise ValueError(f"state_dict has no name that begins with {prefix!r}")
 
     layer_state = layer.state_dict()
-    layer_names = set(layer_state)
-    joins_qkv = "self_attn.qkv_proj.weight" in layer_names
-    if joins_qkv:
-        layer_names.update(*QKV_NAMES.values())
-    renamed = _rename(layer_tensors, NAMES[names], layer_names)
-    if joins_qkv:
-        _join_qkv(renamed)
+    renamed = _rename(layer_tensors, NAMES[names], set(layer_state))
     if any(hasattr(value, "device_mesh") for value in layer_state.values()):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -258,15 +239,3 @@ def _rename(
         for our_name, part in zip(ours, tensor.chunk(len(ours)), strict=True):
             renamed[our_name] = part
     return renamed
-
-
-def _join_qkv(state_dict: dict[str, Any]) -> None:
-    """Replace the parameters of q, k and v by those of one layer, unless one is missing.
-
-    Args:
-        state_dict: tensors under our names. It is changed.
-    """
-    for joined_name, names in QKV_NAMES.items():
-        if all(name in state_dict for name in names):
-            parts = [state_dict.pop(name) for name in names]
-            state_dict[joined_name] = torch.cat(parts)
