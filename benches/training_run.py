@@ -624,13 +624,15 @@ def summary(runs: dict[str, Any]) -> dict[str, Any]:
             if reference in runs and runs[reference]["step"] >= run["step"]:
                 reference_losses.append(mean_loss(runs[reference], steps))
         above = loss / statistics.fmean(reference_losses) - 1 if reference_losses else None
+        # The first interval includes compilation.
+        speeds = run["speeds"][1:] or run["speeds"]
 
         results[name] = {
             "title": VARIANTS[name].title,
             "step": run["step"],
             "loss": loss,
             "above_bf16": above,
-            "tokens_per_second": statistics.median(run["speeds"]),
+            "tokens_per_second": statistics.median(speeds),
             "peak_memory": run["peak_memory"],
             "state_bytes_per_parameter": run.get("state_bytes", 0) * run["ranks"] / run["params"],
         }
