@@ -624,8 +624,9 @@ def summary(runs: dict[str, Any]) -> dict[str, Any]:
             if reference in runs and runs[reference]["step"] >= run["step"]:
                 reference_losses.append(mean_loss(runs[reference], steps))
         above = loss / statistics.fmean(reference_losses) - 1 if reference_losses else None
-        # The first interval includes compilation.
-        speeds = run["speeds"][1:] or run["speeds"]
+        speeds = run["speeds"]
+        if len(speeds) > 1:
+            speeds = speeds[1:]  # The first interval includes compilation.
 
         results[name] = {
             "title": VARIANTS[name].title,

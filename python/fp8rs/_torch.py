@@ -137,7 +137,8 @@ def outside_selective_checkpoints(
     FSDP2 calls in an all-gather, would therefore shift the numbers of all later operators.
 
     Without dispatch modes, this costs one check of the depth of their stack. Torch has no public
-    way to leave a mode that the caller has entered. While compiling, the function runs as it is.
+    way to leave a mode that the caller has entered. Compilers cannot trace the stack, so they trace
+    the function as it is.
     """
 
     @functools.wraps(function)

@@ -32,7 +32,7 @@ def rowwise(
     """Multiply operands with one scale per row."""
     a_scale = a.scale.contiguous()
     if out_dtype == torch.bfloat16:
-        b_scale = padded(b.scale, 16, 1, 1.0).t()
+        b_scale = padded(b.scale, 16, 1).t()
         return _run(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
     # The rowwise mode supports only bfloat16. In fp32, the scales are applied to the product.
     unit_scale = a.scale.new_ones(())
@@ -53,13 +53,13 @@ def blockwise(
     if b.format == formats.BLOCK_128X128:
         # cuBLAS reads 128x128 scales along the contracted dim in groups of four.
         blocks = 4
-        b_scale = padded(b.scale, 1, blocks, 1.0).contiguous()
+        b_scale = padded(b.scale, 1, blocks).contiguous()
     else:
         if b.data.shape[1] <= 128:
             # Torch would interpret a single 1x128 block as one scale per row.
             blocks = 2
-        b_scale = _outer_contiguous(padded(b.scale, 16, blocks, 1.0))
-    a_scale = _outer_contiguous(padded(a.scale, 16, blocks, 1.0))
+        b_scale = _outer_contiguous(padded(b.scale, 16, blocks))
+    a_scale = _outer_contiguous(padded(a.scale, 16, blocks))
 
     multiples = (16, 128 * blocks)
     out = _run(a, b, a_scale, b_scale.t(), bias, out_dtype, False, multiples, plain=True)
@@ -143,14 +143,20 @@ def _run(
 # --- operand layouts -----------------------------------------------------------------------------
 
 
-def padded(matrix: Tensor, rows: int, cols: int, fill: float = 0.0) -> Tensor:
-    """Pad codes or scales to multiples of ``rows`` and ``cols``. Codes become contiguous."""
+def padded(matrix: Tensor, rows: int, cols: int) -> Tensor:
+    """Pad codes with 0 or scales with 1, to multiples of ``rows`` and ``cols``.
+
+    Codes become contiguous.
+    """
     m, k = matrix.shape
     is_codes = matrix.element_size() == 1
     if m % rows == 0 and k % cols == 0:
         return matrix.contiguous() if is_codes else matrix
+
     padding = (0, _missing(k, cols), 0, _missing(m, rows))
-    return _pad_codes(matrix, padding) if is_codes else pad(matrix, padding, value=fill)
+    if is_codes:
+        return _pad_codes(matrix, padding)
+    return pad(matrix, padding, value=1.0)
 
 
 # FSDP2 runs the same views in its all-gathers, where selective checkpointing counts them.
