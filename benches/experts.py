@@ -35,8 +35,10 @@ With ``--rank-of``, collectives are local copies of the same sizes: a gather cop
 for each rank, and a reduction takes the rank's part. This measures computation and memory, without
 communication between GPUs. comm then only changes the dtype of the reductions.
 
-All variants run one after the other in one group of processes. If a variant fails or
-exceeds ``--limit`` seconds, a new group runs the variants after it. The JSON file is written after
+All variants run one after the other in one group of processes. Variants can be named several times,
+as in ``--variants bf16,auto,bf16,auto``. The table then has the steps of all runs of a variant, so
+that a host whose speed changes slows down all of them. If a variant fails or exceeds ``--limit``
+seconds, a new group runs the variants after it. The JSON file is written after
 each measurement. "ms" are the times of steps between CUDA events, "host ms" the times in which the
 host submits a step. Peak memory is the peak of torch's allocator.
 """
@@ -240,7 +242,7 @@ def _measure(options: argparse.Namespace, report: dict[str, Any], save: Callable
             # The last job that began is the one that failed. Go on after it.
             failed_job = started_jobs[-1]
             record_failure(failed_job, str(error))
-            pending_jobs = pending_jobs[pending_jobs.index(failed_job) + 1 :]
+            pending_jobs = pending_jobs[len(started_jobs) :]
 
 
 # --- on a rank -----------------------------------------------------------------------------------
@@ -578,7 +580,11 @@ def tables(report: dict[str, Any]) -> str:
     results_by_case: dict[tuple[str, int, str], dict[str, Any]] = {}
     for result in report["results"]:
         case = (result["model"], result["tokens"], result["routing"])
-        results_by_case.setdefault(case, {})[result["variant"]] = result
+        results = results_by_case.setdefault(case, {})
+        earlier = results.get(result["variant"])
+        if earlier is not None:
+            result = {**result, "ms": earlier["ms"] + result["ms"]}
+        results[result["variant"]] = result
 
     lines = []
     for (model, tokens, routing), results in results_by_case.items():
