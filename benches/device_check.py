@@ -91,6 +91,15 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
     norm_weight = normal(cols)
     norm_bias = normal(cols)
 
+    # Two experts of each token, of which the sixth is on another rank. Sorted on the CPU, because
+    # devices order equal elements differently.
+    experts = 5
+    sorted_experts, sorted_pairs = torch.randint(experts + 1, (2 * rows,)).sort()
+    row_experts = sorted_experts.to(device)
+    row_pairs = sorted_pairs.to(device)
+    ends, padded_ends, row_tokens, _ = ops.route_rows(row_experts, row_pairs, experts, 2)
+    gated = normal(2 * rows, 64)
+
     def delayed(columnwise: bool) -> Call:
         return lambda: (ops.quantize_delayed(x, scale, amax, E4M3, True, columnwise), amax)
 
@@ -146,6 +155,11 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
         "LayerNorm + transpose": norm(True, True, True),
         "SwiGLU + transpose": lambda: ops._quantize_glu(x, gate, "silu", E4M3, True, True),
         "GeGLU's gradients": lambda: ops._quantize_glu_backward(x, gate, dy, "gelu_tanh", E4M3),
+        "routes of rows": lambda: ops.route_rows(row_experts, row_pairs, experts, 2),
+        "groups of tokens": lambda: ops.quantize_groups(
+            x, ends, padded_ends, E4M3, index=row_tokens
+        ),
+        "groups of SwiGLU": lambda: ops.quantize_gated(gated, ends, padded_ends, "silu", E4M3),
         "rebase 32x32, rows": lambda: ops.rebase(codes, scales_32x32, (32, 32), 0),
         "rebase 32x32, columns": lambda: ops.rebase(codes, scales_32x32, (32, 32), 1),
         "rebase 1x32, columns": lambda: ops.rebase(codes, scales_1x32, (1, 32), 1),

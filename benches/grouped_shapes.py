@@ -65,7 +65,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fp8rs.nn.functional import key_of
-from fp8rs.nn.grouped_function import gated_mlp
+from fp8rs.nn.grouped_function import GroupBounds, gated_mlp
 from fp8rs.quantize.recipes import quant_spec, resolve_recipe
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.quantizer import Quantizer
@@ -370,8 +370,9 @@ def _mlp(
     x = random(case.rows, case.size.hidden, device=device).requires_grad_()
     dy = random(case.rows, case.size.hidden, device=device)
     # Each row is a token of its own.
-    row_tokens = torch.arange(case.rows, dtype=torch.int32, device=device)
-    token_rows = row_tokens.long().unsqueeze(1)
+    row_tokens = torch.arange(case.rows, device=device)
+    token_rows = row_tokens.unsqueeze(1)
+    bounds = GroupBounds(case.ends, case.padded_ends)
     key = key_of("current")
 
     def bf16() -> object:
@@ -384,7 +385,7 @@ def _mlp(
 
     def fp8() -> object:
         gate_up, down = fp8_weights
-        y = gated_mlp(x, gate_up, down, row_tokens, token_rows, case.ends, "silu", key, False)
+        y = gated_mlp(x, gate_up, down, row_tokens, token_rows, bounds, "silu", key, False)
         return torch.autograd.grad(y, (x, gate_up, down), dy)
 
     def permuting() -> object:
@@ -576,7 +577,7 @@ def _permuting(case: Case, tokens: int, device: str) -> list[Kernel]:
 
     # Rows are sorted by expert: `order` is the position of each row in (tokens, top_k).
     order = top_k_index(tokens, top_k, case.counts).view(-1).sort().indices
-    row_tokens = (order // top_k).to(torch.int32).to(device)
+    row_tokens = (order // top_k).to(device)
     token_rows = torch.empty_like(order).scatter_(0, order, torch.arange(rows))
     token_rows = token_rows.view(tokens, top_k).to(device)
 

@@ -312,6 +312,26 @@ impl Groups<'_> {
     }
 }
 
+/// Where the rows of grouped GEMMs come from. A pair is a token and one of its `k` experts, with the number
+/// token * `k` + position. Rows are pairs in the order of their experts.
+#[derive(Debug)]
+pub struct Routes<'a> {
+    /// The expert of each row, in ascending order; int64.
+    pub row_experts: View<'a>,
+    /// The pair of each row; int64.
+    pub row_pairs: View<'a>,
+    /// The number of experts of a token.
+    pub k: usize,
+    /// Output: the row after the last one of each expert; int32, one element per expert.
+    pub ends: ViewMut<'a>,
+    /// Output: the same with each expert's rows padded; int32, one element per expert.
+    pub padded_ends: ViewMut<'a>,
+    /// Output: the token of each row; int64.
+    pub row_tokens: ViewMut<'a>,
+    /// Output: the row of each pair; int64.
+    pub token_rows: ViewMut<'a>,
+}
+
 /// A validated call of `ops::quantize_groups`.
 pub(crate) struct GroupCall<'a> {
     pub(crate) x: View<'a>,

@@ -13,11 +13,11 @@ use super::{pool, rows};
 use crate::error::{Arg, Error};
 use crate::format::Fp8Format;
 use crate::format::activation::Activation;
-use crate::format::groups::bounds;
+use crate::format::groups::{Bounds, bounds, end_of};
 use crate::format::scale::reciprocal;
 use crate::format::wide::canonical;
 use crate::layout::{Matrix, View, ViewMut};
-use crate::spec::{Gated, GroupCall, Groups, ScaleRule};
+use crate::spec::{Gated, GroupCall, Groups, Routes, ScaleRule};
 
 pub(crate) fn group_bounds(
     offs: View,
@@ -41,10 +41,49 @@ pub(crate) fn group_bounds(
             .into(),
         });
     }
+    write_bounds(&bounds, ends, padded_ends);
+    Ok(())
+}
+
+/// Writes bounds to int32 rows with an element per group.
+fn write_bounds(bounds: &Bounds, ends: ViewMut, padded_ends: ViewMut) {
     for (out, values) in [(ends.matrix(), &bounds.ends), (padded_ends.matrix(), &bounds.padded_ends)] {
         for (i, value) in values.iter().enumerate() {
             // SAFETY: validation checked that these outputs are int32 rows with an element per group.
             unsafe { out.write(0, i, *value) };
+        }
+    }
+}
+
+pub(crate) fn route_rows(routes: Routes) -> Result<(), Error> {
+    let Routes { row_experts, row_pairs, k, ends, padded_ends, row_tokens, token_rows } = routes;
+    let (row_experts, row_pairs) = (row_experts.matrix(), row_pairs.matrix());
+    let rows = row_pairs.cols;
+    // SAFETY: validation checked that these are int64 rows with an element per row.
+    let expert_of = |row| unsafe { row_experts.read::<i64>(0, row) };
+    let pair_of = |row| unsafe { row_pairs.read::<i64>(0, row) };
+    for row in 0..rows {
+        let pair = pair_of(row);
+        if usize::try_from(pair).is_ok_and(|pair| pair < rows) {
+            continue;
+        }
+        return Err(Error::Value {
+            arg: Arg::Item("row_pairs", row),
+            got: pair.to_string(),
+            expected: format!("from 0 to {}, because row_pairs is a permutation", rows - 1).into(),
+        });
+    }
+
+    let ends_of_experts = (0..ends.cols()).map(|expert| end_of(expert as i64, rows, expert_of) as i32);
+    write_bounds(&bounds(ends_of_experts, rows), ends, padded_ends);
+    let (row_tokens, token_rows) = (row_tokens.matrix(), token_rows.matrix());
+    for row in 0..rows {
+        let pair = pair_of(row) as usize;
+        // SAFETY: validation checked that these outputs are int64 rows with an element per row, and `pair` is
+        // below the number of rows.
+        unsafe {
+            row_tokens.write(0, row, (pair / k) as i64);
+            token_rows.write(0, pair, row as i64);
         }
     }
     Ok(())
@@ -140,8 +179,8 @@ impl<'a, T: Element> Reader<'a, T> {
 
     #[inline(always)]
     fn row(&mut self, row: usize, cols: Range<usize>) -> &[T] {
-        // SAFETY: validation checked that the index is an int32 row with an element for each row.
-        let row = self.index.map_or(row, |index| (unsafe { index.read::<i32>(0, row) }).max(0) as usize);
+        // SAFETY: validation checked that the index is an int64 row with an element for each row.
+        let row = self.index.map_or(row, |index| (unsafe { index.read::<i64>(0, row) }).max(0) as usize);
         // SAFETY: the row is clamped to the rows of `x`, whose elements are `T`.
         unsafe { self.x.row(row.min(self.x.rows - 1), cols, &mut self.buffer) }
     }

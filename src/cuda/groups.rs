@@ -16,7 +16,7 @@ use crate::error::Error;
 use crate::format::activation::Activation;
 use crate::format::groups::padded_columns;
 use crate::layout::{Device, Matrix, View, ViewMut};
-use crate::spec::{BlockPlane, Gated, GroupCall, Stream};
+use crate::spec::{BlockPlane, Gated, GroupCall, Routes, Stream};
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -27,6 +27,20 @@ struct GroupBoundsArgs {
     invalid: *mut u8,
     count: i64,
     rows: i64,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RouteArgs {
+    row_experts: *const u8,
+    row_pairs: *const u8,
+    ends: *mut u8,
+    padded_ends: *mut u8,
+    row_tokens: *mut u8,
+    token_rows: *mut u8,
+    count: i64,
+    rows: i64,
+    k: i64,
 }
 
 #[derive(Clone, Copy)]
@@ -69,12 +83,14 @@ struct GroupArgs {
     unused: u32,
 }
 
-args!(GroupBoundsArgs, ZeroTailArgs, GroupArgs);
+args!(GroupBoundsArgs, RouteArgs, ZeroTailArgs, GroupArgs);
 
 // Defined in `kernels/groups.cu`.
 const X_VECTORS: u32 = 1;
 const DY_VECTORS: u32 = 2;
 const VALUE_VECTORS: u32 = 4;
+/// Threads of a block that computes bounds, or routes of rows.
+const BOUNDS_THREADS: u32 = 1024;
 /// Rows that a thread block of the maxima's kernels processes.
 const STRIP_ROWS: usize = 128;
 /// The most thread blocks that zero rows. Each takes rows in turn.
@@ -83,6 +99,7 @@ const ZERO_BLOCKS: u64 = 1024;
 static GROUPS_MODULE: Module = module!("groups");
 
 static BOUNDS: Kernel = kernel!(GROUPS_MODULE, "group_bounds", GroupBoundsArgs);
+static ROUTE: Kernel = kernel!(GROUPS_MODULE, "route_rows", RouteArgs);
 static ZERO_TAIL: Kernel = kernel!(GROUPS_MODULE, "zero_tail", ZeroTailArgs);
 static AMAX: ByInput = by_input!(GROUPS_MODULE, "group_amax", GroupArgs);
 static GATED: ByInput = by_input!(GROUPS_MODULE, "group_gated", GroupArgs);
@@ -93,7 +110,12 @@ static CAST: ByTypes = by_types!(GROUPS_MODULE, "group_cast", GroupArgs);
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {
     let by_input = [&AMAX, &GATED, &GRADIENT].into_iter().flatten();
-    [&BOUNDS, &ZERO_TAIL].into_iter().chain(by_input).chain(&SCALES).chain(CAST.iter().flatten()).collect()
+    [&BOUNDS, &ROUTE, &ZERO_TAIL]
+        .into_iter()
+        .chain(by_input)
+        .chain(&SCALES)
+        .chain(CAST.iter().flatten())
+        .collect()
 }
 
 /// For each device, a flag that is 1 from the time when its kernel finds an invalid offset until the host
@@ -147,10 +169,29 @@ pub(crate) fn group_bounds(
         count: offs.cols() as i64,
         rows: rows as i64,
     };
-    launch(ordinal, stream, &BOUNDS, Grid { blocks: 1, threads: 1024 }, &args)?;
+    launch(ordinal, stream, &BOUNDS, Grid { blocks: 1, threads: BOUNDS_THREADS }, &args)?;
     // The host reads the flag after the launch, because CUDA_LAUNCH_BLOCKING=1 makes the launch wait for the
     // kernel.
     check_flag(flag, ordinal)
+}
+
+pub(crate) fn route_rows(routes: Routes, stream: Stream) -> Result<(), Error> {
+    let Routes { row_experts, row_pairs, k, ends, padded_ends, row_tokens, token_rows } = routes;
+    let rows = row_pairs.cols();
+    let args = RouteArgs {
+        row_experts: row_experts.ptr(),
+        row_pairs: row_pairs.ptr(),
+        ends: ends.ptr(),
+        padded_ends: padded_ends.ptr(),
+        row_tokens: row_tokens.ptr(),
+        token_rows: token_rows.ptr(),
+        count: ends.cols() as i64,
+        rows: rows as i64,
+        k: k as i64,
+    };
+    // The first block computes the bounds.
+    let blocks = 1 + (rows as u64).div_ceil(BOUNDS_THREADS.into());
+    launch(ordinal(row_pairs.device()), stream, &ROUTE, Grid { blocks, threads: BOUNDS_THREADS }, &args)
 }
 
 pub(crate) fn zero_tail(out: ViewMut, ends: View, stream: Stream) -> Result<(), Error> {

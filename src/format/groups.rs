@@ -36,6 +36,22 @@ pub(crate) fn bounds(offsets: impl IntoIterator<Item = i32>, rows: usize) -> Bou
     group_bounds
 }
 
+/// Returns the number of rows whose expert is at most `expert`, which is the row after the last one of that
+/// expert. `expert_of` returns the experts of rows, in ascending order.
+#[must_use]
+pub(crate) fn end_of(expert: i64, rows: usize, expert_of: impl Fn(usize) -> i64) -> usize {
+    let (mut first, mut last) = (0, rows);
+    while first < last {
+        let middle = (first + last) / 2;
+        if expert_of(middle) <= expert {
+            first = middle + 1;
+        } else {
+            last = middle;
+        }
+    }
+    first
+}
+
 /// Returns the largest number of columns that the columnwise plane of `rows` rows in `groups` groups can
 /// need. It depends on shapes only, so that no size is read from the device.
 #[must_use]
@@ -64,6 +80,14 @@ mod tests {
         for (offsets, group) in [([-1, 2], 0), ([5, 4], 1), ([2, 9], 1), ([9, -1], 0)] {
             assert_eq!(bounds(offsets, 8).invalid, Some(group), "{offsets:?}");
         }
+    }
+
+    #[test]
+    fn rows_of_other_experts_are_after_the_last_end() {
+        let experts = [-1, 0, 0, 2, 2, 5];
+        let ends = [0, 1, 2, 3].map(|expert| end_of(expert, experts.len(), |row| experts[row]));
+        assert_eq!(ends, [3, 3, 5, 5]);
+        assert_eq!(end_of(0, 0, |_| unreachable!()), 0);
     }
 
     #[test]

@@ -6,7 +6,9 @@ use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::format::groups::padded_columns;
 use crate::layout::{DType, Device, View, ViewMut};
-use crate::spec::{BlockPlane, Gated, GroupCall, Groups, ScaleRule, Stream, gated_shape, indexed_shape};
+use crate::spec::{
+    BlockPlane, Gated, GroupCall, Groups, Routes, ScaleRule, Stream, gated_shape, indexed_shape,
+};
 use crate::{cpu, cuda};
 
 /// Computes the bounds of groups from untrusted offsets into `rows` rows (`format::groups::bounds`).
@@ -33,14 +35,55 @@ pub fn group_bounds(
     }
     contiguous("offs", offs.is_contiguous())?;
     shape("offs", offs.shape(), (1, offs.cols()), "a vector with one element for each group")?;
-    if i32::try_from(padded_columns(rows, offs.cols())).is_err() {
-        let expected =
-            "below 2^31 even if each group is padded to a multiple of 16 rows; split the rows".into();
-        return Err(Error::Value { arg: "rows".into(), got: rows.to_string(), expected });
-    }
+    padded_ends_fit(rows, offs.cols())?;
     match call.finish()? {
         Device::Cpu => cpu::group_bounds(offs, rows, ends, padded_ends),
         Device::Cuda(_) => cuda::group_bounds(offs, rows, ends, padded_ends, stream),
+    }
+}
+
+/// Checks that the padded ends of groups fit int32.
+fn padded_ends_fit(rows: usize, groups: usize) -> Result<(), Error> {
+    if i32::try_from(padded_columns(rows, groups)).is_ok() {
+        return Ok(());
+    }
+    let expected = "below 2^31 even if each group is padded to a multiple of 16 rows; split the rows".into();
+    Err(Error::Value { arg: "rows".into(), got: rows.to_string(), expected })
+}
+
+/// Computes the ends of experts (`format::groups::end_of`, `format::groups::bounds`), the token of each row and
+/// the row of each pair. Rows of an expert that is not a group are after the last end.
+///
+/// `row_pairs` must be a permutation. If a pair is not below the number of rows, the call returns an error on
+/// the CPU, and nothing is written. On CUDA, which does not wait for the device, its row has the token 0.
+pub fn route_rows(routes: Routes, stream: Stream) -> Result<(), Error> {
+    let Routes { row_experts, row_pairs, k, ends, padded_ends, row_tokens, token_rows } = &routes;
+    let (rows, groups) = (row_experts.cols(), ends.cols());
+    let mut call = Call::default();
+    for (arg, view) in [("row_experts", row_experts), ("row_pairs", row_pairs)] {
+        call.input(arg, view, Kind::Is(DType::I64))?;
+        one_matrix(arg, view.batch())?;
+        shape(arg, view.shape(), (1, rows), "a vector with one element for each row")?;
+        contiguous(arg, view.is_contiguous())?;
+    }
+    for (arg, out) in [("ends", ends), ("padded_ends", padded_ends)] {
+        call.output(arg, out, Kind::Is(DType::I32))?;
+        shape(arg, out.shape(), (1, groups), "one element for each expert")?;
+        contiguous(arg, out.is_contiguous())?;
+    }
+    for (arg, out) in [("row_tokens", row_tokens), ("token_rows", token_rows)] {
+        call.output(arg, out, Kind::Is(DType::I64))?;
+        shape(arg, out.shape(), (1, rows), "one element for each row")?;
+        contiguous(arg, out.is_contiguous())?;
+    }
+    if *k == 0 && rows > 0 {
+        let expected = "at least 1, because each row is a pair of a token and one of its k experts".into();
+        return Err(Error::Value { arg: "k".into(), got: "0".into(), expected });
+    }
+    padded_ends_fit(rows, groups)?;
+    match call.finish()? {
+        Device::Cpu => cpu::route_rows(routes),
+        Device::Cuda(_) => cuda::route_rows(routes, stream),
     }
 }
 
@@ -71,7 +114,7 @@ pub fn zero_tail(out: ViewMut, ends: View, stream: Stream) -> Result<(), Error> 
 }
 
 /// Quantizes groups of rows in one or both directions. Row `i` is row `index[i]` of `x`, or row `i` without an
-/// index. `index` is int32, and an index outside of `x` is replaced by the nearest row.
+/// index. `index` is int64, and an index outside of `x` is replaced by the nearest row.
 ///
 /// Rowwise, each row has a scale: codes (rows, cols), scales (rows, 1). Rows that belong to no group have
 /// codes 0 and scale 1, and are not read.
@@ -96,7 +139,7 @@ pub fn quantize_groups(
     one_matrix("x", x.batch())?;
     let (rows, cols) = indexed_shape(&x, index.as_ref());
     if let Some(index) = &index {
-        call.input("index", index, Kind::Is(DType::I32))?;
+        call.input("index", index, Kind::Is(DType::I64))?;
         shape("index", index.shape(), (1, rows), "a vector with one element for each row")?;
         contiguous("index", index.is_contiguous())?;
         if x.rows() == 0 && rows > 0 {

@@ -33,7 +33,7 @@ pub use crate::format::activation::Activation;
 pub use crate::format::e8m0::Rounding;
 pub use crate::spec::{
     AdamW, AdamWTensor, Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward,
-    Gated, Glu, Groups, Hyper, Norm, Numbers, ScaleRule, Stream, Target, TensorPlanes,
+    Gated, Glu, Groups, Hyper, Norm, Numbers, Routes, ScaleRule, Stream, Target, TensorPlanes,
 };
 pub use adamw::*;
 pub use blocks::*;

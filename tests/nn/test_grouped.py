@@ -17,7 +17,7 @@ from distributed import ranks
 from fp8rs.gemm import estimates
 from fp8rs.gemm import grouped as grouped_gemm
 from fp8rs.nn.functional import grouped_linear, key_of
-from fp8rs.nn.grouped_function import grouped
+from fp8rs.nn.grouped_function import bounds_of, grouped
 from fp8rs.quantize.recipes import quant_spec, resolve_recipe
 from fp8rs.tensor.quantizer import Quantizer
 from oracle.elements import encode
@@ -304,7 +304,8 @@ def test_wgrad_alone_runs_in_high_precision(device, monkeypatch, recipe, transpo
     for gemms in ("auto", "fp8", "gather"):
         leaves = [t.clone().requires_grad_() for t in (x, quantized(weight, recipe), bias)]
         key = key_of(resolve_recipe(recipe))
-        y = grouped(leaves[0], leaves[1], offs, leaves[2], key, transposed, gemms)
+        bounds = bounds_of(offs, x)
+        y = grouped(leaves[0], leaves[1], bounds, leaves[2], key, transposed, gemms)
         y.backward(dy)
         results[gemms] = [y.detach(), *(leaf.grad for leaf in leaves)]
     for i, other in enumerate(("fp8", "fp8", "gather", "fp8")):
@@ -368,7 +369,8 @@ def test_each_number_of_rows_is_estimated_once(monkeypatch):
     weight = torch.randn(3, OUT, IN)
     offs = torch.tensor([4, 7, 16], dtype=torch.int32)
     for rows in (32, 16, 32, 16):
-        grouped(torch.randn(rows, IN), weight, offs, None, key_of("current"), gemms="auto")
+        x = torch.randn(rows, IN)
+        grouped(x, weight, bounds_of(offs, x), None, key_of("current"), gemms="auto")
     assert estimated == [32, 16]
 
 
@@ -380,9 +382,13 @@ def test_codes_or_the_input_are_saved_for_wgrad(device, monkeypatch, choice):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
         grouped(
-            leaf, quantized(weight, "current").requires_grad_(), offs, bias, key_of("current"),
+            leaf,
+            quantized(weight, "current").requires_grad_(),
+            bounds_of(offs, x),
+            bias,
+            key_of("current"),
             gemms="auto",
-        )  # fmt: skip
+        )
     saved_dtypes = [t.dtype for t in saved if t.dtype not in (torch.float32, torch.int32)]
     assert saved_dtypes == [torch.float8_e4m3fn if choice.wgrad else torch.bfloat16]
 

@@ -117,19 +117,19 @@ def test_a_nan_changes_its_row_and_its_column_of_its_group(device):
 def test_an_index_selects_rows(device):
     x = make(24, 48, device)
     lengths = [30, 0, 18]
-    index = torch.randint(24, (48,), generator=torch.Generator().manual_seed(1)).to(
-        device, torch.int32
-    )
+    index = torch.randint(24, (48,), generator=torch.Generator().manual_seed(1)).to(device)
     bounds = bounds_of(lengths, 48, device)
     actual = ops.quantize_groups(x, *bounds, E4M3, index=index)
-    check(actual, expected(x[index.long()], lengths, E4M3))
+    check(actual, expected(x[index], lengths, E4M3))
     outside = index.clone()
     outside[3] = -5
+    outside[4] = -(1 << 33)
     outside[40] = 1000
-    index[3] = 0
-    index[40] = 23
+    outside[41] = 1 << 33
+    index[3:5] = 0
+    index[40:42] = 23
     actual = ops.quantize_groups(x, *bounds, E4M3, index=outside)
-    check(actual, expected(x[index.long()], lengths, E4M3))
+    check(actual, expected(x[index], lengths, E4M3))
 
 
 @pytest.mark.parametrize("rowwise", [True, False])
@@ -331,6 +331,81 @@ def test_bounds_of_a_thousand_groups(device):
     assert torch.equal(padded_ends.cpu().long(), ((lengths + 15) // 16 * 16).cumsum(0))
 
 
+# --- routes --------------------------------------------------------------------------------------
+
+
+def routed(top_k_index, experts):
+    """Route pairs of a token and an expert with torch's operators."""
+    row_experts, row_pairs = top_k_index.reshape(-1).sort()
+    ids = torch.arange(experts, device=top_k_index.device)
+    offsets = torch.searchsorted(row_experts, ids, right=True, out_int32=True)
+    bounds = ops.group_bounds(offsets, row_experts)
+    row_tokens = row_pairs // top_k_index.shape[1]
+    return *bounds, row_tokens, row_pairs.argsort()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts"),
+    [(40, 2, 5), (1, 1, 1), (700, 4, 128), (300, 8, 1500), (0, 2, 3), (6, 2, 0)],
+)
+def test_rows_are_routed_as_with_operators_of_torch(device, tokens, k, experts):
+    generator = torch.Generator().manual_seed(0)
+    # Some pairs have experts of other ranks, and some experts have no pair.
+    top_k_index = torch.randint(experts + 2, (tokens, k), generator=generator).to(device)
+    top_k_index[top_k_index == 3] = 0
+    row_experts, row_pairs = top_k_index.reshape(-1).sort()
+    actual = ops.route_rows(row_experts, row_pairs, experts, k)
+    for result, wanted in zip(actual, routed(top_k_index, experts), strict=True):
+        assert result.dtype == wanted.dtype
+        assert torch.equal(result, wanted)
+
+
+def test_negative_experts_belong_to_the_first_one(device):
+    row_experts = torch.tensor([-3, 0, 2], device=device)
+    row_pairs = torch.tensor([2, 0, 1], device=device)
+    ends, padded_ends, row_tokens, pair_rows = ops.route_rows(row_experts, row_pairs, 2, 1)
+    assert (ends.tolist(), padded_ends.tolist()) == ([2, 2], [16, 16])
+    assert (row_tokens.tolist(), pair_rows.tolist()) == ([2, 0, 1], [1, 2, 0])
+
+
+@pytest.mark.parametrize("pair", [-1, 3])
+def test_a_pair_that_is_not_a_row_is_an_error_on_the_cpu(pair):
+    row_pairs = torch.tensor([0, pair, 1])
+    with pytest.raises(ValueError, match=rf"row_pairs\[1\] is {pair}; it must be from 0 to 2"):
+        ops.route_rows(torch.zeros(3, dtype=torch.int64), row_pairs, 2, 1)
+
+
+@pytest.mark.gpu
+def test_a_pair_that_is_not_a_row_writes_nothing_on_a_gpu():
+    row_pairs = torch.tensor([0, 7, -2], device="cuda")
+    *_, row_tokens, _ = ops.route_rows(torch.zeros_like(row_pairs), row_pairs, 2, 1)
+    assert row_tokens.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"row_experts": torch.zeros(8, dtype=torch.int32)}, TypeError, "row_experts"),
+        ({"row_pairs": torch.zeros(7, dtype=torch.int64)}, ValueError, "row_pairs"),
+        ({"experts": -1}, ValueError, "experts is -1"),
+        ({"k": 0}, ValueError, "k is 0"),
+    ],
+)
+def test_bad_arguments_of_routes_are_named(device, change, error, message):
+    arguments = {
+        "row_experts": torch.zeros(8, dtype=torch.int64),
+        "row_pairs": torch.arange(8),
+        "experts": 2,
+        "k": 2,
+        **change,
+    }
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            arguments[name] = value.to(device)
+    with pytest.raises(error, match=message):
+        ops.route_rows(**arguments)
+
+
 # --- refusals ------------------------------------------------------------------------------------
 
 
@@ -339,7 +414,7 @@ def test_bounds_of_a_thousand_groups(device):
     [
         ({"ends": torch.zeros(2, dtype=torch.int64)}, TypeError, "ends"),
         ({"padded_ends": torch.zeros(3, dtype=torch.int32)}, ValueError, "padded_ends"),
-        ({"index": torch.zeros(8, dtype=torch.int64)}, TypeError, "index"),
+        ({"index": torch.zeros(8, dtype=torch.int32)}, TypeError, "index"),
         ({"ends": torch.tensor([4, 0, 8, 0], dtype=torch.int32)}, ValueError, "ends is strided"),
         ({"rowwise": False, "columnwise": False}, ValueError, "rowwise"),
         ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype"),
@@ -394,4 +469,6 @@ def test_opcheck(device):
     bounds = bounds_of([20, 12], 40, device)
     torch.library.opcheck(ops.group_bounds.default, (bounds[0], x))
     torch.library.opcheck(ops.quantize_groups.default, (x, *bounds, E4M3))
+    pairs = torch.arange(40, device=device)
+    torch.library.opcheck(ops.route_rows.default, (pairs // 9, pairs, 3, 2))
     torch.library.opcheck(ops.quantize_gated.default, (x, *bounds, "silu", E4M3, True, False))

@@ -113,7 +113,7 @@ NAMES = [
 #: The operators that optim/test_adamw.py, test_random.py, test_rows.py, test_groups.py and
 #: test_combine.py check.
 OTHER_NAMES = ["adamw_", "random_uniform_", "sum_rows_"]
-OTHER_NAMES += ["group_bounds", "quantize_gated", "quantize_groups"]
+OTHER_NAMES += ["group_bounds", "quantize_gated", "quantize_groups", "route_rows"]
 OTHER_NAMES += ["combine_rows", "combine_rows_backward"]
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fp8rs._torch import (
     current_stream_id,
+    outside_inference_mode,
     profiler_range,
     reshards_parameters,
     sharded_local_tensor,
@@ -295,7 +296,7 @@ class GatherUnit:
         """Cast master weights on the current stream, and pack the codes of all shards."""
         assert self._scales_ready is not None
         device = shards[0].device
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             self.wait_for_writes()
             self._scales_ready.wait()
             inputs = self._quantizer.all_gather_inputs(shards)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp8rs._torch import outside_selective_checkpoints, own_part
+from fp8rs._torch import outside_inference_mode, outside_selective_checkpoints, own_part
 from fp8rs.model.handle import AllGatherInputs, LocalTensor
 from fp8rs.tensor.plane_storage import PlaneStorage
 from fp8rs.tensor.quantized import wrap
@@ -77,12 +77,12 @@ def post_all_gather(
         planes = layout.planes_of_last_unshard(storage, outputs, shard_spec, metadata.scale)
         if planes is None:
             # A training forward may write tensors that an inference forward has created.
-            with torch.inference_mode(False), torch.no_grad():
+            with outside_inference_mode(), torch.no_grad():
                 planes = layout.unpack(outputs, shard_spec, metadata.scale, storage)
         storage.rowwise, storage.columnwise = planes
         return None
 
-    with torch.inference_mode(False), torch.no_grad():
+    with outside_inference_mode(), torch.no_grad():
         planes = layout.unpack(outputs, shard_spec, metadata.scale)
         shape = torch.Size(shard_spec.unsharded_shape)
         weight = wrap(PlaneStorage(*planes, gathered=True), shape, param_dtype)

@@ -226,7 +226,7 @@ class TensorwiseShardQuantizer(ShardQuantizer):
     def _cast_shards(self, casts: Sequence[ShardCast]) -> None:
         """Quantize shards with the scales on their handles, in one launch."""
         values = [shard_cast.shard.data for shard_cast in casts]
-        scales = torch.hstack([_scale_of(shard_cast.shard) for shard_cast in casts])
+        scales = torch.cat([_scale_of(shard_cast.shard).view(-1) for shard_cast in casts])
         codes = [shard_cast.codes for shard_cast in casts]
         _multi_quantize(values, scales, codes, True)
 

@@ -28,6 +28,7 @@ from fp8rs._torch import (
     fsdp_groups,
     fsdp_is_initialized,
     local_tensor,
+    outside_inference_mode,
     set_local_tensor,
     set_plainly,
     sharded_local_tensor,
@@ -360,7 +361,7 @@ class ShardedModel:
         fp8_shards = [shard for shard in shards if shard.is_fp8]
         masters = [shard for shard in shards if not shard.is_fp8]
 
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             for unit in units:
                 unit.wait_for_writes()
             if fp8_shards:
@@ -396,7 +397,7 @@ class ShardedModel:
         if handles is None:
             handles = self.handles()
         shards = []
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             for handle in handles:
                 if isinstance(handle, Float8ParamHandle) and not handle.local.is_meta:
                     self.unit_of(handle).wait_for_writes()
@@ -423,7 +424,7 @@ class ShardedModel:
         shards = []
         for handle, shard_values in zip(handles, values, strict=True):
             shards.append(self.quantizer.local_shard(handle, shard_values))
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             for handle, planes in zip(handles, self.quantizer.quantize(shards), strict=True):
                 storage = handle.local._storage
                 row = planes[0]

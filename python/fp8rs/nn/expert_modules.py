@@ -31,6 +31,8 @@ from .fp8_params import Float8Params
 from .functional import as_stored, cast_input, key_of, local_part
 from .grouped_function import (
     Gemms,
+    GroupBounds,
+    bounds_of,
     check_arguments,
     gated_mlp,
     grouped,
@@ -42,6 +44,7 @@ TRANSFORMERS_KEY = "fp8rs"
 
 _combine_rows = torch.ops.fp8rs.combine_rows.default
 _combine_rows_backward = torch.ops.fp8rs.combine_rows_backward.default
+_route_rows = torch.ops.fp8rs.route_rows.default
 
 
 class Float8Experts(Float8Params):
@@ -156,7 +159,10 @@ class GroupedGemms(TorchFunctionMode):
             return out
         weight, transposed = as_stored(mat_b.transpose(-2, -1))
         check_arguments(mat_a, weight, offs, None, transposed)
-        return grouped(mat_a, weight, offs, None, self.key, transposed, self.gemms, zero_tail=False)
+        bounds = bounds_of(offs, mat_a)
+        return grouped(
+            mat_a, weight, bounds, None, self.key, transposed, self.gemms, zero_tail=False
+        )
 
 
 def experts_forward(
@@ -202,18 +208,27 @@ def experts_forward(
     _check_routed(hidden_states, top_k_index, top_k_weights, features, up.device)
     x = cast_input(hidden_states, up.dtype)
     routing = _route(top_k_index, up.shape[0], parallel)
-    offs = routing.offs
+    bounds = routing.bounds
 
     activation = None if gemms == "gather" else self._fp8_activation
     if activation and prefers_gated_mlp(routing.row_tokens.shape[0], up, down, gemms):
-        row_tokens = routing.row_tokens.to(torch.int32)
-        y = gated_mlp(x, up, down, row_tokens, routing.token_rows, offs, activation, key, parallel)
+        y = gated_mlp(
+            x,
+            up,
+            down,
+            routing.row_tokens,
+            routing.token_rows,
+            bounds,
+            activation,
+            key,
+            parallel,
+        )
     else:
         x = _Gather.apply(x, routing.row_tokens, routing.token_rows)
-        hidden = grouped(x, up, offs, up_bias, key, transposed, gemms, parallel)
+        hidden = grouped(x, up, bounds, up_bias, key, transposed, gemms, parallel)
         hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
         hidden = cast_input(hidden, down.dtype)
-        y = grouped(hidden, down, offs, down_bias, key, transposed, gemms, parallel)
+        y = grouped(hidden, down, bounds, down_bias, key, transposed, gemms, parallel)
 
     if getattr(self, "has_post_expert_norm", False):
         y = self.post_expert_norm(y)
@@ -306,12 +321,12 @@ class _Routing(NamedTuple):
     """The rows of grouped GEMMs: pairs of a token and an expert, sorted by expert.
 
     Attributes:
-        offs: int32 (E,), the row after the last one of each expert.
+        bounds: where the rows of each expert end.
         row_tokens: (T * k,), the token of each row. Rows of experts of other ranks are the last.
         token_rows: (T, k), the rows of each token.
     """
 
-    offs: Tensor
+    bounds: GroupBounds
     row_tokens: Tensor
     token_rows: Tensor
 
@@ -338,15 +353,10 @@ def _route(top_k_index: Tensor, experts: int, parallel: bool) -> _Routing:
                 f"least 0 and less than {experts}, the number of experts"
             )
 
-    device = row_experts.device
-    expert_ids = torch.arange(experts, dtype=row_experts.dtype, device=device)
-    offs = torch.searchsorted(row_experts, expert_ids, right=True, out_int32=True)
-
-    # A pair is token * k + position. Invert the permutation of pairs.
-    rows = torch.arange(row_pairs.shape[0], device=device)
-    pair_rows = torch.empty_like(row_pairs).scatter_(0, row_pairs, rows)
-    row_tokens = row_pairs // top_k_index.shape[-1]
-    return _Routing(offs, row_tokens, pair_rows.view(top_k_index.shape))
+    ends, padded_ends, row_tokens, pair_rows = _route_rows(
+        row_experts.long(), row_pairs, experts, top_k_index.shape[-1]
+    )
+    return _Routing(GroupBounds(ends, padded_ends), row_tokens, pair_rows.view(top_k_index.shape))
 
 
 class _Gather(torch.autograd.Function):

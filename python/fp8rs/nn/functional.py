@@ -14,7 +14,7 @@ from fp8rs.model.linear_spec import register
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
 from .function import prepare_compilers
-from .grouped_function import check_arguments, check_sizes, grouped
+from .grouped_function import bounds_of, check_arguments, check_sizes, grouped
 
 __all__ = ["check_offsets", "grouped_linear"]
 
@@ -69,7 +69,7 @@ def grouped_linear(
     check_arguments(x, weight, offs, bias, transposed)
     check_sizes(weight)
     key = key_of("current" if recipe is None else recipe)
-    return grouped(cast_input(x), weight, offs, bias, key, transposed)
+    return grouped(cast_input(x), weight, bounds_of(offs, x), bias, key, transposed)
 
 
 def check_offsets() -> None:

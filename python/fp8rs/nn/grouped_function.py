@@ -50,10 +50,28 @@ _quantize_groups = torch.ops.fp8rs.quantize_groups.default
 _transpose = torch.ops.fp8rs.transpose.default
 
 
+class GroupBounds(NamedTuple):
+    """Where groups end.
+
+    Attributes:
+        ends: int32 (E,), the row after the last one of each group.
+        padded_ends: int32 (E,), the same with each group padded to the multiple that wgrad
+            requires.
+    """
+
+    ends: Tensor
+    padded_ends: Tensor
+
+
+def bounds_of(offs: Tensor, x: Tensor) -> GroupBounds:
+    """Check offsets into the rows of ``x``, int32 (E,), and return the bounds of the groups."""
+    return GroupBounds(*_group_bounds(offs.contiguous(), x))
+
+
 def grouped(
     x: Tensor,
     weight: Tensor,
-    offs: Tensor,
+    bounds: GroupBounds,
     bias: Tensor | None,
     key: str,
     transposed: bool = False,
@@ -66,7 +84,7 @@ def grouped(
         x: (rows, in), float32, bfloat16 or float16.
         weight: (E, out, in) or (E, \*, in), in high precision or a QuantizedTensor, as it is
             stored. If ``transposed``, (E, in, out).
-        offs: int32 (E,), the row after the last one of each group.
+        bounds: where the groups end.
         bias: (E, out) or None.
         key: the key of a recipe (`fp8rs.model.linear_spec.register`).
         transposed: whether the matrices are stored transposed.
@@ -90,7 +108,8 @@ def grouped(
     if not torch.is_grad_enabled():  # ctx.needs_input_grad would be True all the same
         weight = weight.detach()
     call = GroupedCall(spec, transposed, zero_tail, choice)
-    out: Tensor = _Grouped.apply(x, weight, offs, bias, call)
+    ends, padded_ends = bounds  # in a graph named tuples arrive as plain tuples
+    out: Tensor = _Grouped.apply(x, weight, ends, padded_ends, bias, call)
     return out
 
 
@@ -155,7 +174,7 @@ def gated_mlp(
     down: Tensor,
     row_tokens: Tensor,
     token_rows: Tensor,
-    offs: Tensor,
+    bounds: GroupBounds,
     activation: str,
     key: str,
     zero_tail: bool,
@@ -172,9 +191,9 @@ def gated_mlp(
         x: the tokens (T, H), float32, bfloat16 or float16.
         gate_up: (E, 2 * I, H), the gate's rows first, with one scale per expert.
         down: (E, H, I), with one scale per expert.
-        row_tokens: int32 (rows,), the token of each row. Rows are sorted by expert.
+        row_tokens: int64 (rows,), the token of each row. Rows are sorted by expert.
         token_rows: (T, k), the rows of each token.
-        offs: int32 (E,), the row after the last one of each expert.
+        bounds: where the rows of each expert end.
         activation: "silu" or "gelu_tanh".
         key: the key of a recipe.
         zero_tail: as for `grouped`.
@@ -186,7 +205,10 @@ def gated_mlp(
         gate_up = gate_up.detach()
         down = down.detach()
     call = GroupedCall(grouped_spec_for(key), False, zero_tail, estimates.FP8)
-    y: Tensor = _GatedMlp.apply(x, gate_up, down, row_tokens, token_rows, offs, activation, call)
+    ends, padded_ends = bounds  # as in `grouped`
+    y: Tensor = _GatedMlp.apply(
+        x, gate_up, down, row_tokens, token_rows, ends, padded_ends, activation, call
+    )
     return y
 
 
@@ -278,18 +300,6 @@ class GroupedCall:
     transposed: bool
     zero_tail: bool
     choice: estimates.GroupedChoice
-
-
-class _GroupBounds(NamedTuple):
-    """Where groups end.
-
-    Attributes:
-        ends: (E,), the row after the last one of each group.
-        padded_ends: (E,), the same with each group padded to the multiple that wgrad requires.
-    """
-
-    ends: Tensor
-    padded_ends: Tensor
 
 
 # --- operands ------------------------------------------------------------------------------------
@@ -398,7 +408,7 @@ class _Codes(NamedTuple):
 def _quantize(
     spec: GroupedSpec,
     x: Tensor,
-    bounds: _GroupBounds,
+    bounds: GroupBounds,
     rowwise: bool,
     columnwise: bool,
     factors: Tensor | None = None,
@@ -413,7 +423,7 @@ def _quantize(
         rowwise: whether to make rowwise codes.
         columnwise: whether to make columnwise codes.
         factors: fp32 (E, cols), multiplied into the columns of the rowwise codes only.
-        row_tokens: int32 (rows,), the token of each row, or None.
+        row_tokens: int64 (rows,), the token of each row, or None.
     """
     ends, padded_ends = bounds
     options: dict[str, Any] = {"index": row_tokens, **spec.scale_options}
@@ -440,12 +450,16 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, call: GroupedCall
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        padded_ends: Tensor,
+        bias: Tensor | None,
+        call: GroupedCall,
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
         save_codes = needs_w and call.choice.wgrad
-        bounds = _GroupBounds(*_group_bounds(offs.contiguous(), x))
-        ends = bounds.ends
 
         # Without FP8 codes for wgrad, the input itself is saved.
         saved_x = x if needs_w else None
@@ -454,6 +468,7 @@ class _Grouped(torch.autograd.Function):
         if call.choice.rows:
             w = _weight_operand(call.spec.weight, weight, call.transposed)
             w_scale = w.quantized_scale
+            bounds = GroupBounds(ends, padded_ends)
             x_codes = _quantize(call.spec, x, bounds, True, save_codes, w.factors)
             y = _grouped_mm(
                 x_codes.row, x_codes.row_scale, w.codes, w.scale, ends, x.dtype, call.zero_tail
@@ -473,7 +488,7 @@ class _Grouped(torch.autograd.Function):
             saved_weight = weight
         else:
             w_scale = None
-        ctx.save_for_backward(saved_x, x_scale, saved_weight, w_scale, *bounds)
+        ctx.save_for_backward(saved_x, x_scale, saved_weight, w_scale, ends, padded_ends)
         ctx.call = call
         ctx.gathered_weight = gathered
         ctx.weight_shape = weight.shape
@@ -487,7 +502,7 @@ class _Grouped(torch.autograd.Function):
         refuse_double_backward("grouped linear layers")
         call: GroupedCall = ctx.call
         x, x_scale, weight, w_scale, ends, padded_ends = ctx.saved_tensors
-        needs_x, needs_w, _, needs_bias, _ = gradients_needed(ctx)
+        needs_x, needs_w, _, _, needs_bias, _ = gradients_needed(ctx)
         fp8_dgrad = needs_x and call.choice.rows
         fp8_wgrad = needs_w and call.choice.wgrad
         dy = dy.contiguous()
@@ -499,7 +514,7 @@ class _Grouped(torch.autograd.Function):
             w = _weight_operand(call.spec.weight, weight, not call.transposed, w_scale, dy)
             factors = w.factors
         if fp8_dgrad or fp8_wgrad:
-            bounds = _GroupBounds(ends, padded_ends)
+            bounds = GroupBounds(ends, padded_ends)
             grads = _quantize(call.spec, dy, bounds, fp8_dgrad, fp8_wgrad, factors)
 
         dx = dw = db = None
@@ -527,7 +542,7 @@ class _Grouped(torch.autograd.Function):
 
         if needs_bias:
             db = _sum_groups(dy, ends, ctx.bias_dtype)
-        return dx, dw, None, db, None
+        return dx, dw, None, None, db, None
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -539,15 +554,14 @@ class _GatedMlp(torch.autograd.Function):
         down: Tensor,
         row_tokens: Tensor,
         token_rows: Tensor,
-        offs: Tensor,
+        ends: Tensor,
+        padded_ends: Tensor,
         activation: str,
         call: GroupedCall,
     ) -> Tensor:
         needs_x, needs_gate_up, needs_down = ctx.needs_input_grad[:3]
         spec = call.spec
-        # The bounds depend on the number of rows only, which `row_tokens` has too.
-        bounds = _GroupBounds(*_group_bounds(offs.contiguous(), row_tokens))
-        ends = bounds.ends
+        bounds = GroupBounds(ends, padded_ends)
 
         # gate_up_out is (rows, 2 * I), and activated has the codes of the activation (rows, I).
         x_codes = _quantize(spec, x, bounds, True, needs_gate_up, row_tokens=row_tokens)
@@ -616,7 +630,7 @@ class _GatedMlp(torch.autograd.Function):
         ) = ctx.saved_tensors
         call: GroupedCall = ctx.call
         spec = call.spec
-        bounds = _GroupBounds(ends, padded_ends)
+        bounds = GroupBounds(ends, padded_ends)
         needs_x, needs_gate_up, needs_down, *_ = gradients_needed(ctx)
         needs_d_gate_up_out = needs_x or needs_gate_up
         dx = d_gate_up = d_down = None
@@ -684,7 +698,7 @@ class _GatedMlp(torch.autograd.Function):
                 padded_ends,
                 ctx.gate_up_dtype,
             )
-        return dx, d_gate_up, d_down, None, None, None, None, None
+        return dx, d_gate_up, d_down, None, None, None, None, None, None
 
 
 # --- biases --------------------------------------------------------------------------------------

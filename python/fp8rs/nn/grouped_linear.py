@@ -13,7 +13,7 @@ from fp8rs.quantize.recipes import Recipe, RecipeName, describe, resolve_recipe
 
 from .function import prepare_compilers
 from .functional import cast_input, key_of, local_part
-from .grouped_function import Gemms, check_arguments, grouped
+from .grouped_function import Gemms, bounds_of, check_arguments, grouped
 from .init import reset_linear
 
 
@@ -104,7 +104,8 @@ class GroupedLinear(nn.Module):
         bias = None if self.bias is None else local_part(self.bias)
         check_arguments(input, weight, offs, bias)
         values = cast_input(input)
-        return grouped(values, weight, offs, bias, self._key, gemms=self._gemms)
+        bounds = bounds_of(offs, values)
+        return grouped(values, weight, bounds, bias, self._key, gemms=self._gemms)
 
     @override
     def extra_repr(self) -> str:

@@ -44,6 +44,35 @@ def group_bounds(offs: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return offs.new_empty(offs.shape), offs.new_empty(offs.shape)
 
 
+@native_op
+def route_rows(
+    row_experts: Tensor, row_pairs: Tensor, experts: int, k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the bounds of experts, the token of each row and the row of each pair.
+
+    A pair is a token and one of its ``k`` experts, with the number token * k + position. Rows are
+    pairs in the order of their experts.
+
+    Args:
+        row_experts: int64 (rows,), the expert of each row, in ascending order. Rows of experts from
+            ``experts`` on are after the last end.
+        row_pairs: int64 (rows,), the pair of each row, a permutation.
+        experts: the number of experts.
+        k: the number of experts of a token.
+
+    Returns:
+        As from `group_bounds`, the row after the last one of each expert and the same with padding,
+        int32 (experts,). The token of each row and the row of each pair, int64 (rows,).
+
+    Raises:
+        ValueError: ``experts`` is negative or ``k`` is not positive, or, on the CPU, a pair is
+            negative or not less than the number of rows. On CUDA, its row has the token 0.
+    """
+    ends = row_experts.new_empty((experts,), dtype=torch.int32)
+    padded_ends = torch.empty_like(ends)
+    return ends, padded_ends, torch.empty_like(row_experts), torch.empty_like(row_pairs)
+
+
 def _outputs(
     x: Tensor,
     shape: tuple[int, int],
@@ -87,7 +116,7 @@ def quantize_groups(
         fp8_dtype: the dtype of the codes.
         rowwise: whether rows are quantized. Rows that belong to no group have codes 0 and scale 1.
         columnwise: whether columns are quantized.
-        index: int32 (rows,). Row i of the values is row ``index[i]`` of ``x``. An index outside of
+        index: int64 (rows,). Row i of the values is row ``index[i]`` of ``x``. An index outside of
             ``x`` is replaced by the nearest row.
         power_2_scale: whether scales are rounded up to powers of two.
         amax_epsilon: lower bound for absolute maxima.

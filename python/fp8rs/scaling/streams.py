@@ -17,7 +17,8 @@ class StreamDependency:
         self._stream: torch.cuda.Stream | None = None
         # Under FakeTensorMode, nothing runs on a stream.
         if device.type == "cuda" and not in_fake_mode():
-            self._stream = torch.cuda.current_stream(device)
+            # With a number, torch does not parse a device.
+            self._stream = torch.cuda.current_stream(device.index)
             self._event = self._stream.record_event()
             self._tensors = _storages(tensors)
             #: The ids of streams that need not wait: the writing one, and those that have waited.
@@ -37,10 +38,10 @@ class StreamDependency:
         """Make the current stream wait for the writes, and keep the memory alive for its reads."""
         if self._stream is None:
             return
-        stream_id = current_stream_id(self._stream.device.index)
+        stream_id = current_stream_id(self._stream.device_index)
         if stream_id not in self._streams:
             self._streams.add(stream_id)
-            current = torch.cuda.current_stream(self._stream.device)
+            current = torch.cuda.current_stream(self._stream.device_index)
             current.wait_event(self._event)
             for tensor in self._tensors:
                 tensor.record_stream(current)

@@ -35,32 +35,80 @@ template <bool SUM> DEVICE int scan(int value, int (&shared)[SCAN]) {
   return value;
 }
 
-extern "C" __global__ void __launch_bounds__(SCAN)
-    group_bounds(const __grid_constant__ GroupBoundsArgs a) {
+/// Computes the bounds of groups from the offsets that `offset_of` returns. Runs on one block of
+/// SCAN threads. Returns whether an offset of this thread was invalid.
+template <class Offsets>
+DEVICE int write_bounds(Offsets offset_of, int *ends, int *padded_ends, i64 count, int rows) {
   __shared__ int shared[SCAN];
-  int rows = a.rows > 0x7fffffff ? 0x7fffffff : (int)a.rows;
   int last_end = 0, last_padded = 0, invalid = 0;
-  for (i64 first = 0; first < a.count; first += SCAN) {
+  for (i64 first = 0; first < count; first += SCAN) {
     i64 i = first + threadIdx.x;
-    int offset = i < a.count ? a.offs[i] : 0;
+    int offset = i < count ? offset_of(i) : 0;
     int clamped = offset < 0 ? 0 : offset > rows ? rows : offset;
     int end = scan<false>(clamped, shared);
     end = end > last_end ? end : last_end;
     int start = threadIdx.x ? shared[threadIdx.x - 1] : 0;
     start = start > last_end ? start : last_end;
     int next_end = shared[SCAN - 1] > last_end ? shared[SCAN - 1] : last_end;
-    int length = i < a.count ? end - start : 0;
+    int length = i < count ? end - start : 0;
     int padded = scan<true>((length + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, shared);
-    if (i < a.count) {
+    if (i < count) {
       invalid |= end != offset;
-      a.ends[i] = end;
-      a.padded_ends[i] = last_padded + padded;
+      ends[i] = end;
+      padded_ends[i] = last_padded + padded;
     }
     last_end = next_end;
     last_padded += shared[SCAN - 1];
   }
+  return invalid;
+}
+
+/// Returns a number of rows as an int. Offsets are ints.
+DEVICE int int_rows(i64 rows) { return rows > 0x7fffffff ? 0x7fffffff : (int)rows; }
+
+extern "C" __global__ void __launch_bounds__(SCAN)
+    group_bounds(const __grid_constant__ GroupBoundsArgs a) {
+  auto offset_of = [&](i64 group) { return a.offs[group]; };
+  int invalid = write_bounds(offset_of, a.ends, a.padded_ends, a.count, int_rows(a.rows));
   invalid = __syncthreads_or(invalid);
   if (threadIdx.x == 0 && invalid) *a.invalid = 1;
+}
+
+struct RouteArgs {
+  const i64 *row_experts;  // (rows), in ascending order
+  const i64 *row_pairs;    // (rows), token * k + position
+  int *ends;               // (count)
+  int *padded_ends;        // (count)
+  i64 *row_tokens;         // (rows)
+  i64 *token_rows;         // (rows)
+  i64 count;
+  i64 rows;
+  i64 k;
+};
+
+/// The first block computes the bounds, each thread of the other blocks the routes of one row.
+extern "C" __global__ void __launch_bounds__(SCAN)
+    route_rows(const __grid_constant__ RouteArgs a) {
+  int rows = int_rows(a.rows);
+  if (blockIdx.x == 0) {
+    auto end_of = [&](i64 expert) {
+      int first = 0, last = rows;
+      while (first < last) {
+        int middle = (int)(((u32)first + (u32)last) / 2);
+        if (a.row_experts[middle] <= expert) first = middle + 1;
+        else last = middle;
+      }
+      return first;
+    };
+    write_bounds(end_of, a.ends, a.padded_ends, a.count, rows);
+    return;
+  }
+  i64 row = (i64)(blockIdx.x - 1) * SCAN + threadIdx.x;
+  if (row >= a.rows) return;
+  i64 pair = a.row_pairs[row];
+  bool valid = pair >= 0 && pair < a.rows;
+  a.row_tokens[row] = valid ? pair / a.k : 0;
+  if (valid) a.token_rows[pair] = row;
 }
 
 struct ZeroTailArgs {
@@ -92,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(256)
 struct GroupArgs {
   const void *x;            // the values, or the input (rows, 2 * width) of an activation
   const void *dy;           // the gradient (rows, width) of an activation's result, or null
-  const int *index;         // (rows), or null
+  const i64 *index;         // (rows), or null
   const int *ends;          // (count)
   const int *padded_ends;   // (count)
   void *values;             // output (rows, cols) of an activation
@@ -142,11 +190,12 @@ DEVICE void load_rows(const GroupArgs &a, i64 row, int valid, i64 col, u32 (&d)[
 #pragma unroll
   for (int k = 0; k < N; k++) from[k] = (int)row + k * STEP;
   if (a.index) {
-    int most = (int)(a.x_rows < 0x7fffffff ? a.x_rows : 0x7fffffff) - 1;
+    int most = int_rows(a.x_rows) - 1;
+    i64 index[N];
 #pragma unroll
-    for (int k = 0; k < N; k++) from[k] = k < valid ? a.index[from[k]] : 0;
+    for (int k = 0; k < N; k++) index[k] = k < valid ? a.index[from[k]] : 0;
 #pragma unroll
-    for (int k = 0; k < N; k++) from[k] = from[k] < 0 ? 0 : from[k] < most ? from[k] : most;
+    for (int k = 0; k < N; k++) from[k] = index[k] < 0 ? 0 : index[k] < most ? (int)index[k] : most;
   }
   const char *x = (const char *)a.x + col * a.x_cs * T::BYTES;
   if ((a.flags & X_VECTORS) && col + COLS <= a.cols) {

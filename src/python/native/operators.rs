@@ -11,7 +11,7 @@ use crate::format::Fp8Format;
 use crate::layout::{Block, BlockFormat, DType, View, ViewMut, packed};
 use crate::ops::{
     self, Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Glu, Groups,
-    Norm, ScaleRule, TensorPlanes,
+    Norm, Routes, ScaleRule, TensorPlanes,
 };
 use crate::python::parse;
 use crate::spec::{PlaneShape, gated_shape, indexed_shape};
@@ -48,6 +48,7 @@ operators! {
     pack_scales c"pack_scales"
     rebase c"rebase"
     group_bounds c"group_bounds"
+    route_rows c"route_rows"
     quantize_groups c"quantize_groups"
     quantize_gated c"quantize_gated"
     quantize_norm c"_quantize_norm"
@@ -396,6 +397,32 @@ fn group_bounds(mut values: Values) -> Results {
     let (to, to_padded) = (ends.view_mut("ends")?, padded_ends.view_mut("padded_ends")?);
     ops::group_bounds(offs.view("offs")?, rows, to, to_padded, stream)?;
     Ok(vec![ends, padded_ends])
+}
+
+/// Returns an argument that is a size.
+fn size(name: &str, value: i64) -> Result<usize, Failure> {
+    usize::try_from(value).map_err(|_| Failure::Value(format!("{name} is {value}; it must be at least 0")))
+}
+
+fn route_rows(mut values: Values) -> Results {
+    let (row_experts, row_pairs) = (values.tensor(), values.tensor());
+    let (experts, k) = (size("experts", values.integer())?, size("k", values.integer())?);
+    let vector = |dtype, count: usize| row_experts.allocate(dtype, &[count as i64]);
+    let rows = row_experts.sizes()?.iter().product::<i64>() as usize;
+    let (ends, padded_ends) = (vector(DType::I32, experts)?, vector(DType::I32, experts)?);
+    let (row_tokens, token_rows) = (vector(DType::I64, rows)?, vector(DType::I64, rows)?);
+    let stream = stream([&row_experts, &row_pairs])?;
+    let routes = Routes {
+        row_experts: row_experts.view("row_experts")?,
+        row_pairs: row_pairs.view("row_pairs")?,
+        k,
+        ends: ends.view_mut("ends")?,
+        padded_ends: padded_ends.view_mut("padded_ends")?,
+        row_tokens: row_tokens.view_mut("row_tokens")?,
+        token_rows: token_rows.view_mut("token_rows")?,
+    };
+    ops::route_rows(routes, stream)?;
+    Ok(vec![ends, padded_ends, row_tokens, token_rows])
 }
 
 fn quantize_groups(mut values: Values) -> Results {
