@@ -113,6 +113,11 @@ class Variant:
     compiled: bool
     fp8_weights: bool = False
 
+    @property
+    def has_gather_hooks(self) -> bool:
+        """Whether the weights have all-gather hooks, which hand quantized tensors to FSDP2."""
+        return self.library in ("fp8rs", "torchao") or self.fp8_weights
+
 
 def _variants() -> dict[str, Variant]:
     eager = {"bf16": Variant("torch", None, False)}
@@ -356,8 +361,7 @@ def rank(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     model.reshard()  # type: ignore[operator]
     at_rest = meter.at_rest(model, optimizer, converted_names)
     weight_bytes: int | None
-    if variant.library in ("fp8rs", "torchao") or variant.fp8_weights:
-        # The weights have all-gather hooks.
+    if variant.has_gather_hooks:
         weight_bytes = traffic.handed_over
     elif layout.tensor is None:
         weight_bytes = converted_share(traffic, model, converted_names, layout.shards, itemsize=2)

@@ -61,6 +61,7 @@ pub(crate) fn route_rows(routes: Routes) -> Result<(), Error> {
     let rows = row_pairs.cols;
     // SAFETY: validation checked that these are int64 rows with an element per row.
     let expert_of = |row| unsafe { row_experts.read::<i64>(0, row) };
+    // SAFETY: as above.
     let pair_of = |row| unsafe { row_pairs.read::<i64>(0, row) };
     for row in 0..rows {
         let pair = pair_of(row);

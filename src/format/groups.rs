@@ -42,7 +42,7 @@ pub(crate) fn bounds(offsets: impl IntoIterator<Item = i32>, rows: usize) -> Bou
 pub(crate) fn end_of(expert: i64, rows: usize, expert_of: impl Fn(usize) -> i64) -> usize {
     let (mut first, mut last) = (0, rows);
     while first < last {
-        let middle = (first + last) / 2;
+        let middle = usize::midpoint(first, last);
         if expert_of(middle) <= expert {
             first = middle + 1;
         } else {

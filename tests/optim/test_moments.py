@@ -377,6 +377,15 @@ def test_a_model_without_fp8_layers_warns_once():
         quantized(model, optimizer)
 
 
+def test_an_optimizer_of_norms_and_biases_does_not_warn():
+    model = model_of("current")
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    optimizer = AdamW(vectors, state_dtype="fp8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert quantized(model, optimizer) == []
+
+
 @pytest.mark.parametrize("value", ["fp16", torch.float8_e4m3fn, None])
 def test_other_dtypes_are_refused(value):
     with pytest.raises(ValueError, match=r'state_dtype is .* torch.bfloat16 or "fp8"'):

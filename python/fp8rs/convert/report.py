@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -115,10 +115,12 @@ def report(
     )
     if tokens is not None:
         check_int("tokens", tokens, 1)
-    selection, options, is_converted = _modules(model, arguments)
+    conversion = _conversion(model, arguments)
+    selection = conversion.selection
+    options = conversion.options
     speed = linear_speed(options.recipe, dict(selection.layers), options.gemms, tokens)
     few_tokens = not speed.run_in_fp8 and not is_sharded_by_fsdp(model)
-    layouts = _layouts(selection, options, is_converted, few_tokens)
+    layouts = _layouts(selection, options, conversion.is_done, few_tokens)
     world_size = _ranks(world_size, model)
     groups_with_layouts = partial(
         groups_of,
@@ -192,8 +194,22 @@ def _gemms(experts: Experts, recipe: Recipe) -> dict[str, dict[int, str]]:
     return gemms
 
 
-def _modules(model: nn.Module, arguments: Arguments) -> tuple[Selection, Options, bool]:
-    """Return what is converted or will be, with which options, and whether it is converted."""
+class _Conversion(NamedTuple):
+    """A conversion to report on.
+
+    Attributes:
+        selection: what is converted, or will be.
+        options: its options.
+        is_done: whether the model is converted.
+    """
+
+    selection: Selection
+    options: Options
+    is_done: bool
+
+
+def _conversion(model: nn.Module, arguments: Arguments) -> _Conversion:
+    """Return the conversion of a model, or the one that the arguments describe."""
     selection = converted(model)
     states: list[ModelState] = []
     for weight in reversed(selection.weights()):
@@ -201,8 +217,8 @@ def _modules(model: nn.Module, arguments: Arguments) -> tuple[Selection, Options
         if not state.standalone:
             states.append(state)
 
-    is_converted = bool(states)
-    if is_converted:
+    is_done = bool(states)
+    if is_done:
         names = []
         for argument in fields(Arguments):
             if getattr(arguments, argument.name) not in (argument.default, []):
@@ -225,7 +241,7 @@ def _modules(model: nn.Module, arguments: Arguments) -> tuple[Selection, Options
         selection = select(model, options)
         for message in selection.unused:  # the table shows the other reasons
             warnings.warn(message, stacklevel=3)
-    return selection, options, is_converted
+    return _Conversion(selection, options, is_done)
 
 
 def _layouts(

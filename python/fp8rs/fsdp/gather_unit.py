@@ -188,7 +188,8 @@ class GatherUnit:
         """Make the current stream wait for writes that other streams made to the shards."""
         if not self._writing_streams and not self._write_events:
             return
-        current = torch.cuda.current_stream()
+        # Without a device, torch looks for one of all kinds.
+        current = torch.cuda.current_stream(torch.cuda.current_device())
         for event in self._write_events.values():
             current.wait_event(event)
         for stream_id in self._writing_streams:

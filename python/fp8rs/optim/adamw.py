@@ -314,7 +314,9 @@ class AdamW(MasterWeightOptimizer):
             state["exp_avg_sq"] = state_like(optim_param, dtype)
 
         fp8_params = [index for index in grads if groups[index]["state_dtype"] == FP8]
-        if fp8_params and not any(has_8bit_moments(state) for state in self.state.values()):
+        # An optimizer may have only norms and biases, whose moments are small.
+        has_matrices = any(params[index].param.ndim >= 2 for index in fp8_params)
+        if has_matrices and not any(has_8bit_moments(state) for state in self.state.values()):
             warnings.warn(
                 f'state_dtype is "fp8", but all {len(fp8_params)} parameters keep float32 moments: '
                 "none is the weight of an FP8 layer with at least 4096 elements and rows of a "
