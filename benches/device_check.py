@@ -91,8 +91,8 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
     norm_weight = normal(cols)
     norm_bias = normal(cols)
 
-    # Two experts of each token, of which the sixth is on another rank. Sorted on the CPU, because
-    # devices order equal elements differently.
+    # Each token has two of six experts, and the sixth one is on another rank. The CPU sorts them,
+    # because devices order equal elements differently.
     experts = 5
     sorted_experts, sorted_pairs = torch.randint(experts + 1, (2 * rows,)).sort()
     row_experts = sorted_experts.to(device)

@@ -587,7 +587,7 @@ def _permuting(case: Case, tokens: int, device: str) -> list[Kernel]:
 
     values_bytes = 2 * (rows + tokens) * hidden
     d_rows_bytes = 2 * rows * hidden
-    row_tokens_bytes = 4 * rows
+    row_tokens_bytes = 8 * rows
     token_rows_bytes = 8 * rows
     weights_bytes = 4 * rows
     return [

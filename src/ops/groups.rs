@@ -54,8 +54,9 @@ fn padded_ends_fit(rows: usize, groups: usize) -> Result<(), Error> {
 /// Computes the ends of experts (`format::groups::end_of`, `format::groups::bounds`), the token of each row and
 /// the row of each pair. Rows of an expert that is not a group are after the last end.
 ///
-/// `row_pairs` must be a permutation. If a pair is not below the number of rows, the call returns an error on
-/// the CPU, and nothing is written. On CUDA, which does not wait for the device, its row has the token 0.
+/// `row_pairs` must be a permutation of all pairs. If a pair is not below the number of rows, the call returns
+/// an error on the CPU, and nothing is written. On CUDA, which does not wait for the device, a row with such a
+/// pair has the token 0. The rows of pairs that are missing are not written.
 pub fn route_rows(routes: Routes, stream: Stream) -> Result<(), Error> {
     let Routes { row_experts, row_pairs, k, ends, padded_ends, row_tokens, token_rows } = &routes;
     let (rows, groups) = (row_experts.cols(), ends.cols());

@@ -5,6 +5,7 @@ use crate::format::e8m0::Rounding;
 use crate::format::groups::padded_columns;
 use crate::ops::{
     Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Groups, Numbers,
+    Routes,
 };
 use crate::{Block, BlockFormat, DType, Device, FORMATS, ScaleRule, Stream, View, ViewMut, ops};
 
@@ -156,6 +157,30 @@ fn groups() {
                 ops::quantize_gated(gated, groups, rule, rowwise, None, Stream::default()).unwrap();
             }
         }
+    }
+}
+
+#[test]
+fn routes() {
+    for (rows, count, k) in [(0, 2, 2), (0, 0, 0), (3, 0, 1)] {
+        let row_experts = Owned::new(DType::I64, 1, rows);
+        let mut row_pairs = Owned::new(DType::I64, 1, rows);
+        (0..).zip(&mut row_pairs.bytes).for_each(|(i, pair)| *pair = i);
+        let bounds = || Owned::new(DType::I32, 1, count);
+        let (mut ends, mut padded_ends) = (bounds(), bounds());
+        let (mut row_tokens, mut token_rows) =
+            (Owned::new(DType::I64, 1, rows), Owned::new(DType::I64, 1, rows));
+        let routes = Routes {
+            row_experts: row_experts.view(),
+            row_pairs: row_pairs.view(),
+            k,
+            ends: ends.view_mut(),
+            padded_ends: padded_ends.view_mut(),
+            row_tokens: row_tokens.view_mut(),
+            token_rows: token_rows.view_mut(),
+        };
+        ops::route_rows(routes, Stream::default()).unwrap();
+        assert_eq!(token_rows.bytes, (0..rows as u64).collect::<Vec<_>>());
     }
 }
 

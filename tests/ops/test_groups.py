@@ -376,7 +376,7 @@ def test_a_pair_that_is_not_a_row_is_an_error_on_the_cpu(pair):
 
 
 @pytest.mark.gpu
-def test_a_pair_that_is_not_a_row_writes_nothing_on_a_gpu():
+def test_a_pair_that_is_not_a_row_has_the_first_token_on_a_gpu():
     row_pairs = torch.tensor([0, 7, -2], device="cuda")
     *_, row_tokens, _ = ops.route_rows(torch.zeros_like(row_pairs), row_pairs, 2, 1)
     assert row_tokens.tolist() == [0, 0, 0]

@@ -188,7 +188,7 @@ class GatherUnit:
         """Make the current stream wait for writes that other streams made to the shards."""
         if not self._writing_streams and not self._write_events:
             return
-        # Without a device, torch looks for one of all kinds.
+        # Without an index, torch first determines the type of the accelerator.
         current = torch.cuda.current_stream(torch.cuda.current_device())
         for event in self._write_events.values():
             current.wait_event(event)

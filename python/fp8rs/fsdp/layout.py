@@ -388,7 +388,7 @@ class AllGatherMetadata:
 def first_elements(buffer: Tensor, count: int) -> Tensor:
     """Return the first elements of a flat tensor.
 
-    A slice takes the host 4 us, also if it has all elements.
+    A slice takes the host 4 us, even if it selects all elements.
     """
     return buffer if buffer.numel() == count else buffer[:count]
 

@@ -484,14 +484,18 @@ class ShardedModel:
         scales of trainable FP8 weights are synchronized, unless the step itself has done it.
         """
         keep_codes = self.state.tracker.in_backward
+        fp8_weights = []
         for handle in self._all_handles():
-            if not isinstance(handle, Float8ParamHandle):
+            if isinstance(handle, Float8ParamHandle):
+                fp8_weights.append(handle)
+            else:
                 handle.invalidate_scale(keep_codes=keep_codes)
 
         synced_by_optimizer = self._synced_by_optimizer
         self._synced_by_optimizer = False
-        if not synced_by_optimizer:
-            self.sync_scales([h for h in self.handles() if h.parameter.requires_grad])
+        if fp8_weights and not synced_by_optimizer:
+            sharded = self.handles(fp8_weights)
+            self.sync_scales([handle for handle in sharded if handle.parameter.requires_grad])
 
     def _check_settings(self) -> None:
         """Raise if FSDP2's settings do not allow FP8 all-gathers. Runs again after a move."""

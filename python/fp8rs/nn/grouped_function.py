@@ -64,7 +64,7 @@ class GroupBounds(NamedTuple):
 
 
 def bounds_of(offs: Tensor, x: Tensor) -> GroupBounds:
-    """Check offsets into the rows of ``x``, int32 (E,), and return the bounds of the groups."""
+    """Check ``offs``, int32 (E,), which are offsets into the rows of ``x``. Return the bounds."""
     return GroupBounds(*_group_bounds(offs.contiguous(), x))
 
 

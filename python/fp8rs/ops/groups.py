@@ -56,21 +56,23 @@ def route_rows(
     Args:
         row_experts: int64 (rows,), the expert of each row, in ascending order. Rows of experts from
             ``experts`` on are after the last end.
-        row_pairs: int64 (rows,), the pair of each row, a permutation.
+        row_pairs: int64 (rows,), the pair of each row, a permutation of all pairs.
         experts: the number of experts.
-        k: the number of experts of a token.
+        k: the number of experts of a token. It may be 0 if there are no rows.
 
     Returns:
         As from `group_bounds`, the row after the last one of each expert and the same with padding,
         int32 (experts,). The token of each row and the row of each pair, int64 (rows,).
 
     Raises:
-        ValueError: ``experts`` is negative or ``k`` is not positive, or, on the CPU, a pair is
-            negative or not less than the number of rows. On CUDA, its row has the token 0.
+        ValueError: ``experts`` is negative, or ``k`` is not positive although there are rows. On
+            the CPU, also if a pair is negative or not less than the number of rows. On CUDA, a row
+            with such a pair has the token 0. The rows of pairs that are missing are undefined.
     """
     ends = row_experts.new_empty((experts,), dtype=torch.int32)
     padded_ends = torch.empty_like(ends)
-    return ends, padded_ends, torch.empty_like(row_experts), torch.empty_like(row_pairs)
+    row_tokens = row_experts.new_empty((row_experts.numel(),))
+    return ends, padded_ends, row_tokens, torch.empty_like(row_tokens)
 
 
 def _outputs(

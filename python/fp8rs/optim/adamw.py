@@ -314,7 +314,7 @@ class AdamW(MasterWeightOptimizer):
             state["exp_avg_sq"] = state_like(optim_param, dtype)
 
         fp8_params = [index for index in grads if groups[index]["state_dtype"] == FP8]
-        # An optimizer may have only norms and biases, whose moments are small.
+        # An optimizer may have vectors only, such as norms, whose moments are small.
         has_matrices = any(params[index].param.ndim >= 2 for index in fp8_params)
         if has_matrices and not any(has_8bit_moments(state) for state in self.state.values()):
             warnings.warn(

@@ -399,14 +399,10 @@ fn group_bounds(mut values: Values) -> Results {
     Ok(vec![ends, padded_ends])
 }
 
-/// Returns an argument that is a size.
-fn size(name: &str, value: i64) -> Result<usize, Failure> {
-    usize::try_from(value).map_err(|_| Failure::Value(format!("{name} is {value}; it must be at least 0")))
-}
-
 fn route_rows(mut values: Values) -> Results {
     let (row_experts, row_pairs) = (values.tensor(), values.tensor());
-    let (experts, k) = (size("experts", values.integer())?, size("k", values.integer())?);
+    let (experts, k) = (values.integer(), values.integer());
+    let (experts, k) = (parse::count("experts", experts)?, parse::count("k", k)?);
     let vector = |dtype, count: usize| row_experts.allocate(dtype, &[count as i64]);
     let rows = row_experts.sizes()?.iter().product::<i64>() as usize;
     let (ends, padded_ends) = (vector(DType::I32, experts)?, vector(DType::I32, experts)?);
