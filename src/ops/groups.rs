@@ -178,7 +178,7 @@ pub fn quantize_gated(
         return Err(Error::Value {
             arg: "h".into(),
             got: format!("a matrix with {cols} columns"),
-            expected: "an even number of columns: the gate's, then as many of what it multiplies".into(),
+            expected: "an even number of columns: the gate's, then as many of `up`".into(),
         });
     }
     if let Some(dy) = dy {

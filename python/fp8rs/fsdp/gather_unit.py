@@ -68,12 +68,12 @@ class GatherUnit:
     An all-gather outside of a backward casts the shards with these scales. If FSDP2 frees the
     weights after a forward with gradients, the codes are kept until the backward gathers them,
     1 byte per element of the shard. Only that backward uses them. Every other all-gather casts
-    again, because a write that no operator makes may precede it. A new scale or a counted write
-    discards the codes, and the backward casts the shard again with the scale of the forward.
+    again, because a write that no operator makes may precede it. A new scale or a write by an
+    operator discards the codes. The backward then casts the shard again, with the handle's scale.
 
     All ranks must find the same scales stale, because of the all-reduce. They run the same forwards
     and the same writes, except that one rank may write to its shard between a forward and its
-    backward. Inside a backward, writes therefore do not count.
+    backward. Inside a backward, writes therefore do not make existing scales stale.
 
     Args:
         handles: the parameters' handles, in the order of their hooks.
@@ -145,7 +145,7 @@ class GatherUnit:
             local = sharded_local_tensor(param.fsdp_param)
         else:
             local = param.handle.local
-        # FSDP2 may replace the local tensor at any time, and assigning to `.data` its values.
+        # FSDP2 may replace the local tensor at any time. Assigning to `.data` replaces its values.
         if param.shard is None or param.shard.data is not values_of(local):
             param.shard = self._quantizer.local_shard(param.handle, local)
         return param.shard

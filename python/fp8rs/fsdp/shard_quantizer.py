@@ -123,7 +123,7 @@ class ShardQuantizer:
         """Compute what ``cast`` needs from other ranks, and store it on the handles.
 
         Args:
-            shards: all master weights that are sharded over the same ranks and have no valid scale.
+            shards: all master weights whose scales are stale.
         """
         raise NotImplementedError
 

@@ -354,7 +354,12 @@ class ShardedModel:
         self._update_scales(stale_units, tracker.forward_id)
 
     def _update_scales(self, units: Sequence[GatherUnit], forward_id: int) -> None:
-        """Compute the scales of units from their shards: one amax launch, one all-reduce."""
+        """Compute the stale scales of units together, for a forward.
+
+        Scales of master weights follow from the current values, with one launch and one all-reduce
+        for shards on the same ranks. Scales of FP8 weights are synchronized, and copied to the
+        handles.
+        """
         shards = []
         for unit in units:
             shards += unit.stale_shards(forward_id)
@@ -478,10 +483,11 @@ class ShardedModel:
     def stepped(self) -> None:
         """Notify that an optimizer with parameters of this model has stepped.
 
-        A compiled step writes to shards without an operator that `MasterWeight` sees, and a forward
-        does not always show that a step came before it: a compiled root is not counted, nor is a
-        method other than the forward. Codes that are kept for a running backward stay valid. The
-        scales of trainable FP8 weights are synchronized, unless the step itself has done it.
+        The scales of all master weights become stale. A compiled step writes to shards without an
+        operator that `MasterWeight` sees, and forwards are not counted if the root is compiled or
+        if another method of it is called. Codes that are kept for a running backward stay valid.
+
+        The scales of trainable FP8 weights are synchronized, unless the step itself has done it.
         """
         keep_codes = self.state.tracker.in_backward
         fp8_weights = []

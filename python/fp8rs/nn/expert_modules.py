@@ -192,8 +192,10 @@ def experts_forward(
     gemms: Gemms = getattr(self, "_gemms", "gather")
     state = state_of(self)
     key = key_of("current") if state is None else state.key
-    # transformers before 5.18 does not say whether experts are parallel, before 5.20 has no norm.
+    # transformers before 5.18 does not say whether experts are parallel.
     parallel = getattr(self, "_is_expert_parallel", True)
+    # Rows of other ranks' experts are the last, and must be 0 in the sum.
+    zero_tail = parallel
     transposed = self.is_transposed
 
     up_name = "gate_up_proj" if self.has_gate else "up_proj"
@@ -221,15 +223,16 @@ def experts_forward(
             bounds,
             activation,
             key,
-            parallel,
+            zero_tail,
         )
     else:
         x = _Gather.apply(x, routing.row_tokens, routing.token_rows)
-        hidden = grouped(x, up, bounds, up_bias, key, transposed, gemms, parallel)
+        hidden = grouped(x, up, bounds, up_bias, key, transposed, gemms, zero_tail)
         hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
         hidden = cast_input(hidden, down.dtype)
-        y = grouped(hidden, down, bounds, down_bias, key, transposed, gemms, parallel)
+        y = grouped(hidden, down, bounds, down_bias, key, transposed, gemms, zero_tail)
 
+    # transformers before 5.20 has no such norm.
     if getattr(self, "has_post_expert_norm", False):
         y = self.post_expert_norm(y)
     # Under autocast, tokens may be more precise than the GEMMs. Then the sum must be, too.

@@ -7,10 +7,10 @@ per row for forward and dgrad, and with a scale per column of each group for wgr
 scale per expert, or one per row with a rowwise recipe. Codes are E4M3, because grouped FP8 GEMMs on
 Hopper support no other format. A gathered weight's codes are used as they are.
 
-Otherwise the GEMMs run in the dtype of ``x`` on the dequantized weight. This is the case for
-recipes whose weights have blocks or are MXFP8, and on GPUs other than Hopper. wgrad alone can also
-run in the dtype of ``x``, which is then saved for the backward instead of codes. With a recipe that
-runs wgrad in high precision, it always does.
+Without FP8 GEMMs, the GEMMs run in the dtype of ``x`` on the dequantized weight. This is the case
+if the caller chooses it, for recipes whose weights have blocks or are MXFP8, and on GPUs other than
+Hopper. wgrad alone can also run in the dtype of ``x``, which is then saved for the backward instead
+of codes. It always does with a recipe that runs wgrad in high precision.
 """
 
 from __future__ import annotations
@@ -422,7 +422,8 @@ def _quantize(
         bounds: the bounds of the groups.
         rowwise: whether to make rowwise codes.
         columnwise: whether to make columnwise codes.
-        factors: fp32 (E, cols), multiplied into the columns of the rowwise codes only.
+        factors: fp32 (E, cols), multiplied into the columns of ``x`` before the rowwise
+            quantization only. Not supported with ``row_tokens``.
         row_tokens: int64 (rows,), the token of each row, or None.
     """
     ends, padded_ends = bounds

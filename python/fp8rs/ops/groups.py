@@ -35,7 +35,8 @@ def group_bounds(offs: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         x: a tensor whose first dimension is the number of rows.
 
     Returns:
-        The offsets, and for each group the column of the columnwise codes after its last one.
+        The ends of the groups, with invalid offsets replaced, and the same with each group's length
+        padded to a multiple of 16.
 
     Raises:
         ValueError: on the CPU, an offset is invalid.
@@ -126,8 +127,8 @@ def quantize_groups(
     Returns:
         Rowwise codes (rows, cols) and their scales (rows, 1), columnwise codes
         (cols, ``padded_columns``) and their scales (groups, cols). Row i of group g is column
-        ``padded_ends[g - 1] + i`` of the columnwise codes. Columns between groups have code 0. A
-        result that is not requested has the shape (0,).
+        ``padded_ends[g - 1] + i`` of the columnwise codes. All other columns have code 0. A group
+        without rows has scales of 1. A result that is not requested has the shape (0,).
     """
     shape = (x.shape[0] if index is None else index.shape[0], x.shape[1])
     return _outputs(x, shape, ends.shape[0], fp8_dtype, rowwise, columnwise)
