@@ -162,7 +162,7 @@ def handle_of_tensor(t: Tensor) -> ParamHandle:
 
 def gather_unit_of(handle: ParamHandle) -> GatherUnit:
     """Return a gather unit of one parameter, which can record writes but not gather."""
-    unit = GatherUnit([handle], [], None, StepTracker(), lambda unit: None, None)
+    unit = GatherUnit([handle], [], None, StepTracker(), lambda unit: None, None, ())
     handle.set_unit(unit)  # a weak reference
     return unit
 

@@ -4,6 +4,8 @@ Every rank makes these writes; each must be in the bytes of the weight's next ga
 all-reduce a forward, and one more for writes that are made together after it.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -29,8 +31,10 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
+from fp8rs.fsdp import sharded_model
 from fp8rs.model.handle import ParamHandle
-from internals import gather_unit_of
+from fp8rs.model.state import state_of
+from internals import gather_unit_of, units_of
 
 # Recipes whose weights' bytes follow from the weights alone; delayed ones while they have no scale.
 recipes = pytest.mark.parametrize("recipe", ["current", "delayed", *BLOCKS])
@@ -101,9 +105,15 @@ def sharded(model, rig):
 
 
 def delay(module, args):
-    """Delay the current stream. FSDP2's streams wait for it before this hook runs."""
+    """Delay the current stream. FSDP2's streams wait for it before this hook runs.
+
+    In its first forward, a model builds its units before it gathers, which takes the host long.
+    """
     if args[0].is_cuda:
-        torch.cuda._sleep(20_000_000)  # some milliseconds
+        is_first = not hasattr(module, "delayed")
+        module.delayed = True
+        # Half a second, or some milliseconds.
+        torch.cuda._sleep(1_000_000_000 if is_first else 20_000_000)
 
 
 class Moving(nn.Module):
@@ -162,6 +172,23 @@ def test_a_target_that_the_forward_moves_is_gathered_as_it_is_then(rig, before, 
     for n in range(3):
         model(batch(rig)).backward()
         assert fresh.checked == (n + 1) * len(fresh.masters)
+
+
+@ranks(2)
+def test_units_wait_for_streams_that_wrote_before_they_were_built(rig):
+    model = shard(make(HIDDEN["even"], recipe="current", device=rig.device), rig)
+    with (
+        mock.patch("torch.cuda.is_initialized", return_value=True),
+        mock.patch("torch.cuda.current_device", return_value=0),
+        mock.patch.object(sharded_model, "current_stream_id", return_value=7),
+        torch.no_grad(),
+    ):
+        model.head.weight.mul_(2)
+    for unit in units_of(model):
+        assert unit.writing_streams == {7}
+
+    state_of(model.head).sharded_model._forget_units()
+    assert units_of(model)[0].writing_streams == {7}
 
 
 @ranks(2)

@@ -210,9 +210,7 @@ class Float8ParamHandle(ParamHandle):
             pending.record_stream(torch.cuda.current_stream(pending.device))
         self.unsynced = False
         self.pending = None
-        unit = self.unit_if_any
-        if unit is not None:
-            unit.note_stream()
+        self.note_stream()
 
     # --- values from before rounding -------------------------------------------------------------
 

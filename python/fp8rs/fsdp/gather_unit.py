@@ -84,6 +84,8 @@ class GatherUnit:
         refresh_scales: computes the stale scales of all units that are sharded over the same ranks
             as the given one.
         fsdp_group: FSDP2's ``FSDPParamGroup`` of the parameters, or None if it is not known.
+        writing_streams: the ids of CUDA streams that wrote to the shards before this unit was
+            built.
 
     Attributes:
         handles: the parameters' handles, in the order of their hooks.
@@ -97,6 +99,7 @@ class GatherUnit:
         tracker: StepTracker,
         refresh_scales: Callable[[GatherUnit], None],
         fsdp_group: Any,
+        writing_streams: Iterable[int],
     ) -> None:
         self.handles = list(handles)
         self._quantizer = quantizer
@@ -117,7 +120,7 @@ class GatherUnit:
             handle.scale_forward_id = -1
         #: The CUDA streams that wrote to the shards since the last forward began, and events after
         #: the writes before it.
-        self._writing_streams: set[int] = set()
+        self._writing_streams = set(writing_streams)
         self._write_events: dict[int, torch.cuda.Event] = {}
 
     @property
@@ -130,6 +133,11 @@ class GatherUnit:
         """The device mesh of the parameters."""
         mesh: DeviceMesh = self.handles[0].parameter.device_mesh
         return mesh
+
+    @property
+    def writing_streams(self) -> set[int]:
+        """The ids of CUDA streams with writes that no all-gather has waited for."""
+        return self._writing_streams | self._write_events.keys()
 
     @property
     def is_sharded(self) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8rs._torch import (
+    current_stream_id,
     fsdp_groups,
     fsdp_is_initialized,
     local_tensor,
@@ -82,6 +83,9 @@ class ShardedModel:
         #: Whether an optimizer has synchronized scales within the step that is running. The end of
         #: the step reads and resets it.
         self._synced_by_optimizer = False
+        #: The ids of CUDA streams that wrote to shards without a unit, for example in a first
+        #: forward before it gathers weights. Units that are built later wait for them.
+        self._writing_streams: set[int] = set()
 
     @property
     def state(self) -> ModelState:
@@ -297,9 +301,15 @@ class ShardedModel:
             units.append(unit)
         return unit
 
+    def note_stream(self) -> None:
+        """Note that the current CUDA stream writes to shards that have no unit yet."""
+        if torch.cuda.is_initialized():
+            self._writing_streams.add(current_stream_id(torch.cuda.current_device()))
+
     def _forget_units(self) -> None:
         """Build the units again at the next all-gather."""
         for unit in self._gather_units or ():
+            self._writing_streams |= unit.writing_streams
             for handle in unit.handles:
                 handle.set_unit(None)
         self._gather_units = None
@@ -335,6 +345,7 @@ class ShardedModel:
             self.state.tracker,
             self._refresh_scales,
             fsdp_group,
+            self._writing_streams,
         )
         for handle in handles:
             handle.set_unit(unit)

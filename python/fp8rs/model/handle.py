@@ -71,6 +71,9 @@ class AllGatherUnits(Protocol):
     def unit_of(self, handle: ParamHandle) -> AllGatherUnit:
         """Return the unit of a sharded parameter."""
 
+    def note_stream(self) -> None:
+        """Note that the current CUDA stream writes to shards that have no unit yet."""
+
 
 class ParamHandle:
     """One FP8 parameter of one module.
@@ -249,6 +252,19 @@ class ParamHandle:
         unit = self.unit_if_any
         if unit is not None:
             unit.shard_written(self)
+        else:
+            self.note_stream()
+
+    def note_stream(self) -> None:
+        """Note that the current CUDA stream writes to the shard. All-gathers wait for it."""
+        unit = self.unit_if_any
+        if unit is not None:
+            unit.note_stream()
+            return
+        # The next all-gather builds the unit, and the model tells it which streams have written.
+        state = self.state_if_any
+        if state is not None and state.sharded_model is not None:
+            cast(AllGatherUnits, state.sharded_model).note_stream()
 
     # --- delayed scaling -------------------------------------------------------------------------
 
