@@ -172,6 +172,11 @@ def units_of(model: nn.Module) -> list[GatherUnit]:
     return state_of(model.head).sharded_model.units
 
 
+def forget_units(model: nn.Module) -> None:
+    """Make a sharded model build its gather units again."""
+    state_of(model.head).sharded_model._forget_units()
+
+
 def param_of_unit(handle: ParamHandle) -> UnitParam:
     """Return what the gather unit of a parameter stores for it."""
     return handle.unit._params[handle.unit._index[handle]]

@@ -33,8 +33,7 @@ from distributed.models import (
 )
 from fp8rs.fsdp import sharded_model
 from fp8rs.model.handle import ParamHandle
-from fp8rs.model.state import state_of
-from internals import gather_unit_of, units_of
+from internals import forget_units, gather_unit_of, units_of
 
 # Recipes whose weights' bytes follow from the weights alone; delayed ones while they have no scale.
 recipes = pytest.mark.parametrize("recipe", ["current", "delayed", *BLOCKS])
@@ -187,7 +186,7 @@ def test_units_wait_for_streams_that_wrote_before_they_were_built(rig):
     for unit in units_of(model):
         assert unit.writing_streams == {7}
 
-    state_of(model.head).sharded_model._forget_units()
+    forget_units(model)
     assert units_of(model)[0].writing_streams == {7}
 
 
