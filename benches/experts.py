@@ -38,10 +38,11 @@ communication between GPUs. comm then only changes the dtype of the reductions.
 All variants run one after the other in one group of processes. Variants can be named several times,
 as in ``--variants bf16,auto,bf16,auto``, so that changes of the host's speed affect all of them
 alike. The times in the table are then of the steps of all runs of a variant, and its other columns
-of the last run. If a variant fails or exceeds ``--limit`` seconds, a new group runs the variants
-after it. The JSON file is written after
-each measurement. "ms" are the times of steps between CUDA events, "host ms" the times in which the
-host submits a step. Peak memory is the peak of torch's allocator.
+of the last run.
+
+If a variant fails or exceeds ``--limit`` seconds, a new group runs the variants after it. The JSON
+file is written after each measurement. "ms" are the times of steps between CUDA events, "host ms"
+the times in which the host submits a step. Peak memory is the peak of torch's allocator.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
-from fp8rs.fsdp import sharded_model
 from fp8rs.model.handle import ParamHandle
+from fp8rs.scaling import streams
 from internals import forget_units, gather_unit_of, units_of
 
 # Recipes whose weights' bytes follow from the weights alone; delayed ones while they have no scale.
@@ -179,7 +179,7 @@ def test_units_wait_for_streams_that_wrote_before_they_were_built(rig):
     with (
         mock.patch("torch.cuda.is_initialized", return_value=True),
         mock.patch("torch.cuda.current_device", return_value=0),
-        mock.patch.object(sharded_model, "current_stream_id", return_value=7),
+        mock.patch.object(streams, "current_stream_id", return_value=7),
         torch.no_grad(),
     ):
         model.head.weight.mul_(2)

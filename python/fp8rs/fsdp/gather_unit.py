@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import (
-    current_stream_id,
     outside_inference_mode,
     profiler_range,
     reshards_parameters,
@@ -27,7 +26,7 @@ from fp8rs._torch import (
 )
 from fp8rs.model.handle import LocalTensor, ParamHandle
 from fp8rs.scaling.steps import StepTracker
-from fp8rs.scaling.streams import StreamDependency, stream_of
+from fp8rs.scaling.streams import StreamDependency, note_current_stream, stream_of
 
 from .layout import AllGatherMetadata
 from .local_shard import LocalShard, values_of
@@ -176,9 +175,8 @@ class GatherUnit:
 
     def note_stream(self) -> None:
         """Note the current CUDA stream as one that writes to the shards."""
-        if torch.cuda.is_initialized():
-            # FSDP2's all-gather streams wait for this stream only when the root's forward begins.
-            self._writing_streams.add(current_stream_id(torch.cuda.current_device()))
+        # FSDP2's all-gather streams wait for this stream only when the root's forward begins.
+        note_current_stream(self._writing_streams)
 
     def record_write_events(self, events: dict[int, torch.cuda.Event]) -> None:
         """Record events after the writes so far, so that later waits do not include later work.

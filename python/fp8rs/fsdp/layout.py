@@ -115,10 +115,12 @@ class AllGatherLayout:
         sizes = [-(-numel // ALIGNMENT) * ALIGNMENT for numel in padded_numels]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
 
+        memory_of_shards = buffer.split_with_sizes(sizes)
+
         padded_shards = []
         codes = []
         for memory, padded_numel, shape in zip(
-            buffer.split_with_sizes(sizes), padded_numels, shapes, strict=True
+            memory_of_shards, padded_numels, shapes, strict=True
         ):
             padded_shard = first_elements(memory, padded_numel)
             numel = shape.numel()

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8rs._torch import (
-    current_stream_id,
     fsdp_groups,
     fsdp_is_initialized,
     local_tensor,
@@ -41,7 +40,7 @@ from fp8rs.model.handle import ParamHandle, copy_attributes, local_of, mark_repl
 from fp8rs.model.shard_spec import local_part
 from fp8rs.model.state import ModelState, state_of
 from fp8rs.quantize.recipes import check_module, quant_spec
-from fp8rs.scaling.streams import StreamDependency
+from fp8rs.scaling.streams import StreamDependency, note_current_stream
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .checks import check_settings, compare_conversions, most_tokens
@@ -303,8 +302,7 @@ class ShardedModel:
 
     def note_stream(self) -> None:
         """Note that the current CUDA stream writes to shards that have no unit yet."""
-        if torch.cuda.is_initialized():
-            self._writing_streams.add(current_stream_id(torch.cuda.current_device()))
+        note_current_stream(self._writing_streams)
 
     def _forget_units(self) -> None:
         """Build the units again at the next all-gather."""
@@ -501,18 +499,23 @@ class ShardedModel:
         The scales of trainable FP8 weights are synchronized, unless the step itself has done it.
         """
         keep_codes = self.state.tracker.in_backward
-        fp8_weights = []
+        fp8_handles = []
         for handle in self._all_handles():
             if isinstance(handle, Float8ParamHandle):
-                fp8_weights.append(handle)
+                fp8_handles.append(handle)
             else:
                 handle.invalidate_scale(keep_codes=keep_codes)
 
         synced_by_optimizer = self._synced_by_optimizer
         self._synced_by_optimizer = False
-        if fp8_weights and not synced_by_optimizer:
-            sharded = self.handles(fp8_weights)
-            self.sync_scales([handle for handle in sharded if handle.parameter.requires_grad])
+        if synced_by_optimizer or not fp8_handles:
+            return
+
+        trainable_handles = []
+        for handle in self.handles(fp8_handles):
+            if handle.parameter.requires_grad:
+                trainable_handles.append(handle)
+        self.sync_scales(trainable_handles)
 
     def _check_settings(self) -> None:
         """Raise if FSDP2's settings do not allow FP8 all-gathers. Runs again after a move."""

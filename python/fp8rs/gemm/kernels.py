@@ -34,6 +34,7 @@ def rowwise(
     if out_dtype == torch.bfloat16:
         b_scale = padded(b.scale, 16, 1).t()
         return _run(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
+
     # The rowwise mode supports only bfloat16. In fp32, the scales are applied to the product.
     unit_scale = a.scale.new_ones(())
     out = _run(a, b, unit_scale, unit_scale, None, torch.float32, use_fast_accum)

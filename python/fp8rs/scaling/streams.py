@@ -55,6 +55,12 @@ def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list(tensor_of_address.values())
 
 
+def note_current_stream(stream_ids: set[int]) -> None:
+    """Add the id of the current CUDA stream to ``stream_ids``, if CUDA is in use."""
+    if torch.cuda.is_initialized():
+        stream_ids.add(current_stream_id(torch.cuda.current_device()))
+
+
 def stream_of(stream_id: int) -> torch.cuda.Stream:
     """Return the CUDA stream of the current device with an id of `current_stream_id`."""
     if stream_id == 0:
