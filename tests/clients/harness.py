@@ -194,11 +194,11 @@ def torchrun(
         except subprocess.TimeoutExpired:
             code = f"no end after {seconds:.0f} s"
         finally:
-            # torchrun ends its ranks on SIGTERM. Kill the rest of the process group afterwards.
+            # On SIGTERM, torchrun ends its ranks, and kills those that run 30 s later.
             if process.poll() is None:
                 process.terminate()
                 try:
-                    process.wait(10)
+                    process.wait(40)
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
