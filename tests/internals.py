@@ -20,6 +20,7 @@ from fp8rs.comm import fsdp_comm
 from fp8rs.fsdp.gather_unit import GatherUnit, UnitParam
 from fp8rs.model.handle import ParamHandle
 from fp8rs.model.input_cache import QuantizedInputCache
+from fp8rs.model.linear_spec import spec_for
 from fp8rs.model.state import ModelState
 from fp8rs.nn import function, fused, rotary
 from fp8rs.nn.debug import Debug
@@ -35,6 +36,8 @@ __all__ = [
     "counted_fusions",
     "debug_of",
     "dtensor_like",
+    "forget_layer_specs",
+    "forget_units",
     "fsdp_param_groups",
     "gather_unit_of",
     "gathered_bytes",
@@ -153,6 +156,12 @@ def run_in_fp8(module: nn.Module) -> None:
 def run_in_high_precision(module: nn.Module) -> None:
     """Make a module of experts run GEMMs in high precision."""
     module._gemms = "gather"
+
+
+def forget_layer_specs() -> None:
+    """Compute the specs of layers again, which are kept by recipe and device."""
+    spec_for.cache_clear()
+    function._plain_call.cache_clear()
 
 
 def handle_of_tensor(t: Tensor) -> ParamHandle:

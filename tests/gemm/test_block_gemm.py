@@ -16,6 +16,7 @@ from fp8rs.gemm import devices, kernels, operands
 from fp8rs.gemm.table import GEMMS, scaled_mm
 from fp8rs.nn import function
 from fp8rs.quantize import formats
+from internals import forget_layer_specs
 from oracle.blocks import expand, swizzle
 from oracle.compare import relative
 from oracle.elements import E4M3
@@ -78,6 +79,7 @@ def on(monkeypatch):
     """Make the CPU look like a GPU of a given compute capability."""
 
     def pretend(capability):
+        forget_layer_specs()
         monkeypatch.setattr(torch, "_scaled_mm", stand_in)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
         for module in (devices, operands):
@@ -88,7 +90,8 @@ def on(monkeypatch):
                 module, "rebases", lambda _, emulate: rebases(torch.device("cuda", 0), emulate)
             )
 
-    return pretend
+    yield pretend
+    forget_layer_specs()
 
 
 def quantized(x, format, power_2=False):
