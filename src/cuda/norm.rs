@@ -66,13 +66,16 @@ pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {
 }
 
 /// Number of threads of a block of `norm_stats`, which takes rows in turn.
-const THREADS: u32 = 256;
+const THREADS: u32 = 128;
 
 /// Largest number of blocks of `norm_stats` for each multiprocessor.
-const BLOCKS: u64 = 4;
+const BLOCKS: u64 = 6;
 
-/// Number of bytes of a row that a block holds in registers.
-const HELD_BYTES: usize = 16 << 10;
+/// Number of bytes of rows that a block holds in shared memory.
+const HELD_BYTES: usize = 32 << 10;
+
+/// Number of elements that a thread reads together.
+const PER_THREAD: usize = 8;
 
 /// See `ops::quantize_norm`.
 pub(crate) fn quantize_norm(
@@ -119,7 +122,9 @@ pub(crate) fn quantize_norm(
         stats.rule = planes.rule.into();
         stats.grid_max = workspace::slots(device, stream, 1)?;
     }
-    let is_held = x.cols() * x.dtype().size() <= HELD_BYTES;
+    let is_held = flags == X_VECTORS | WEIGHT_VECTORS
+        && x.cols().is_multiple_of(PER_THREAD)
+        && x.cols() * x.dtype().size() <= HELD_BYTES;
     // At least one block, because the scale of an empty tensor is written too.
     let max_blocks = BLOCKS * u64::from(driver::device(device)?.multiprocessors);
     let grid = Grid { blocks: (x.rows() as u64).clamp(1, max_blocks), threads: THREADS };

@@ -14,8 +14,8 @@ ops = torch.ops.fp8rs
 each_norm = pytest.mark.parametrize("centered", [False, True], ids=["RMSNorm", "LayerNorm"])
 each_activation = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 
-#: Whole tiles, odd sizes, a long row, rows longer than what a block holds, and no rows.
-SHAPES = [(128, 256), (48, 136), (7, 33), (16, 4096), (3, 9000), (1, 1), (0, 64)]
+#: Whole tiles, odd sizes, a long row, rows of which a block holds one or none, and no rows.
+SHAPES = [(128, 256), (48, 136), (7, 33), (16, 4096), (3, 9000), (2, 16392), (1, 1), (0, 64)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 
 
@@ -105,6 +105,23 @@ def test_norm_of_any_strides_and_dimensions(device, centered):
         assert row.shape == x.shape and got_rstd.shape == (6, 8, 1), name
         assert same(got_rstd, rstd.view(6, 8, 1)), name
         check_planes(row, col, scale, expected.view(x.shape), E4M3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [256, 8192, 8200, 16384, 16392, 1001])
+@pytest.mark.parametrize("has_bias", [False, True])
+@each_dtype
+@each_norm
+def test_norm_of_more_rows_than_blocks_equals_the_cpu(cols, has_bias, dtype, centered):
+    """A block takes several rows, and requests the next ones while it computes."""
+    x = make((3000, cols), dtype)
+    weight = make((cols,), dtype, 1)
+    bias = make((cols,), dtype, 2) if has_bias else None
+    options = (centered, 1e-5, E4M3, True, True)
+    expected = ops._quantize_norm(x, weight, bias, *options)
+    moved = [None if t is None else t.cuda() for t in (x, weight, bias)]
+    for got, want in zip(ops._quantize_norm(*moved, *options), expected, strict=True):
+        assert same(got, want)
 
 
 @each_norm

@@ -1,8 +1,8 @@
 // Norms over rows with quantization of their result (format/norm.rs).
 //
 // A quantization has two launches. The first computes the statistics of each row and, for current
-// scaling, the scale. A block holds a row in registers, unless the row is long. The second reads the
-// input again, normalizes it and casts it in both directions.
+// scaling, the scale. A block holds a row in shared memory, unless the row is long. The second reads
+// the input again, normalizes it and casts it in both directions.
 #include "patch.cuh"
 #include "strided.cuh"
 #include "vectors.cuh"
@@ -33,9 +33,12 @@ enum : u32 {
   WEIGHT_VECTORS = 2,    // weight and bias are 16-byte aligned
 };
 
-#define WARPS 8
-#define PER_THREAD 8     // adjacent partial sums of a thread
-#define LANES (WARPS * 32 * PER_THREAD)  // partial sums of a row
+#define WARPS 4          // of a block that computes statistics
+#define PER_THREAD 8     // adjacent elements of a thread
+#define STEP (WARPS * 32 * PER_THREAD)  // elements that a block reads together
+#define STEPS 2          // after which elements are added to the same partial sums
+#define LANES (STEPS * STEP)            // partial sums of a row
+#define HELD_BYTES 32768 // bytes of rows that a block holds in shared memory
 
 /// PER_THREAD adjacent elements of a row.
 template <class T> struct Octet {
@@ -48,16 +51,17 @@ template <class T> struct Octet {
       load_vector<T>(x, rs, cs, vectors, row, col + v * PER_VECTOR, cols, d[v]);
   }
 
-  DEVICE float get(int i) const {
-    return T::get(d[i / PER_VECTOR][i % PER_VECTOR / T::PER_REG], i % T::PER_REG);
+  /// Loads the elements of whole vectors, of which `at` is the first.
+  DEVICE void load(const uint4 *at) {
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+      uint4 four = at[v];
+      d[v][0] = four.x, d[v][1] = four.y, d[v][2] = four.z, d[v][3] = four.w;
+    }
   }
 
-  /// Replaces the elements by values rounded to T, and returns the `T::amax` of them.
-  DEVICE u32 put(const float (&v)[PER_THREAD]) {
-    u32 m = 0;
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) m = T::amax(m, pack<T>(v + i * PER_VECTOR, d[i]));
-    return m;
+  DEVICE float get(int i) const {
+    return T::get(d[i / PER_VECTOR][i % PER_VECTOR / T::PER_REG], i % T::PER_REG);
   }
 };
 
@@ -94,98 +98,249 @@ DEVICE float sum_eight(const float (&s)[8]) {
                    __fadd_rn(__fadd_rn(s[1], s[5]), __fadd_rn(s[3], s[7])));
 }
 
+/// Returns the `T::amax` of values rounded to T. They are not stored, so a NaN may have any payload.
+template <class T> DEVICE u32 amax_of_rounded(const float (&v)[PER_THREAD]) {
+  u32 m = 0;
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; i += T::PER_REG) {
+    if constexpr (T::PER_REG == 1) m = T::amax(m, __float_as_uint(v[i]));
+    else m = T::amax(m, Output<T>::type::pair(v[i], v[i + 1]));
+  }
+  return m;
+}
+
+/// The partial sums of a thread.
+struct PartialSums {
+  float of[STEPS][PER_THREAD];
+
+  DEVICE PartialSums() {
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+#pragma unroll
+      for (int i = 0; i < PER_THREAD; i++) of[s][i] = 0.0f;
+  }
+};
+
 /// Shared memory for sums over a block.
 struct RowSums {
-  float warps[2][WARPS];
+  float warps[2][STEPS * WARPS];
 
   /// Returns the sum of the partial sums of a block, in all threads. `turn` is the number of sums
   /// before this one. Two sums in succession use different memory, so that one barrier suffices for
   /// each.
-  DEVICE float add(const float (&partial)[PER_THREAD], u32 &turn) {
-    float sum = sum_eight(partial);
+  DEVICE float add(const PartialSums &partial, u32 &turn) {
+    float sums[STEPS];
 #pragma unroll
-    for (int half = 16; half > 0; half /= 2) sum = __fadd_rn(sum, shuffle_down(sum, half));
-    float (&warp_sums)[WARPS] = warps[turn & 1];
+    for (int s = 0; s < STEPS; s++) sums[s] = sum_eight(partial.of[s]);
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2)
+#pragma unroll
+      for (int s = 0; s < STEPS; s++) sums[s] = __fadd_rn(sums[s], shuffle_down(sums[s], half));
+    float (&warp_sums)[STEPS * WARPS] = warps[turn & 1];
     turn++;
-    if ((threadIdx.x & 31) == 0) warp_sums[threadIdx.x >> 5] = sum;
+    if ((threadIdx.x & 31) == 0) {
+#pragma unroll
+      for (int s = 0; s < STEPS; s++) warp_sums[s * WARPS + (threadIdx.x >> 5)] = sums[s];
+    }
     __syncthreads();
     return sum_eight(warp_sums);
   }
 };
 
-/// Computes the statistics of rows, each with a block. Registers hold CHUNKS chunks of LANES elements.
-/// With CHUNKS 0, a row may have any length, and is read again for each sum and for the scale.
-template <class T, class F, int CHUNKS> DEVICE void norm_stats(const NormStatsArgs &a) {
-  constexpr int REGISTER_CHUNKS = CHUNKS ? CHUNKS : 1;
+/// The statistics of a row.
+struct RowStats {
+  float mean, rstd;
+};
+
+/// Returns the statistics of a row, and writes them.
+DEVICE RowStats finish_row(const NormStatsArgs &a, i64 row, float mean, float sum_of_squares) {
+  float mean_square = __fdiv_rn(sum_of_squares, (float)a.cols);
+  float rstd = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean_square, a.eps)));
+  RowStats stats = {__uint_as_float(OutF32::bits(mean)), __uint_as_float(OutF32::bits(rstd))};
+  if (threadIdx.x == 0) {
+    a.norm.rstd[row] = stats.rstd;
+    if (a.norm.mean) a.norm.mean[row] = stats.mean;
+  }
+  return stats;
+}
+
+/// Writes the scale of a tensor, given the maximum of each thread.
+template <class T, class F> DEVICE void finish_scale(const NormStatsArgs &a, u32 amax) {
+  u32 max_bits = block_max(magnitude<T>(amax));
+  if (last_of(a.grid_max, gridDim.x, max_bits)) *a.scale = scale_of<F>(max_bits, a.rule);
+}
+
+/// Computes the statistics of rows, each with a block. Rows may have any length and any layout. They
+/// are read again for each sum and for the scale.
+template <class T, class F> DEVICE void norm_stats_long(const NormStatsArgs &a) {
   __shared__ RowSums row_sums;
   const bool vectors = a.flags & X_VECTORS, weight_vectors = a.flags & WEIGHT_VECTORS;
   const i64 first = threadIdx.x * PER_THREAD;
-  Octet<T> chunks[REGISTER_CHUNKS];
   u32 amax = 0, turn = 0;
   for (i64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
-    auto load = [&](int k, i64 col) {
-      chunks[k].load(a.x, a.x_rs, a.x_cs, vectors, row, col, a.cols);
-    };
-    // Calls `f` for each chunk, with its number and this thread's first column.
-    auto for_chunks = [&](auto f) {
-      if (CHUNKS) {
-#pragma unroll
-        for (int k = 0; k < REGISTER_CHUNKS; k++)
-          if (k * LANES < a.cols) f(k, k * LANES + first);
-      } else {
+    // Calls `f` for each octet of this thread, with its first column and its step.
+    auto for_octets = [&](auto f) {
 #pragma unroll 1
-        for (i64 col = first; col - first < a.cols; col += LANES) {
-          load(0, col);
-          f(0, col);
+      for (i64 begin = first; begin < a.cols; begin += LANES)
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+          i64 col = begin + step * STEP;
+          Octet<T> x;
+          x.load(a.x, a.x_rs, a.x_cs, vectors, row, col, a.cols);
+          f(x, col, step);
         }
-      }
     };
-    if (CHUNKS) for_chunks(load);
 
     float mean = 0.0f;
     if (a.norm.mean) {
-      float sums[PER_THREAD] = {0, 0, 0, 0, 0, 0, 0, 0};
-      for_chunks([&](int k, i64) {
+      PartialSums sums;
+      for_octets([&](const Octet<T> &x, i64, int step) {
 #pragma unroll
-        for (int i = 0; i < PER_THREAD; i++) sums[i] = __fadd_rn(sums[i], chunks[k].get(i));
+        for (int i = 0; i < PER_THREAD; i++) sums.of[step][i] = __fadd_rn(sums.of[step][i], x.get(i));
       });
       mean = __fdiv_rn(row_sums.add(sums, turn), (float)a.cols);
     }
-    float sums[PER_THREAD] = {0, 0, 0, 0, 0, 0, 0, 0};
-    for_chunks([&](int k, i64 col) {
+    PartialSums squares;
+    for_octets([&](const Octet<T> &x, i64 col, int step) {
+      float (&sums)[PER_THREAD] = squares.of[step];
 #pragma unroll
       for (int i = 0; i < PER_THREAD; i++) {
-        float x = __fadd_rn(chunks[k].get(i), -mean);
-        if (col + i < a.cols) sums[i] = __fadd_rn(sums[i], __fmul_rn(x, x));
+        float d = __fadd_rn(x.get(i), -mean);
+        if (col + i < a.cols) sums[i] = __fadd_rn(sums[i], __fmul_rn(d, d));
       }
     });
-    float mean_square = __fdiv_rn(row_sums.add(sums, turn), (float)a.cols);
-    float rstd = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean_square, a.eps)));
-    rstd = __uint_as_float(OutF32::bits(rstd));
-    mean = __uint_as_float(OutF32::bits(mean));
-    if (threadIdx.x == 0) {
-      a.norm.rstd[row] = rstd;
-      if (a.norm.mean) a.norm.mean[row] = mean;
-    }
+    RowStats stats = finish_row(a, row, mean, row_sums.add(squares, turn));
     if (!a.scale) continue;
-    for_chunks([&](int k, i64 col) {
+    for_octets([&](const Octet<T> &x, i64 col, int) {
       Parameter<T> weight, bias;
       weight.load(a.norm.weight, weight_vectors, col, a.cols);
       bias.load(a.norm.bias, weight_vectors, col, a.cols);
       float v[PER_THREAD];
 #pragma unroll
       for (int i = 0; i < PER_THREAD; i++) {
-        v[i] = normalized(chunks[k].get(i), mean, rstd, weight.get(i, ABSENT_WEIGHT),
+        v[i] = normalized(x.get(i), stats.mean, stats.rstd, weight.get(i, ABSENT_WEIGHT),
                           bias.get(i, ABSENT_BIAS));
         if (col + i >= a.cols) v[i] = 0.0f;
       }
-      amax = T::amax(amax, chunks[k].put(v));
+      amax = T::amax(amax, amax_of_rounded<T>(v));
     });
   }
-  if (a.scale) {
-    u32 max_bits = block_max(magnitude<T>(amax));
-    if (last_of(a.grid_max, gridDim.x, max_bits)) *a.scale = scale_of<F>(max_bits, a.rule);
+  if (a.scale) finish_scale<T, F>(a, amax);
+}
+
+/// Copies 16 bytes to shared memory. The thread goes on before they arrive.
+DEVICE void copy_async(uint4 *to, const uint4 *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+               :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+
+/// Ends a group of copies.
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/// Waits for this thread's copies, except for those of the last PENDING groups.
+template <int PENDING> DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
+}
+
+/// The shared memory of `norm_stats`.
+struct Held {
+  uint4 rows[HELD_BYTES / 16];
+  RowSums sums;
+};
+
+/// Computes the statistics of rows, each with a block, which holds the row in shared memory. While it
+/// computes, the next row arrives, if there is space for two. A thread copies the elements that it
+/// reads, so that threads do not wait for each other's copies.
+///
+/// Rows have HELD_BYTES at most and a multiple of PER_THREAD elements. They are contiguous and
+/// 16-byte aligned, as are the weight and the bias. With RMS, there is neither a mean nor a bias, and
+/// the compiler leaves out both.
+template <class T, class F, bool RMS>
+DEVICE void norm_stats(const NormStatsArgs &a, Held &held) {
+  constexpr int PER = Octet<T>::PER_VECTOR;
+  const u32 cols = a.cols, row_vectors = cols / PER, first = threadIdx.x * PER_THREAD;
+  const bool two_rows = 2 * row_vectors <= HELD_BYTES / 16;
+  uint4 *here = held.rows, *next = two_rows ? here + row_vectors : here;
+  // Copies this thread's octets of a row. Rows after the last one are empty groups.
+  auto request = [&](i64 row, uint4 *to) {
+    if (row < a.rows) {
+      const uint4 *from = (const uint4 *)((const char *)a.x + row * a.x_rs * T::BYTES);
+#pragma unroll 1
+      for (u32 col = first; col < cols; col += STEP)
+#pragma unroll
+        for (int v = 0; v < Octet<T>::VECTORS; v++) copy_async(to + col / PER + v, from + col / PER + v);
+    }
+    commit_copies();
+  };
+  // Calls `f` for each octet of this thread, with its first column and its step.
+  auto for_octets = [&](auto f) {
+#pragma unroll 1
+    for (u32 begin = first; begin < cols; begin += LANES)
+#pragma unroll
+      for (int step = 0; step < STEPS; step++) {
+        u32 col = begin + step * STEP;
+        if (col >= cols) continue;
+        Octet<T> x;
+        x.load(here + col / PER);
+        f(x, col, step);
+      }
+  };
+
+  u32 amax = 0, turn = 0;
+  request(blockIdx.x, here);
+  if (two_rows) request((i64)blockIdx.x + gridDim.x, next);
+  for (i64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    if (two_rows) wait_for_copies<1>();
+    else wait_for_copies<0>();
+
+    float mean = 0.0f;
+    if (!RMS && a.norm.mean) {
+      PartialSums sums;
+      for_octets([&](const Octet<T> &x, u32, int step) {
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; i++) sums.of[step][i] = __fadd_rn(sums.of[step][i], x.get(i));
+      });
+      mean = __fdiv_rn(held.sums.add(sums, turn), (float)a.cols);
+    }
+    PartialSums squares;
+    for_octets([&](const Octet<T> &x, u32, int step) {
+      float (&sums)[PER_THREAD] = squares.of[step];
+#pragma unroll
+      for (int i = 0; i < PER_THREAD; i++) {
+        float d = RMS ? x.get(i) : __fadd_rn(x.get(i), -mean);
+        sums[i] = __fadd_rn(sums[i], __fmul_rn(d, d));
+      }
+    });
+    RowStats stats = finish_row(a, row, mean, held.sums.add(squares, turn));
+    if (a.scale)
+      for_octets([&](const Octet<T> &x, u32 col, int) {
+        // As `normalized`, with one branch for all elements instead of a selection for each.
+        float v[PER_THREAD];
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; i++) {
+          float d = RMS ? x.get(i) : __fadd_rn(x.get(i), -stats.mean);
+          v[i] = __fmul_rn(d, stats.rstd);
+        }
+        if (a.norm.weight) {
+          Octet<T> weight;
+          weight.load((const uint4 *)a.norm.weight + col / PER);
+#pragma unroll
+          for (int i = 0; i < PER_THREAD; i++) v[i] = __fmul_rn(v[i], weight.get(i));
+        }
+        if (!RMS && a.norm.bias) {
+          Octet<T> bias;
+          bias.load((const uint4 *)a.norm.bias + col / PER);
+#pragma unroll
+          for (int i = 0; i < PER_THREAD; i++) v[i] = __fadd_rn(v[i], bias.get(i));
+        }
+        amax = T::amax(amax, amax_of_rounded<T>(v));
+      });
+
+    request(row + (i64)gridDim.x * (two_rows ? 2 : 1), here);
+    uint4 *freed = here;
+    here = next, next = freed;
   }
+  if (a.scale) finish_scale<T, F>(a, amax);
 }
 
 struct NormCastArgs {
@@ -199,7 +354,8 @@ template <class T, class F> DEVICE void norm_cast(const NormCastArgs &a) {
   constexpr int PER = 4 * T::PER_REG;
   const StridedArgs &cast = a.cast;
   Patch<T> patch;
-  i64 tile = blockIdx.x, r, c;
+  // The launch before left the end of the input in the cache, so tiles start from the end.
+  i64 tile = gridDim.x - 1 - blockIdx.x, r, c;
   float scale = *cast.scale;
   bool inside = patch.place(cast, tile, r, c);
   if (inside) {
@@ -247,15 +403,16 @@ template <class T, class F> DEVICE void norm_strided(const NormCastArgs &a) {
   });
 }
 
-/// 16-bit rows of up to 8,192 elements and fp32 rows of up to 4,096 are held in registers.
 #define NORM(NAME, T, F)                                                                           \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, 3)                                      \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, 6)                                      \
       norm_stats_##NAME(const __grid_constant__ NormStatsArgs a) {                                 \
-    norm_stats<T, F, 8 / T::BYTES>(a);                                                             \
+    __shared__ Held held;                                                                          \
+    if (a.norm.mean || a.norm.bias) norm_stats<T, F, false>(a, held);                              \
+    else norm_stats<T, F, true>(a, held);                                                          \
   }                                                                                                \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)                                      \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, 8)                                      \
       norm_stats_long_##NAME(const __grid_constant__ NormStatsArgs a) {                            \
-    norm_stats<T, F, 0>(a);                                                                        \
+    norm_stats_long<T, F>(a);                                                                      \
   }                                                                                                \
   extern "C" __global__ void __launch_bounds__(128)                                                \
       norm_cast_##NAME(const __grid_constant__ NormCastArgs a) { norm_cast<T, F>(a); }             \
