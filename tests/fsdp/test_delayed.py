@@ -1,6 +1,7 @@
 """Delayed scaling of sharded weights: scales of the histories, and one scale for all ranks."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ from distributed.models import (
     train_with_histories,
     watch_weights,
 )
+from fp8rs.fsdp import scale_sync
+from fp8rs.scaling.delayed import DelayedScalingState
 from oracle.tensorwise import scale_from_amax
 
 
@@ -246,13 +249,21 @@ def test_a_write_while_a_weight_is_gathered_pins_no_scale(rig):
 @ranks(2)
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_parts_of_a_model_are_notified_of_a_step_in_one_order(rig, fp8_weights):
-    """Each part runs its own all-reduces. In different orders, ranks would mix up their scales."""
+    """Each part runs its own all-reduces. In different orders, ranks would mix up their scales.
+
+    Each part but the first packs its buffers on a stream that FSDP2's streams do not wait for.
+    """
+
+    def delay(module, args, output):
+        if output.is_cuda:
+            torch.cuda._sleep(20_000_000)  # some milliseconds
 
     def train(sharded):
         parts = []
         for n in range(6):
             torch.manual_seed(n)
             part = nn.Sequential(nn.Linear(32, 32)).to(rig.device)
+            part.register_forward_hook(delay)
             with torch.no_grad():
                 part[0].weight.mul_(4.0**n)
             # Ranks differ in what they have in memory before it.
@@ -269,6 +280,19 @@ def test_parts_of_a_model_are_notified_of_a_step_in_one_order(rig, fp8_weights):
         return torch.stack([part[0].fp8_scale[0, 0] for part in parts])
 
     assert torch.equal(train(sharded=False), train(sharded=True))
+
+
+@ranks(2)
+def test_a_synchronization_waits_for_the_packing_of_the_buffers(rig):
+    """The forward packs them on its stream, and FSDP2 gathers on others."""
+    calls = mock.Mock()
+    model = shard(make(EVEN, recipe="delayed", device=rig.device, fp8_weights=True), rig)
+    with (
+        mock.patch.object(DelayedScalingState, "wait_for_writes", calls.wait),
+        mock.patch.object(scale_sync, "raise_next_scales", calls.raise_scales),
+    ):
+        model(batch(rig))
+    assert [name for name, *_ in calls.method_calls[:2]] == ["wait", "raise_scales"]
 
 
 @ranks(2)

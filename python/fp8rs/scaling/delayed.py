@@ -264,6 +264,15 @@ class DelayedScalingState:
             self._note_writes(self._packs)
         return self._packs
 
+    def wait_for_writes(self) -> None:
+        """Make the current stream wait for the operations that built or rolled the packs.
+
+        FSDP2 gathers on its own streams, which wait for other streams only when the root's forward
+        begins.
+        """
+        for writes in self._pack_writes:
+            writes.wait()
+
     def moved(self) -> None:
         """Notify that a layer's buffers were replaced."""
         self._packs = []
@@ -271,16 +280,13 @@ class DelayedScalingState:
     def _pack(self, device: torch.device) -> Pack:
         """Return the pack of a device, for use on the current stream.
 
-        The stream first waits for the operations that built or rolled the pack, because FSDP2
-        gathers on its own streams.
-
         Raises:
             RuntimeError: no buffers are on the device.
         """
-        for pack in self.packs():
+        packs = self.packs()
+        self.wait_for_writes()
+        for pack in packs:
             if pack.scale.device == device:
-                for writes in self._pack_writes:
-                    writes.wait()
                 return pack
         raise RuntimeError(
             f"delayed scaling's buffers are on {[str(p.scale.device) for p in self._packs]}, but "

@@ -298,6 +298,9 @@ def _pack_layers(indices: list[int], layers: Sequence[Any]) -> Pack:
             if layer._buffers[name].is_inference():
                 # Such a buffer could be written in inference mode only.
                 layer._buffers[name] = layer._buffers[name].clone()
+            if stack.is_cuda and not is_traced(stack):
+                # Another stream may have allocated the memory, which is freed here.
+                layer._buffers[name].record_stream(torch.cuda.current_stream(stack.device))
             layer._buffers[name].data = stack.select(dim, position)
         stacked[name] = stack
 
