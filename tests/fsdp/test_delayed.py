@@ -34,6 +34,7 @@ from distributed.models import (
     watch_weights,
 )
 from fp8rs.fsdp import scale_sync
+from fp8rs.scaling import histories
 from fp8rs.scaling.delayed import DelayedScalingState
 from oracle.tensorwise import scale_from_amax
 
@@ -249,21 +250,13 @@ def test_a_write_while_a_weight_is_gathered_pins_no_scale(rig):
 @ranks(2)
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_parts_of_a_model_are_notified_of_a_step_in_one_order(rig, fp8_weights):
-    """Each part runs its own all-reduces. In different orders, ranks would mix up their scales.
-
-    Each part but the first packs its buffers on a stream that FSDP2's streams do not wait for.
-    """
-
-    def delay(module, args, output):
-        if output.is_cuda:
-            torch.cuda._sleep(20_000_000)  # some milliseconds
+    """Each part runs its own all-reduces. In different orders, ranks would mix up their scales."""
 
     def train(sharded):
         parts = []
         for n in range(6):
             torch.manual_seed(n)
             part = nn.Sequential(nn.Linear(32, 32)).to(rig.device)
-            part.register_forward_hook(delay)
             with torch.no_grad():
                 part[0].weight.mul_(4.0**n)
             # Ranks differ in what they have in memory before it.
@@ -293,6 +286,39 @@ def test_a_synchronization_waits_for_the_packing_of_the_buffers(rig):
     ):
         model(batch(rig))
     assert [name for name, *_ in calls.method_calls[:2]] == ["wait", "raise_scales"]
+
+
+@ranks(2)
+def test_a_part_that_is_packed_late_keeps_its_scale(rig):
+    """FSDP2's streams do not wait for the packing of a part's buffers, but for the root's forward.
+
+    The buffers of the second part are packed while its scales are synchronized.
+    """
+
+    def delay(module, args, output):
+        if output.is_cuda:
+            # What memory may contain that is allocated next.
+            unused = [torch.full((16,), 1e6, device=output.device) for _ in range(64)]
+            del unused
+            torch.cuda._sleep(20_000_000)  # about 10 ms
+
+    def differs_late(a, b):
+        if a.is_cuda:
+            torch.cuda._sleep(100_000_000)  # between a read and a write of the amaxes
+        return differs(a, b)
+
+    differs = histories.differs
+    parts = [nn.Sequential(nn.Linear(32, 32)).to(rig.device) for _ in range(2)]
+    parts[0].register_forward_hook(delay)
+    for part in parts:
+        fp8rs.convert_to_float8_training(part, recipe="delayed", fp8_weights=True)
+        fully_shard(part, mesh=rig.mesh())
+    model = fully_shard(nn.Sequential(*parts), mesh=rig.mesh())
+    with mock.patch.object(histories, "differs", differs_late):
+        model(batch(rig, rows=16, width=32))
+    for part in parts:
+        assert part[0].fp8_amax[0, 0] < 1
+        assert part[0].fp8_scale[0, 0] < 1
 
 
 @ranks(2)
