@@ -159,7 +159,7 @@ def run_in_high_precision(module: nn.Module) -> None:
 
 
 def forget_layer_specs() -> None:
-    """Compute the specs of layers again, which are kept by recipe and device."""
+    """Clear the cached specs of layers."""
     spec_for.cache_clear()
     function._plain_call.cache_clear()
 

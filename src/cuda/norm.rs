@@ -56,13 +56,13 @@ args!(NormStatsArgs, NormCastArgs);
 static NORM_MODULE: Module = module!("norm");
 
 static STATS: ByTypes = by_types!(NORM_MODULE, "norm_stats", NormStatsArgs);
-static STATS_LONG: ByTypes = by_types!(NORM_MODULE, "norm_stats_long", NormStatsArgs);
+static STATS_ANY: ByTypes = by_types!(NORM_MODULE, "norm_stats_any", NormStatsArgs);
 static CAST: ByTypes = by_types!(NORM_MODULE, "norm_cast", NormCastArgs);
 static STRIDED: ByTypes = by_types!(NORM_MODULE, "norm_strided", NormCastArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {
-    [&STATS, &STATS_LONG, &CAST, &STRIDED].into_iter().flatten().flatten().collect()
+    [&STATS, &STATS_ANY, &CAST, &STRIDED].into_iter().flatten().flatten().collect()
 }
 
 /// Number of threads of a block of `norm_stats`, which takes rows in turn.
@@ -71,8 +71,8 @@ const THREADS: u32 = 128;
 /// Largest number of blocks of `norm_stats` for each multiprocessor.
 const BLOCKS: u64 = 6;
 
-/// Number of bytes of rows that a block holds in shared memory.
-const HELD_BYTES: usize = 32 << 10;
+/// Number of bytes of rows in the shared memory of a block.
+const ROW_BYTES: usize = 32 << 10;
 
 /// Number of elements that a thread reads together.
 const PER_THREAD: usize = 8;
@@ -122,13 +122,13 @@ pub(crate) fn quantize_norm(
         stats.rule = planes.rule.into();
         stats.grid_max = workspace::slots(device, stream, 1)?;
     }
-    let is_held = flags == X_VECTORS | WEIGHT_VECTORS
+    let fits_in_shared_memory = flags == X_VECTORS | WEIGHT_VECTORS
         && x.cols().is_multiple_of(PER_THREAD)
-        && x.cols() * x.dtype().size() <= HELD_BYTES;
+        && x.cols() * x.dtype().size() <= ROW_BYTES;
     // At least one block, because the scale of an empty tensor is written too.
     let max_blocks = BLOCKS * u64::from(driver::device(device)?.multiprocessors);
     let grid = Grid { blocks: (x.rows() as u64).clamp(1, max_blocks), threads: THREADS };
-    launch(device, stream, kernel(if is_held { &STATS } else { &STATS_LONG }), grid, &stats)?;
+    launch(device, stream, kernel(if fits_in_shared_memory { &STATS } else { &STATS_ANY }), grid, &stats)?;
 
     let cast = Cast::new(x, planes, weights_are_aligned, stream)?;
     let kernels = if cast.in_tiles { &CAST } else { &STRIDED };

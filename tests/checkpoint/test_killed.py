@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
+
+from processes import kill_with_children
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "resume.py"
 STEP = re.compile(r"step (\d+): loss ([\d.]+)")
@@ -20,18 +21,10 @@ def start(ranks, folder, steps, every):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
-def kill(process):
-    """Kill torchrun and its ranks, which it starts in sessions of their own."""
-    launcher = psutil.Process(process.pid)
-    ranks = launcher.children(recursive=True)
-    for running in (launcher, *ranks):
-        running.kill()
-
-
 def losses_of(process, until=None):
     """Return the losses by step of a run whose ranks are all killed at a step, and its first line.
 
-    They include the steps that the run printed before it was killed.
+    The losses include those of steps that the run printed before it was killed.
     """
     losses = {}
     first = ""
@@ -41,7 +34,7 @@ def losses_of(process, until=None):
         if match:
             losses[int(match[1])] = float(match[2])
             if int(match[1]) == until:
-                kill(process)
+                kill_with_children(process)
     process.stdout.close()
     process.wait(60)
     return losses, first

@@ -25,7 +25,6 @@ import functools
 import importlib.metadata
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,8 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
+
+from processes import kill_with_children
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -187,21 +188,15 @@ def torchrun(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
         try:
             code: int | str = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = f"no end after {seconds:.0f} s"
         finally:
-            # On SIGTERM, torchrun ends its ranks, and kills those that run 30 s later.
             if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(40)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                kill_with_children(process)
+                process.wait()
         output.seek(0)
         text = output.read()
     if isinstance(code, str):

@@ -277,11 +277,11 @@ def test_parts_of_a_model_are_notified_of_a_step_in_one_order(rig, fp8_weights):
 
 @ranks(2)
 def test_a_synchronization_waits_for_the_packing_of_the_buffers(rig):
-    """The forward packs them on its stream, and FSDP2 gathers on others."""
+    """The forward packs the buffers on its own stream, and FSDP2 gathers on others."""
     calls = mock.Mock()
     model = shard(make(EVEN, recipe="delayed", device=rig.device, fp8_weights=True), rig)
     with (
-        mock.patch.object(DelayedScalingState, "wait_for_writes", calls.wait),
+        mock.patch.object(DelayedScalingState, "packs_on_current_stream", calls.wait),
         mock.patch.object(scale_sync, "raise_next_scales", calls.raise_scales),
     ):
         model(batch(rig))
@@ -289,36 +289,43 @@ def test_a_synchronization_waits_for_the_packing_of_the_buffers(rig):
 
 
 @ranks(2)
-def test_a_part_that_is_packed_late_keeps_its_scale(rig):
-    """FSDP2's streams do not wait for the packing of a part's buffers, but for the root's forward.
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_part_that_is_packed_late_keeps_its_scale(rig, prefetch):
+    """FSDP2's streams wait for the forward's stream only when the root's forward begins.
 
-    The buffers of the second part are packed while its scales are synchronized.
+    The buffers of the second part are packed while its scales are synchronized, or with a prefetch
+    before its forward begins.
     """
 
     def delay(module, args, output):
         if output.is_cuda:
-            # What memory may contain that is allocated next.
+            # Leave large values in free memory, which the next allocations may reuse.
             unused = [torch.full((16,), 1e6, device=output.device) for _ in range(64)]
             del unused
-            torch.cuda._sleep(20_000_000)  # about 10 ms
+            torch.cuda._sleep(100_000_000)  # about 50 ms
+
+    differs = histories.differs
 
     def differs_late(a, b):
         if a.is_cuda:
-            torch.cuda._sleep(100_000_000)  # between a read and a write of the amaxes
+            # `raise_next_scales` has read the amaxes, and has not written them.
+            torch.cuda._sleep(300_000_000)
         return differs(a, b)
 
-    differs = histories.differs
     parts = [nn.Sequential(nn.Linear(32, 32)).to(rig.device) for _ in range(2)]
     parts[0].register_forward_hook(delay)
     for part in parts:
         fp8rs.convert_to_float8_training(part, recipe="delayed", fp8_weights=True)
         fully_shard(part, mesh=rig.mesh())
+    if prefetch:
+        parts[0].set_modules_to_forward_prefetch([parts[1]])
     model = fully_shard(nn.Sequential(*parts), mesh=rig.mesh())
+    before = [(part[0].fp8_scale.clone(), part[0].fp8_amax[:1].clone()) for part in parts]
     with mock.patch.object(histories, "differs", differs_late):
         model(batch(rig, rows=16, width=32))
-    for part in parts:
-        assert part[0].fp8_amax[0, 0] < 1
-        assert part[0].fp8_scale[0, 0] < 1
+    for part, (scale, weight_amax) in zip(parts, before, strict=True):
+        assert torch.equal(part[0].fp8_scale, scale)
+        assert torch.equal(part[0].fp8_amax[:1], weight_amax)
 
 
 @ranks(2)

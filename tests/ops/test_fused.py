@@ -108,20 +108,30 @@ def test_norm_of_any_strides_and_dimensions(device, centered):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cols", [256, 8192, 8200, 16384, 16392, 1001])
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("cols", [256, 4096, 4104, 8192, 8200, 16384, 16392, 1001])
+@pytest.mark.parametrize("gap", [0, 24])
+@pytest.mark.parametrize("parameters", ["weight", "weight and bias", "bias", "none"])
+@pytest.mark.parametrize("is_delayed", [False, True])
 @each_dtype
 @each_norm
-def test_norm_of_more_rows_than_blocks_equals_the_cpu(cols, has_bias, dtype, centered):
+def test_norm_of_more_rows_than_blocks_equals_the_cpu(
+    cols, gap, parameters, is_delayed, dtype, centered
+):
     """A block takes several rows, and requests the next ones while it computes."""
-    x = make((3000, cols), dtype)
-    weight = make((cols,), dtype, 1)
-    bias = make((cols,), dtype, 2) if has_bias else None
-    options = (centered, 1e-5, E4M3, True, True)
-    expected = ops._quantize_norm(x, weight, bias, *options)
-    moved = [None if t is None else t.cuda() for t in (x, weight, bias)]
-    for got, want in zip(ops._quantize_norm(*moved, *options), expected, strict=True):
-        assert same(got, want)
+
+    def run(device):
+        x = wide.to(device)[:, :cols]
+        weight = make((cols,), dtype, 1).to(device) if "weight" in parameters else None
+        bias = make((cols,), dtype, 2).to(device) if "bias" in parameters else None
+        delayed = {}
+        if is_delayed:
+            delayed = {"scale": scalar(0.01, device), "amax": scalar(0.0, device)}
+        planes = ops._quantize_norm(x, weight, bias, centered, 1e-5, E4M3, True, True, **delayed)
+        return [*planes, *delayed.values()]
+
+    wide = make((2000, cols + gap), dtype)
+    for got, expected in zip(run("cuda"), run("cpu"), strict=True):
+        assert same(got, expected)
 
 
 @each_norm

@@ -379,6 +379,9 @@ class ShardedModel:
             for unit in units:
                 unit.wait_for_writes()
             if fp8_shards:
+                if self.state.delayed is not None:
+                    # The synchronization may raise the next scales in the packs.
+                    self.state.delayed.packs_on_current_stream()
                 self._sync(fp8_shards)
                 self.quantizer.copy_scales(fp8_shards)
             if masters:
@@ -426,13 +429,8 @@ class ShardedModel:
             if self.quantizer.shares_scales(shard.shard_spec):
                 sharing_shards.append(shard)
         self._compare([shard.handle.parameter.device_mesh for shard in sharing_shards])
-        if not sharing_shards:
-            return
-
-        delayed = self.state.delayed
-        if delayed is not None:
-            delayed.wait_for_writes()  # to the next scales and amaxes, which this may raise
-        sync_shards(self.quantizer, sharing_shards)
+        if sharing_shards:
+            sync_shards(self.quantizer, sharing_shards)
 
     def sync_module(self, module: Any) -> None:
         """Synchronize the scales of a converted module's FP8 weights."""

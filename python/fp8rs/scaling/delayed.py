@@ -264,18 +264,21 @@ class DelayedScalingState:
             self._note_writes(self._packs)
         return self._packs
 
-    def wait_for_writes(self) -> None:
-        """Make the current stream wait for the operations that built or rolled the packs.
+    def packs_on_current_stream(self) -> list[Pack]:
+        """Return the packs for use on the current stream.
 
-        FSDP2 gathers on its own streams, which wait for other streams only when the root's forward
-        begins.
+        The stream first waits for the operations that built or rolled them. FSDP2 gathers on its
+        own streams, which wait for other streams only when the root's forward begins.
         """
+        packs = self.packs()
         for writes in self._pack_writes:
             writes.wait()
+        return packs
 
     def moved(self) -> None:
         """Notify that a layer's buffers were replaced."""
         self._packs = []
+        self._pack_writes = []
 
     def _pack(self, device: torch.device) -> Pack:
         """Return the pack of a device, for use on the current stream.
@@ -283,9 +286,7 @@ class DelayedScalingState:
         Raises:
             RuntimeError: no buffers are on the device.
         """
-        packs = self.packs()
-        self.wait_for_writes()
-        for pack in packs:
+        for pack in self.packs_on_current_stream():
             if pack.scale.device == device:
                 return pack
         raise RuntimeError(

@@ -290,17 +290,22 @@ def _pack_layers(indices: list[int], layers: Sequence[Any]) -> Pack:
     """Pack the buffers of layers that are on one device."""
     for layer in layers:
         keep_local(layer._buffers)
+    first_buffer = layers[0]._buffers["fp8_scale"]
+    stream = None
+    if first_buffer.is_cuda and not is_traced(first_buffer):
+        stream = torch.cuda.current_stream(first_buffer.device)
 
     stacked = {}
     for name, dim in BUFFERS.items():
         stack = torch.stack([layer._buffers[name] for layer in layers], dim)
         for position, layer in enumerate(layers):
-            if layer._buffers[name].is_inference():
+            buffer = layer._buffers[name]
+            if stream is not None:
+                # The memory of the buffer is freed below, and another stream may have allocated it.
+                buffer.record_stream(stream)
+            if buffer.is_inference():
                 # Such a buffer could be written in inference mode only.
-                layer._buffers[name] = layer._buffers[name].clone()
-            if stack.is_cuda and not is_traced(stack):
-                # Another stream may have allocated the memory, which is freed here.
-                layer._buffers[name].record_stream(torch.cuda.current_stream(stack.device))
+                layer._buffers[name] = buffer.clone()
             layer._buffers[name].data = stack.select(dim, position)
         stacked[name] = stack
 

@@ -1,8 +1,8 @@
 // Norms over rows with quantization of their result (format/norm.rs).
 //
 // A quantization has two launches. The first computes the statistics of each row and, for current
-// scaling, the scale. A block holds a row in shared memory, unless the row is long. The second reads
-// the input again, normalizes it and casts it in both directions.
+// scaling, the scale. A block has a row in shared memory, unless the row is long or not aligned. The
+// second reads the input again, normalizes it and casts it in both directions.
 #include "patch.cuh"
 #include "strided.cuh"
 #include "vectors.cuh"
@@ -36,9 +36,9 @@ enum : u32 {
 #define WARPS 4          // of a block that computes statistics
 #define PER_THREAD 8     // adjacent elements of a thread
 #define STEP (WARPS * 32 * PER_THREAD)  // elements that a block reads together
-#define STEPS 2          // after which elements are added to the same partial sums
+#define STEPS 2          // steps with partial sums of their own
 #define LANES (STEPS * STEP)            // partial sums of a row
-#define HELD_BYTES 32768 // bytes of rows that a block holds in shared memory
+#define ROW_BYTES 32768  // bytes of rows in the shared memory of a block
 
 /// PER_THREAD adjacent elements of a row.
 template <class T> struct Octet {
@@ -55,8 +55,8 @@ template <class T> struct Octet {
   DEVICE void load(const uint4 *at) {
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-      uint4 four = at[v];
-      d[v][0] = four.x, d[v][1] = four.y, d[v][2] = four.z, d[v][3] = four.w;
+      uint4 vector = at[v];
+      d[v][0] = vector.x, d[v][1] = vector.y, d[v][2] = vector.z, d[v][3] = vector.w;
     }
   }
 
@@ -172,7 +172,7 @@ template <class T, class F> DEVICE void finish_scale(const NormStatsArgs &a, u32
 
 /// Computes the statistics of rows, each with a block. Rows may have any length and any layout. They
 /// are read again for each sum and for the scale.
-template <class T, class F> DEVICE void norm_stats_long(const NormStatsArgs &a) {
+template <class T, class F> DEVICE void norm_stats_any(const NormStatsArgs &a) {
   __shared__ RowSums row_sums;
   const bool vectors = a.flags & X_VECTORS, weight_vectors = a.flags & WEIGHT_VECTORS;
   const i64 first = threadIdx.x * PER_THREAD;
@@ -243,24 +243,25 @@ template <int PENDING> DEVICE void wait_for_copies() {
 }
 
 /// The shared memory of `norm_stats`.
-struct Held {
-  uint4 rows[HELD_BYTES / 16];
+struct RowBuffers {
+  uint4 rows[ROW_BYTES / 16];
   RowSums sums;
 };
 
-/// Computes the statistics of rows, each with a block, which holds the row in shared memory. While it
+/// Computes the statistics of rows, each with a block, which has the row in shared memory. While it
 /// computes, the next row arrives, if there is space for two. A thread copies the elements that it
 /// reads, so that threads do not wait for each other's copies.
 ///
-/// Rows have HELD_BYTES at most and a multiple of PER_THREAD elements. They are contiguous and
+/// Rows have ROW_BYTES at most and a multiple of PER_THREAD elements. They are contiguous and
 /// 16-byte aligned, as are the weight and the bias. With RMS, there is neither a mean nor a bias, and
 /// the compiler leaves out both.
 template <class T, class F, bool RMS>
-DEVICE void norm_stats(const NormStatsArgs &a, Held &held) {
+DEVICE void norm_stats(const NormStatsArgs &a, RowBuffers &buffers) {
   constexpr int PER = Octet<T>::PER_VECTOR;
   const u32 cols = a.cols, row_vectors = cols / PER, first = threadIdx.x * PER_THREAD;
-  const bool two_rows = 2 * row_vectors <= HELD_BYTES / 16;
-  uint4 *here = held.rows, *next = two_rows ? here + row_vectors : here;
+  const bool two_rows = 2 * row_vectors <= ROW_BYTES / 16;
+  uint4 *row_values = buffers.rows;
+  uint4 *next_row = two_rows ? row_values + row_vectors : row_values;
   // Copies this thread's octets of a row. Rows after the last one are empty groups.
   auto request = [&](i64 row, uint4 *to) {
     if (row < a.rows) {
@@ -281,14 +282,14 @@ DEVICE void norm_stats(const NormStatsArgs &a, Held &held) {
         u32 col = begin + step * STEP;
         if (col >= cols) continue;
         Octet<T> x;
-        x.load(here + col / PER);
+        x.load(row_values + col / PER);
         f(x, col, step);
       }
   };
 
   u32 amax = 0, turn = 0;
-  request(blockIdx.x, here);
-  if (two_rows) request((i64)blockIdx.x + gridDim.x, next);
+  request(blockIdx.x, row_values);
+  if (two_rows) request((i64)blockIdx.x + gridDim.x, next_row);
   for (i64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
     if (two_rows) wait_for_copies<1>();
     else wait_for_copies<0>();
@@ -300,7 +301,7 @@ DEVICE void norm_stats(const NormStatsArgs &a, Held &held) {
 #pragma unroll
         for (int i = 0; i < PER_THREAD; i++) sums.of[step][i] = __fadd_rn(sums.of[step][i], x.get(i));
       });
-      mean = __fdiv_rn(held.sums.add(sums, turn), (float)a.cols);
+      mean = __fdiv_rn(buffers.sums.add(sums, turn), (float)a.cols);
     }
     PartialSums squares;
     for_octets([&](const Octet<T> &x, u32, int step) {
@@ -311,7 +312,7 @@ DEVICE void norm_stats(const NormStatsArgs &a, Held &held) {
         sums[i] = __fadd_rn(sums[i], __fmul_rn(d, d));
       }
     });
-    RowStats stats = finish_row(a, row, mean, held.sums.add(squares, turn));
+    RowStats stats = finish_row(a, row, mean, buffers.sums.add(squares, turn));
     if (a.scale)
       for_octets([&](const Octet<T> &x, u32 col, int) {
         // As `normalized`, with one branch for all elements instead of a selection for each.
@@ -336,9 +337,10 @@ DEVICE void norm_stats(const NormStatsArgs &a, Held &held) {
         amax = T::amax(amax, amax_of_rounded<T>(v));
       });
 
-    request(row + (i64)gridDim.x * (two_rows ? 2 : 1), here);
-    uint4 *freed = here;
-    here = next, next = freed;
+    request(row + (i64)gridDim.x * (two_rows ? 2 : 1), row_values);
+    uint4 *requested = row_values;
+    row_values = next_row;
+    next_row = requested;
   }
   if (a.scale) finish_scale<T, F>(a, amax);
 }
@@ -406,13 +408,13 @@ template <class T, class F> DEVICE void norm_strided(const NormCastArgs &a) {
 #define NORM(NAME, T, F)                                                                           \
   extern "C" __global__ void __launch_bounds__(WARPS * 32, 6)                                      \
       norm_stats_##NAME(const __grid_constant__ NormStatsArgs a) {                                 \
-    __shared__ Held held;                                                                          \
-    if (a.norm.mean || a.norm.bias) norm_stats<T, F, false>(a, held);                              \
-    else norm_stats<T, F, true>(a, held);                                                          \
+    __shared__ RowBuffers buffers;                                                                 \
+    if (a.norm.mean || a.norm.bias) norm_stats<T, F, false>(a, buffers);                           \
+    else norm_stats<T, F, true>(a, buffers);                                                       \
   }                                                                                                \
   extern "C" __global__ void __launch_bounds__(WARPS * 32, 8)                                      \
-      norm_stats_long_##NAME(const __grid_constant__ NormStatsArgs a) {                            \
-    norm_stats_long<T, F>(a);                                                                      \
+      norm_stats_any_##NAME(const __grid_constant__ NormStatsArgs a) {                            \
+    norm_stats_any<T, F>(a);                                                                      \
   }                                                                                                \
   extern "C" __global__ void __launch_bounds__(128)                                                \
       norm_cast_##NAME(const __grid_constant__ NormCastArgs a) { norm_cast<T, F>(a); }             \
