@@ -289,12 +289,10 @@ def test_a_synchronization_waits_for_the_packing_of_the_buffers(rig):
 
 
 @ranks(2)
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_a_part_that_is_packed_late_keeps_its_scale(rig, prefetch):
+def test_a_part_that_is_packed_late_keeps_its_scale(rig):
     """FSDP2's streams wait for the forward's stream only when the root's forward begins.
 
-    The buffers of the second part are packed while its scales are synchronized, or with a prefetch
-    before its forward begins.
+    The buffers of the second part are packed while its scales are synchronized.
     """
 
     def delay(module, args, output):
@@ -317,8 +315,6 @@ def test_a_part_that_is_packed_late_keeps_its_scale(rig, prefetch):
     for part in parts:
         fp8rs.convert_to_float8_training(part, recipe="delayed", fp8_weights=True)
         fully_shard(part, mesh=rig.mesh())
-    if prefetch:
-        parts[0].set_modules_to_forward_prefetch([parts[1]])
     model = fully_shard(nn.Sequential(*parts), mesh=rig.mesh())
     before = [(part[0].fp8_scale.clone(), part[0].fp8_amax[:1].clone()) for part in parts]
     with mock.patch.object(histories, "differs", differs_late):

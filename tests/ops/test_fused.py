@@ -110,7 +110,7 @@ def test_norm_of_any_strides_and_dimensions(device, centered):
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [256, 4096, 4104, 8192, 8200, 16384, 16392, 1001])
 @pytest.mark.parametrize("gap", [0, 24])
-@pytest.mark.parametrize("parameters", ["weight", "weight and bias", "bias", "none"])
+@pytest.mark.parametrize("parameters", ["weight", "weight and bias", "none"])
 @pytest.mark.parametrize("is_delayed", [False, True])
 @each_dtype
 @each_norm
