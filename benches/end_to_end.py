@@ -764,7 +764,7 @@ def _workload(options: argparse.Namespace) -> dict[str, Any]:
             "layers": options.layers,
             "heads": heads,
             "kv_heads": max(least_kv_heads, heads // 4),
-            "hidden": options.dim * 7 // 2,
+            "hidden": options.hidden or options.dim * 7 // 2,
             "rope_base": 500_000.0,
         },
         "sequence": options.sequence,
@@ -798,6 +798,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--variants", type=lambda text: text.split(","), default=list(VARIANTS))
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--dim", type=int, default=4096)
+    parser.add_argument(
+        "--hidden", type=int, help="width of the feed-forward layers, 3.5 * dim by default"
+    )
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--sequence", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
