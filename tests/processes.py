@@ -12,8 +12,8 @@ def kill_with_children(process: subprocess.Popen) -> None:
     own.
     """
     parent = psutil.Process(process.pid)
-    for running in (parent, *parent.children(recursive=True)):
+    for member in (parent, *parent.children(recursive=True)):
         try:
-            running.kill()
+            member.kill()
         except psutil.NoSuchProcess:  # it has ended since
             continue

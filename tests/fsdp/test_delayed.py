@@ -316,10 +316,11 @@ def test_a_part_that_is_packed_late_keeps_its_scale(rig):
         fp8rs.convert_to_float8_training(part, recipe="delayed", fp8_weights=True)
         fully_shard(part, mesh=rig.mesh())
     model = fully_shard(nn.Sequential(*parts), mesh=rig.mesh())
-    before = [(part[0].fp8_scale.clone(), part[0].fp8_amax[:1].clone()) for part in parts]
+    scales = [part[0].fp8_scale.clone() for part in parts]
+    weight_amaxes = [part[0].fp8_amax[:1].clone() for part in parts]
     with mock.patch.object(histories, "differs", differs_late):
         model(batch(rig, rows=16, width=32))
-    for part, (scale, weight_amax) in zip(parts, before, strict=True):
+    for part, scale, weight_amax in zip(parts, scales, weight_amaxes, strict=True):
         assert torch.equal(part[0].fp8_scale, scale)
         assert torch.equal(part[0].fp8_amax[:1], weight_amax)
 

@@ -14,7 +14,7 @@ ops = torch.ops.fp8rs
 each_norm = pytest.mark.parametrize("centered", [False, True], ids=["RMSNorm", "LayerNorm"])
 each_activation = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 
-#: Whole tiles, odd sizes, a long row, rows of which a block holds one or none, and no rows.
+#: Whole tiles, odd sizes, a long row, rows with room for one or none in a block, and no rows.
 SHAPES = [(128, 256), (48, 136), (7, 33), (16, 4096), (3, 9000), (2, 16392), (1, 1), (0, 64)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 
