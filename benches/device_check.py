@@ -71,6 +71,8 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
     x = normal(rows, cols)
     scale = torch.ones((), device=device)
     amax = torch.zeros((), device=device)
+    up_scale = torch.ones((), device=device)
+    up_amax = torch.zeros((), device=device)
 
     # Codes without NaN, and their scales: one for each 32x32 or 1x32 block.
     codes = integers(0, 127, rows, cols).view(E4M3)
@@ -155,6 +157,16 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
         "LayerNorm + transpose": norm(True, True, True),
         "SwiGLU + transpose": lambda: ops._quantize_glu(x, gate, "silu", E4M3, True, True),
         "GeGLU's gradients": lambda: ops._quantize_glu_backward(x, gate, dy, "gelu_tanh", E4M3),
+        "SwiGLU, delayed": lambda: ops._quantize_glu(
+            x, gate, "silu", E4M3, True, True, scale=scale, amax=amax
+        ),
+        "SwiGLU's gradients, delayed": lambda: ops._quantize_glu_backward(
+            *(x, gate, dy, "silu", E4M3),
+            gate_scale=scale,
+            gate_amax=amax,
+            up_scale=up_scale,
+            up_amax=up_amax,
+        ),
         "routes of rows": lambda: ops.route_rows(row_experts, row_pairs, experts, 2),
         "groups of tokens": lambda: ops.quantize_groups(
             x, ends, padded_ends, E4M3, index=row_tokens

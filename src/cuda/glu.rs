@@ -4,7 +4,7 @@ use std::ptr::{null, null_mut};
 
 use super::driver::{self, Grid, args, launch};
 use super::modules::{ByTypes, Module, by_types, format_index, input_index, module};
-use super::tensorwise::{self, Rule};
+use super::tensorwise::{self, Delayed, Rule, StridedArgs, tile_grid, tiles_across, tiles_are_supported};
 use super::views::{aligned, ordinal, rows_aligned};
 use super::workspace;
 use crate::error::Error;
@@ -41,16 +41,29 @@ struct GluArgs {
 /// Defined in `kernels/glu.cu`.
 const VECTORS: u32 = 1;
 
-args!(GluArgs);
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GluCastArgs {
+    cast: StridedArgs,
+    up_cast: StridedArgs,
+    dy: *const u8,
+    dy_rs: i64,
+    gelu: u32,
+    unused: u32,
+}
+
+args!(GluArgs, GluCastArgs);
 
 static GLU_MODULE: Module = module!("glu");
 
 static GLU: ByTypes = by_types!(GLU_MODULE, "glu", GluArgs);
 static GLU_GRADIENTS: ByTypes = by_types!(GLU_MODULE, "glu_gradients", GluArgs);
+static GLU_CAST: ByTypes = by_types!(GLU_MODULE, "glu_cast", GluCastArgs);
+static GLU_CAST_GRADIENTS: ByTypes = by_types!(GLU_MODULE, "glu_cast_gradients", GluCastArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {
-    [&GLU, &GLU_GRADIENTS].into_iter().flatten().flatten().collect()
+    [&GLU, &GLU_GRADIENTS, &GLU_CAST, &GLU_CAST_GRADIENTS].into_iter().flatten().flatten().collect()
 }
 
 const THREADS: u32 = 256;
@@ -68,6 +81,10 @@ fn quantize(
     planes: &[&TensorPlanes],
     stream: Stream,
 ) -> Result<(), Error> {
+    if cast_in_tiles(glu, dy.as_ref(), format, planes, stream)? {
+        return Ok(());
+    }
+
     let device = ordinal(glu.gate.device());
     let mut gate = glu.gate.matrix();
     let mut up = glu.up.matrix();
@@ -129,6 +146,68 @@ fn quantize(
         tensorwise::quantize(call, stream)?;
     }
     Ok(())
+}
+
+/// Casts the product, or with `dy` both gradients, in one launch. Returns false, and launches nothing, unless the
+/// scales are delayed and the layouts allow tiles.
+fn cast_in_tiles(
+    glu: &Glu,
+    dy: Option<&View>,
+    format: Fp8Format,
+    planes: &[&TensorPlanes],
+    stream: Stream,
+) -> Result<bool, Error> {
+    // The product has the first planes, and gradients have planes each.
+    let gate_planes = planes[0];
+    let up_planes = planes.get(1).copied();
+    if gate_planes.delayed.is_none()
+        || !tiles_are_supported(&glu.gate, gate_planes.rowwise.as_ref(), gate_planes.columnwise.as_ref())
+        || !tiles_are_supported(
+            &glu.up,
+            up_planes.and_then(|planes| planes.rowwise.as_ref()),
+            up_planes.and_then(|planes| planes.columnwise.as_ref()),
+        )
+        || dy.is_some_and(|dy| !tiles_are_supported(dy, None, None))
+    {
+        return Ok(false);
+    }
+
+    let device = ordinal(glu.gate.device());
+    let grid_max = workspace::slots(device, stream, planes.len())?;
+    let args = GluCastArgs {
+        cast: cast_args(&glu.gate, Some(gate_planes), grid_max),
+        up_cast: cast_args(&glu.up, up_planes, grid_max.wrapping_add(workspace::SLOT)),
+        dy: dy.map_or(null(), View::ptr),
+        dy_rs: dy.map_or(0, |dy| dy.row_stride() as i64),
+        gelu: u32::from(glu.activation == Activation::GeluTanh),
+        unused: 0,
+    };
+    let mut grid = tile_grid(&glu.gate);
+    let mut kernels = &GLU_CAST;
+    if dy.is_some() {
+        grid.blocks *= 2; // a thread has half of the rows, for two outputs
+        kernels = &GLU_CAST_GRADIENTS;
+    }
+    let kernel = &kernels[input_index(glu.gate.dtype())][format_index(format)];
+    launch(device, stream, kernel, grid, &args)?;
+    Ok(true)
+}
+
+/// Returns the arguments of a cast in tiles with delayed scaling, or without planes of no cast.
+fn cast_args(x: &View, planes: Option<&TensorPlanes>, grid_max: *mut u8) -> StridedArgs {
+    let mut scale = null();
+    let mut delayed = Delayed::NONE;
+    let mut codes = (None, None);
+    if let Some(planes) = planes {
+        codes = (planes.rowwise.as_ref(), planes.columnwise.as_ref());
+        if let Some((given, amax)) = &planes.delayed {
+            scale = given.ptr();
+            delayed = Delayed { amax: amax.ptr(), scale_used: planes.scale.ptr(), grid_max };
+        }
+    }
+    let mut args = StridedArgs::new(x, codes.0, codes.1, scale, delayed);
+    args.tiles_across = tiles_across(x);
+    args
 }
 
 /// See `ops::quantize_glu`.

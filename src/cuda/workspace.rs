@@ -18,7 +18,7 @@ use crate::error::Error;
 use crate::spec::Stream;
 
 /// Size of a slot in bytes (`struct GridMax` in `kernels/elements.cuh`).
-const SLOT: usize = 8;
+pub(super) const SLOT: usize = 8;
 /// Slots of a chunk, which is also the most that one launch can use. Chunks are assigned to streams and
 /// graphs as a whole.
 pub(super) const PER_CHUNK: usize = 1024;

@@ -183,19 +183,26 @@ def test_gradients_of_glu_match_their_definition(device, shape, dtype, activatio
         check_planes(*planes, values, E5M2)
 
 
-@pytest.mark.parametrize("shape", [(32, 256), (5, 9)])
-def test_glu_with_delayed_scales_records_the_amaxes(device, shape):
-    gate, up, dy = (make(shape, torch.bfloat16, seed) for seed in range(3))
+@pytest.mark.parametrize("shape", [(32, 256), (5, 9), (144, 392), (2, 9000)])
+@pytest.mark.parametrize("is_split", [False, True])
+@each_dtype
+@each_activation
+def test_glu_with_delayed_scales_records_the_amaxes(device, shape, is_split, dtype, activation):
+    gate, up, dy = (make(shape, dtype, seed) for seed in range(3))
     moved = [t.to(device) for t in (gate, up, dy)]
+    if is_split:  # gate and up are halves of one matrix, as after one GEMM for both
+        moved[:2] = torch.cat(moved[:2], 1).chunk(2, 1)
     scales = [scalar(value, device) for value in (0.5, 0.25, 2.0)]
     amaxes = [scalar(0.0, device) for _ in scales]
     product = ops._quantize_glu(
-        *moved[:2], "silu", E4M3, True, True, scale=scales[0], amax=amaxes[0]
+        *moved[:2], activation, E4M3, True, True, scale=scales[0], amax=amaxes[0]
     )
     delayed = (scales[1], amaxes[1], scales[2], amaxes[2])
-    gradients = ops._quantize_glu_backward(*moved, "silu", E5M2, True, True, False, 0.0, *delayed)
+    gradients = ops._quantize_glu_backward(
+        *moved, activation, E5M2, True, True, False, 0.0, *delayed
+    )
 
-    values = [glu_values("silu", gate, up), *glu_values("silu", gate, up, dy)]
+    values = [glu_values(activation, gate, up), *glu_values(activation, gate, up, dy)]
     results = (product, gradients[:3], gradients[3:])
     formats = (E4M3, E5M2, E5M2)
     for planes, value, scale, amax, fp8_dtype in zip(

@@ -1,9 +1,12 @@
 // Gated activations of two matrices and their gradients (format/activation.rs), for quantization
 // with one scale per tensor.
 //
-// The kernels write values that are rounded to the input's type, and with current scaling the
-// scales. Further launches cast the values.
+// With delayed scaling, a launch casts the values, which are rounded to the input's type first and
+// never written. Otherwise the kernels write them, and with current scaling the scales. Further
+// launches cast the values.
 #include "activation.cuh"
+#include "patch.cuh"
+#include "strided.cuh"
 #include "vectors.cuh"
 
 struct GluArgs {
@@ -25,6 +28,34 @@ struct GluArgs {
 
 enum : u32 { VECTORS = 1 };  // rows of all inputs and outputs are contiguous and 16-byte aligned
 
+/// Computes the product of a vector, or with GRADIENTS the gradients of gate and up, rounded to T.
+/// Raises the `T::amax` of each output. Elements that are 0 have products and gradients of 0.
+template <class T, bool GRADIENTS>
+DEVICE void glu_vector(bool is_gelu, const u32 (&gate)[4], const u32 (&up)[4], const u32 (&dy)[4],
+                       u32 (&values)[4], u32 (&up_values)[4], u32 &amax, u32 &up_amax) {
+  constexpr int COLS = 4 * T::PER_REG;
+  Activated activated[COLS];
+  activate<T>(is_gelu, gate, activated);
+  float v[COLS];
+  if (GRADIENTS) {
+#pragma unroll
+    for (int j = 0; j < COLS; j++)
+      v[j] = __fmul_rn(T::get(dy[j / T::PER_REG], j % T::PER_REG), activated[j].value);
+    up_amax = T::amax(up_amax, pack<T>(v, up_values));
+  }
+#pragma unroll
+  for (int j = 0; j < COLS; j++) {
+    float u = T::get(up[j / T::PER_REG], j % T::PER_REG);
+    if (GRADIENTS) {
+      float g = T::get(dy[j / T::PER_REG], j % T::PER_REG);
+      v[j] = __fmul_rn(__fmul_rn(g, u), activated[j].derivative);
+    } else {
+      v[j] = __fmul_rn(activated[j].value, u);
+    }
+  }
+  amax = T::amax(amax, pack<T>(v, values));
+}
+
 template <class T, class F, bool GRADIENTS> DEVICE void glu(const GluArgs &a) {
   constexpr int COLS = 4 * T::PER_REG;
   const bool vectors = a.flags & VECTORS;
@@ -42,33 +73,12 @@ template <class T, class F, bool GRADIENTS> DEVICE void glu(const GluArgs &a) {
     load_vector<T>(a.up, a.up_rs, a.up_cs, vectors, row, col, a.cols, up);
     if (GRADIENTS) load_vector<T>(a.dy, a.dy_rs, a.dy_cs, vectors, row, col, a.cols, dy);
 
-    float v[COLS];  // the elements of one output: first of `up_values`, then of `values`
-    Activated activated[COLS];
-    activate<T>(a.gelu, gate, activated);
-
-    // Elements outside are 0, and so are their products and gradients.
+    // Elements outside are 0.
+    u32 values[4], up_values[4];
+    glu_vector<T, GRADIENTS>(a.gelu, gate, up, dy, values, up_values, amax, up_amax);
     i64 offset = (row * a.cols + col) * T::BYTES;
-    if (GRADIENTS) {
-#pragma unroll
-      for (int j = 0; j < COLS; j++)
-        v[j] = __fmul_rn(T::get(dy[j / T::PER_REG], j % T::PER_REG), activated[j].value);
-      u32 packed[4];
-      up_amax = T::amax(up_amax, pack<T>(v, packed));
-      store_vector<T>((char *)a.up_values + offset, vectors, col, a.cols, packed);
-    }
-#pragma unroll
-    for (int j = 0; j < COLS; j++) {
-      float u = T::get(up[j / T::PER_REG], j % T::PER_REG);
-      if (GRADIENTS) {
-        float g = T::get(dy[j / T::PER_REG], j % T::PER_REG);
-        v[j] = __fmul_rn(__fmul_rn(g, u), activated[j].derivative);
-      } else {
-        v[j] = __fmul_rn(activated[j].value, u);
-      }
-    }
-    // The registers of the gate are free now.
-    amax = T::amax(amax, pack<T>(v, gate));
-    store_vector<T>((char *)a.values + offset, vectors, col, a.cols, gate);
+    store_vector<T>((char *)a.values + offset, vectors, col, a.cols, values);
+    if (GRADIENTS) store_vector<T>((char *)a.up_values + offset, vectors, col, a.cols, up_values);
 
     row += row_step;
     vector += vector_step;
@@ -87,9 +97,72 @@ template <class T, class F, bool GRADIENTS> DEVICE void glu(const GluArgs &a) {
   if (last_of(a.grid_max + 1, gridDim.x, max_bits)) *a.up_scale = scale_of<F>(max_bits, a.rule);
 }
 
+struct GluCastArgs {
+  StridedArgs cast;      // of the product, or of the gradient of gate; x is gate
+  StridedArgs up_cast;   // of the gradient of up; x is up
+  const void *dy;        // the gradient of the product, or null
+  i64 dy_rs;
+  u32 gelu;              // the activation: SiLU, or GELU
+  u32 unused;            // pads the struct to a multiple of 8 bytes
+};
+
+/// Casts a tile of the product, or of both gradients, with delayed scaling. The arguments have the
+/// layout that `CastTransposeArgs` requires.
+///
+/// A thread computes the vectors of its patch in a loop. Shared memory takes them, because registers
+/// have no index. No other thread reads them.
+template <class T, class F, bool GRADIENTS> DEVICE void glu_cast(const GluCastArgs &a) {
+  typedef Patch<T, GRADIENTS ? Patch<T>::ROWS / 2 : Patch<T>::ROWS> P;
+  constexpr int OUTPUTS = GRADIENTS ? 2 : 1, COUNT = P::ROWS * P::VECTORS;
+  __shared__ uint4 computed[OUTPUTS][COUNT][P::THREADS];
+  P patch;
+  i64 r, c;
+  bool inside = patch.place(a.cast, blockIdx.x, r, c);
+  u32 maxima[2] = {0, 0};
+  if (inside) {
+    auto load = [&](const void *x, i64 rs, int i, u32 (&d)[4]) {
+      const char *at = (const char *)x + ((r + i / P::VECTORS) * rs + c) * T::BYTES;
+      uint4 v = ((const uint4 *)at)[i % P::VECTORS];
+      d[0] = v.x, d[1] = v.y, d[2] = v.z, d[3] = v.w;
+    };
+#pragma unroll 2
+    for (int i = 0; i < COUNT; i++) {
+      u32 gate[4], up[4], dy[4], values[4], up_values[4];
+      load(a.cast.x, a.cast.x_rs, i, gate);
+      load(a.up_cast.x, a.up_cast.x_rs, i, up);
+      if (GRADIENTS) load(a.dy, a.dy_rs, i, dy);
+      glu_vector<T, GRADIENTS>(a.gelu, gate, up, dy, values, up_values, maxima[0], maxima[1]);
+      computed[0][i][threadIdx.x] = make_uint4(values[0], values[1], values[2], values[3]);
+      if (GRADIENTS)
+        computed[OUTPUTS - 1][i][threadIdx.x] =
+            make_uint4(up_values[0], up_values[1], up_values[2], up_values[3]);
+    }
+  }
+#pragma unroll
+  for (int output = 0; output < OUTPUTS; output++) {
+    const StridedArgs &cast = output == 0 ? a.cast : a.up_cast;
+    float scale = *cast.scale;
+    if (inside) {
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) patch.v[i] = computed[output][i][threadIdx.x];
+      float q = reciprocal(scale);
+      if (cast.rowwise) patch.template store_rows<F>(cast, r, c, q);
+      if (cast.columnwise) patch.template store_columns<F>(cast, r, c, q);
+    }
+    if (output > 0) __syncthreads();  // the shared memory of the first maximum is used again
+    u32 max_bits = block_max(magnitude<T>(maxima[output]));
+    if (last_of(cast.delayed.grid_max, gridDim.x, max_bits))
+      finish_delayed(cast.delayed, scale, max_bits);
+  }
+}
+
 #define GLU(NAME, T, F)                                                                            \
   extern "C" __global__ void __launch_bounds__(256)                                                \
       glu_##NAME(const __grid_constant__ GluArgs a) { glu<T, F, false>(a); }                       \
   extern "C" __global__ void __launch_bounds__(256)                                                \
-      glu_gradients_##NAME(const __grid_constant__ GluArgs a) { glu<T, F, true>(a); }
+      glu_gradients_##NAME(const __grid_constant__ GluArgs a) { glu<T, F, true>(a); }               \
+  extern "C" __global__ void __launch_bounds__(128, 4)                                             \
+      glu_cast_##NAME(const __grid_constant__ GluCastArgs a) { glu_cast<T, F, false>(a); }         \
+  extern "C" __global__ void __launch_bounds__(128, 4)                                             \
+      glu_cast_gradients_##NAME(const __grid_constant__ GluCastArgs a) { glu_cast<T, F, true>(a); }
 FOR_TYPES(GLU)

@@ -4,8 +4,8 @@
 
 /// The vectors that a thread holds, ROWS rows one after the other. `Args` has the fields of
 /// `CastTransposeArgs`.
-template <class T> struct Patch {
-  static constexpr int THREADS = 128, ROWS = T::BYTES == 4 ? 8 : 16, VECTORS = T::BYTES / 2;
+template <class T, int ROW_COUNT = T::BYTES == 4 ? 8 : 16> struct Patch {
+  static constexpr int THREADS = 128, ROWS = ROW_COUNT, VECTORS = T::BYTES / 2;
   uint4 v[ROWS * VECTORS];
 
   /// Computes the position of the thread's first element. Returns false if the thread has no
@@ -83,11 +83,12 @@ template <class T> struct Patch {
           e[k] = __fmul_rn(T::get_again(word(4 * i + k, j), j % T::PER_REG), q);
         out[i] = F::pair(e[0], e[1]) | (u32)F::pair(e[2], e[3]) << 16;
       }
-      if (ROWS == 16)
-        *(uint4 *)(to + j * column) =
-            make_uint4(out[0], out[1], out[2 % (ROWS / 4)], out[3 % (ROWS / 4)]);
-      else
+      if constexpr (ROWS == 16)
+        *(uint4 *)(to + j * column) = make_uint4(out[0], out[1], out[2], out[3]);
+      else if constexpr (ROWS == 8)
         *(uint2 *)(to + j * column) = make_uint2(out[0], out[1]);
+      else
+        *(u32 *)(to + j * column) = out[0];
     }
   }
 };
