@@ -93,7 +93,8 @@ def kernels(xs: list[Tensor]) -> dict[str, Kernel]:
     size = xs[0].element_size()
     scale = torch.tensor(0.01, device="cuda")
     amax = torch.zeros_like(scale)
-    up_scale, up_amax = scale.clone(), amax.clone()
+    up_scale = scale.clone()
+    up_amax = amax.clone()
     codes = [ops.quantize(x, scale, E4M3)[0] for x in xs]
     norm_weight = torch.ones(xs[0].shape[1], dtype=xs[0].dtype, device="cuda")
     # A gated activation has two inputs. The second one is the next tensor.
@@ -168,7 +169,11 @@ def kernels(xs: list[Tensor]) -> dict[str, Kernel]:
         "SwiGLU's gradients, delayed + transpose",
         3 * size + 4,
         lambda gate, up: ops._quantize_glu_backward(
-            *(gate, up, gate, "silu", E4M3),
+            gate,
+            up,
+            gate,
+            "silu",
+            E4M3,
             gate_scale=scale,
             gate_amax=amax,
             up_scale=up_scale,

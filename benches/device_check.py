@@ -161,7 +161,11 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
             x, gate, "silu", E4M3, True, True, scale=scale, amax=amax
         ),
         "SwiGLU's gradients, delayed": lambda: ops._quantize_glu_backward(
-            *(x, gate, dy, "silu", E4M3),
+            x,
+            gate,
+            dy,
+            "silu",
+            E4M3,
             gate_scale=scale,
             gate_amax=amax,
             up_scale=up_scale,

@@ -157,7 +157,7 @@ fn cast_in_tiles(
     planes: &[&TensorPlanes],
     stream: Stream,
 ) -> Result<bool, Error> {
-    // The product has the first planes, and gradients have planes each.
+    // The planes of the product, or of the gradient of gate, and those of the gradient of up.
     let gate_planes = planes[0];
     let up_planes = planes.get(1).copied();
     if gate_planes.delayed.is_none()
@@ -185,7 +185,8 @@ fn cast_in_tiles(
     let mut grid = tile_grid(&glu.gate);
     let mut kernels = &GLU_CAST;
     if dy.is_some() {
-        grid.blocks *= 2; // a thread has half of the rows, for two outputs
+        // A thread has two outputs and therefore half of the rows (`glu_cast` in `kernels/glu.cu`).
+        grid.blocks *= 2;
         kernels = &GLU_CAST_GRADIENTS;
     }
     let kernel = &kernels[input_index(glu.gate.dtype())][format_index(format)];
@@ -193,19 +194,19 @@ fn cast_in_tiles(
     Ok(true)
 }
 
-/// Returns the arguments of a cast in tiles with delayed scaling, or without planes of no cast.
+/// Returns the arguments of a cast in tiles with delayed scaling. Without planes, only the input is used.
 fn cast_args(x: &View, planes: Option<&TensorPlanes>, grid_max: *mut u8) -> StridedArgs {
+    let rowwise = planes.and_then(|planes| planes.rowwise.as_ref());
+    let columnwise = planes.and_then(|planes| planes.columnwise.as_ref());
     let mut scale = null();
     let mut delayed = Delayed::NONE;
-    let mut codes = (None, None);
-    if let Some(planes) = planes {
-        codes = (planes.rowwise.as_ref(), planes.columnwise.as_ref());
-        if let Some((given, amax)) = &planes.delayed {
-            scale = given.ptr();
-            delayed = Delayed { amax: amax.ptr(), scale_used: planes.scale.ptr(), grid_max };
-        }
+    if let Some(planes) = planes
+        && let Some((delayed_scale, amax)) = &planes.delayed
+    {
+        scale = delayed_scale.ptr();
+        delayed = Delayed { amax: amax.ptr(), scale_used: planes.scale.ptr(), grid_max };
     }
-    let mut args = StridedArgs::new(x, codes.0, codes.1, scale, delayed);
+    let mut args = StridedArgs::new(x, rowwise, columnwise, scale, delayed);
     args.tiles_across = tiles_across(x);
     args
 }

@@ -9,7 +9,8 @@ use crate::{cpu, cuda};
 
 /// Computes activation(gate) * up in fp32, rounds it to the dtype of the gate, and quantizes it as
 /// [`quantize_current`](super::quantize_current) or [`quantize_delayed`](super::quantize_delayed) does.
-/// `values` is the output for the rounded values, with the shape and dtype of the gate, contiguous.
+/// `values` is memory for the rounded values, with the shape and dtype of the gate, contiguous. On CUDA it may stay
+/// as it is, because delayed scaling can cast them in the launch that computes them.
 pub fn quantize_glu(glu: Glu, values: ViewMut, planes: TensorPlanes, stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     inputs(&mut call, &glu)?;
@@ -26,7 +27,7 @@ pub fn quantize_glu(glu: Glu, values: ViewMut, planes: TensorPlanes, stream: Str
 
 /// Computes the gradients of gate and up for the gradient `dy` of activation(gate) * up, rounds them to the
 /// dtype of the gate, and quantizes each of them. Both have the same format and rule, and either both or neither
-/// have delayed scaling. `values` and `up_values` are the outputs for the rounded gradients of gate and up, as in
+/// have delayed scaling. `values` and `up_values` are memory for the rounded gradients of gate and up, as in
 /// [`quantize_glu`].
 pub fn quantize_glu_backward(
     glu: Glu,
@@ -49,6 +50,13 @@ pub fn quantize_glu_backward(
             arg: "up_planes".into(),
             got: format!("of {up_format:?}"),
             expected: format!("of {format:?}, as the planes of gate are").into(),
+        });
+    }
+    if gate.delayed.is_some() != up.delayed.is_some() {
+        return Err(Error::Value {
+            arg: "delayed scaling".into(),
+            got: "given for one gradient".into(),
+            expected: "given for both gradients or for neither".into(),
         });
     }
     match call.finish()? {

@@ -190,7 +190,8 @@ def test_gradients_of_glu_match_their_definition(device, shape, dtype, activatio
 def test_glu_with_delayed_scales_records_the_amaxes(device, shape, is_split, dtype, activation):
     gate, up, dy = (make(shape, dtype, seed) for seed in range(3))
     moved = [t.to(device) for t in (gate, up, dy)]
-    if is_split:  # gate and up are halves of one matrix, as after one GEMM for both
+    if is_split:
+        # Gate and up are halves of one matrix, as after one GEMM for both.
         moved[:2] = torch.cat(moved[:2], 1).chunk(2, 1)
     scales = [scalar(value, device) for value in (0.5, 0.25, 2.0)]
     amaxes = [scalar(0.0, device) for _ in scales]
@@ -210,6 +211,25 @@ def test_glu_with_delayed_scales_records_the_amaxes(device, shape, is_split, dty
     ):
         check_planes(*planes, value, fp8_dtype, scale.cpu())
         assert same(amax, tensorwise.amax(value))
+
+
+@pytest.mark.parametrize("rowwise, columnwise", [(True, False), (False, True), (True, True)])
+def test_delayed_scales_of_one_gradient_that_is_not_finite(device, rowwise, columnwise):
+    """Its amax stays, and the scale that it reports is NaN. The other gradient is quantized."""
+    gate, up, dy = (make((64, 128), torch.bfloat16, seed) for seed in range(3))
+    up[5, 7] = torch.inf  # the gradient of gate is infinite there
+    scales = [scalar(value, device) for value in (0.25, 0.5)]
+    amaxes = [scalar(3.0, device), scalar(1e9, device)]
+    delayed = (scales[0], amaxes[0], scales[1], amaxes[1])
+    moved = [t.to(device) for t in (gate, up, dy)]
+    results = ops._quantize_glu_backward(
+        *(*moved, "silu", E5M2, rowwise, columnwise, False, 0.0), *delayed
+    )
+    _, up_gradient = glu_values("silu", gate, up, dy)
+    assert results[2].isnan()
+    assert amaxes[0] == 3.0
+    check_planes(*results[3:], up_gradient, E5M2, scales[1].cpu())
+    assert amaxes[1] == 1e9
 
 
 @each_activation
@@ -262,5 +282,8 @@ def test_bad_arguments_of_glu_are_named():
         ops._quantize_glu(gate, gate.bfloat16(), "silu", E4M3)
     with pytest.raises(ValueError, match='activation is "relu"'):
         ops._quantize_glu(gate, gate, "relu", E4M3)
+    scale_of_gate = {"gate_scale": torch.ones(()), "gate_amax": torch.zeros(())}
+    with pytest.raises(ValueError, match="delayed scaling is given for one gradient"):
+        ops._quantize_glu_backward(gate, gate, gate, "silu", E5M2, **scale_of_gate)
     with pytest.raises(ValueError, match="dy has shape"):
         ops._quantize_glu_backward(gate, gate, gate[1:], "silu", E5M2)

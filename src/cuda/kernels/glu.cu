@@ -1,9 +1,9 @@
 // Gated activations of two matrices and their gradients (format/activation.rs), for quantization
 // with one scale per tensor.
 //
-// With delayed scaling, a launch casts the values, which are rounded to the input's type first and
-// never written. Otherwise the kernels write them, and with current scaling the scales. Further
-// launches cast the values.
+// With delayed scaling and a layout that allows tiles, one launch casts the values, which are rounded
+// to the input's type first and never written. Otherwise the kernels write them, and with current
+// scaling the scales. Further launches cast the values.
 #include "activation.cuh"
 #include "patch.cuh"
 #include "strided.cuh"
@@ -109,12 +109,13 @@ struct GluCastArgs {
 /// Casts a tile of the product, or of both gradients, with delayed scaling. The arguments have the
 /// layout that `CastTransposeArgs` requires.
 ///
-/// A thread computes the vectors of its patch in a loop. Shared memory takes them, because registers
-/// have no index. No other thread reads them.
+/// A thread computes the vectors of its patch in a loop and stores them in shared memory, because
+/// registers have no index. No other thread reads them. With two outputs, a patch has half of the rows
+/// (`cast_in_tiles` in src/cuda/glu.rs).
 template <class T, class F, bool GRADIENTS> DEVICE void glu_cast(const GluCastArgs &a) {
   typedef Patch<T, GRADIENTS ? Patch<T>::ROWS / 2 : Patch<T>::ROWS> P;
   constexpr int OUTPUTS = GRADIENTS ? 2 : 1, COUNT = P::ROWS * P::VECTORS;
-  __shared__ uint4 computed[OUTPUTS][COUNT][P::THREADS];
+  __shared__ uint4 vectors[OUTPUTS][COUNT][P::THREADS];
   P patch;
   i64 r, c;
   bool inside = patch.place(a.cast, blockIdx.x, r, c);
@@ -132,9 +133,9 @@ template <class T, class F, bool GRADIENTS> DEVICE void glu_cast(const GluCastAr
       load(a.up_cast.x, a.up_cast.x_rs, i, up);
       if (GRADIENTS) load(a.dy, a.dy_rs, i, dy);
       glu_vector<T, GRADIENTS>(a.gelu, gate, up, dy, values, up_values, maxima[0], maxima[1]);
-      computed[0][i][threadIdx.x] = make_uint4(values[0], values[1], values[2], values[3]);
+      vectors[0][i][threadIdx.x] = make_uint4(values[0], values[1], values[2], values[3]);
       if (GRADIENTS)
-        computed[OUTPUTS - 1][i][threadIdx.x] =
+        vectors[OUTPUTS - 1][i][threadIdx.x] =
             make_uint4(up_values[0], up_values[1], up_values[2], up_values[3]);
     }
   }
@@ -144,7 +145,7 @@ template <class T, class F, bool GRADIENTS> DEVICE void glu_cast(const GluCastAr
     float scale = *cast.scale;
     if (inside) {
 #pragma unroll
-      for (int i = 0; i < COUNT; i++) patch.v[i] = computed[output][i][threadIdx.x];
+      for (int i = 0; i < COUNT; i++) patch.v[i] = vectors[output][i][threadIdx.x];
       float q = reciprocal(scale);
       if (cast.rowwise) patch.template store_rows<F>(cast, r, c, q);
       if (cast.columnwise) patch.template store_columns<F>(cast, r, c, q);
@@ -160,7 +161,7 @@ template <class T, class F, bool GRADIENTS> DEVICE void glu_cast(const GluCastAr
   extern "C" __global__ void __launch_bounds__(256)                                                \
       glu_##NAME(const __grid_constant__ GluArgs a) { glu<T, F, false>(a); }                       \
   extern "C" __global__ void __launch_bounds__(256)                                                \
-      glu_gradients_##NAME(const __grid_constant__ GluArgs a) { glu<T, F, true>(a); }               \
+      glu_gradients_##NAME(const __grid_constant__ GluArgs a) { glu<T, F, true>(a); }              \
   extern "C" __global__ void __launch_bounds__(128, 4)                                             \
       glu_cast_##NAME(const __grid_constant__ GluCastArgs a) { glu_cast<T, F, false>(a); }         \
   extern "C" __global__ void __launch_bounds__(128, 4)                                             \
