@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicU8, Ordering};
 pub(crate) enum Level {
     /// The baseline instruction set of the architecture.
     Scalar,
-    /// AVX2.
+    /// AVX2 and FMA, whose instructions are used where `mul_add` is written, and only there.
     Avx2,
-    /// AVX-512 F, BW, DQ and VL.
+    /// FMA and AVX-512 F, BW, DQ and VL.
     Avx512,
 }
 
@@ -33,9 +33,10 @@ impl Level {
         #[cfg(target_arch = "x86_64")]
         match self {
             Self::Scalar => true,
-            Self::Avx2 => is_x86_feature_detected!("avx2"),
+            Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
             Self::Avx512 => {
-                is_x86_feature_detected!("avx512f")
+                is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("avx512f")
                     && is_x86_feature_detected!("avx512bw")
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
@@ -97,7 +98,7 @@ pub(crate) fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     match simd() {
         Level::Scalar => kernel.run(),
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: `set_simd` and `simd` only select levels that this CPU supports, so it has AVX2.
+        // SAFETY: `set_simd` and `simd` only select levels that this CPU supports, so it has AVX2 and FMA.
         Level::Avx2 => unsafe { avx2(kernel) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: `set_simd` and `simd` only select levels that this CPU supports, so it has these AVX-512
@@ -108,12 +109,12 @@ pub(crate) fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     }
 }
 
-/// Runs a kernel that is compiled for AVX2.
+/// Runs a kernel that is compiled for AVX2 and FMA.
 ///
 /// # Safety
-/// The CPU must support AVX2.
+/// The CPU must support AVX2 and FMA.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 fn avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
 }
@@ -121,9 +122,9 @@ fn avx2<K: Kernel>(kernel: K) -> K::Output {
 /// Runs a kernel that is compiled for AVX-512.
 ///
 /// # Safety
-/// The CPU must support AVX-512 F, BW, DQ and VL.
+/// The CPU must support FMA and AVX-512 F, BW, DQ and VL.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+#[target_feature(enable = "fma,avx512f,avx512bw,avx512dq,avx512vl")]
 fn avx512<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
 }

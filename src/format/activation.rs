@@ -1,7 +1,9 @@
 //! Gated activations: the elementwise functions of `SwiGLU` and `GeGLU`, and their derivatives.
 //!
-//! All operations are fp32 with one rounding each, in the order that is written here, without fused
-//! multiply-add. Backends therefore agree in every byte.
+//! All operations are fp32 with one rounding each, in the order that is written here. Multiplication and
+//! addition are fused where `mul_add` is written, and only there. Backends therefore agree in every byte.
+
+use std::f32::consts::LOG2_E;
 
 use super::wide::NAN_BITS;
 
@@ -28,13 +30,13 @@ impl Activation {
         match self {
             Self::Silu => {
                 let s = sigmoid(x);
-                (x * s, s * (1.0 + x * (1.0 - s)))
+                (x * s, s * x.mul_add(1.0 - s, 1.0))
             }
             Self::GeluTanh => {
                 let square = x * x;
-                let s = sigmoid(TWICE_ROOT * (x + CUBIC * (square * x)));
-                let slope = TWICE_ROOT * (1.0 + (3.0 * CUBIC) * square);
-                (x * s, s + x * (s * (1.0 - s) * slope))
+                let s = sigmoid(TWICE_ROOT * x * square.mul_add(CUBIC, 1.0));
+                let slope = TWICE_ROOT * square.mul_add(3.0 * CUBIC, 1.0);
+                (x * s, x.mul_add(s * (1.0 - s) * slope, s))
             }
         }
     }
@@ -58,31 +60,28 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Returns e^x, with an error of at most 2 units in the last place. `x` is first clamped to [-87, 87], so
-/// that 1 / (1 + e^x) is a normal number. The result for NaN has no meaning, because the bits of a NaN have no
-/// exponent to add k to. Activations and derivatives multiply by x, so they are NaN.
+/// Returns e^x, with an error of at most 4 units in the last place for x in [-10, 10], and of 24 elsewhere.
+/// `x` is first clamped to [-87, 87], so that 1 / (1 + e^x) is a normal number. The result for NaN has no
+/// meaning, because the bits of a NaN have no exponent to add k to. Activations and derivatives multiply by x,
+/// so they are NaN.
 ///
-/// With k = x / ln 2 rounded to an integer, e^x = 2^k * e^r, where |r| <= ln(2) / 2. The factor e^r is a
-/// polynomial of degree 7.
+/// With k = x / ln 2 rounded to an integer, e^x = 2^k * 2^r, where |r| <= 1/2. The factor 2^r is a polynomial
+/// of degree 5 with the least relative error, 1.1e-7, of those that are 1 at 0.
 #[must_use]
 pub(crate) fn exp(x: f32) -> f32 {
     /// Adding this number rounds to an integer, which is then in the low bits.
     const ROUND: f32 = 12_582_912.0;
     let clamped = if x > 87.0 { 87.0 } else { x };
     let clamped = if clamped < -87.0 { -87.0 } else { clamped };
-    let rounded = clamped * std::f32::consts::LOG2_E + ROUND;
+    let rounded = clamped.mul_add(LOG2_E, ROUND);
     let k = rounded - ROUND;
-    // ln 2 as the sum of a number with few bits and the rest, so that k * LN2_HIGH is exact.
-    let r = clamped - k * 0.693_359_4;
-    let r = r - k * -2.121_944_4e-4;
-    let p = 1.0 / 5040.0;
-    let p = p * r + 1.0 / 720.0;
-    let p = p * r + 1.0 / 120.0;
-    let p = p * r + 1.0 / 24.0;
-    let p = p * r + 1.0 / 6.0;
-    let p = p * r + 0.5;
-    let p = p * r + 1.0;
-    let p = p * r + 1.0;
+    let r = clamped.mul_add(LOG2_E, -k);
+    let p = 0.001_326_470_1_f32;
+    let p = p.mul_add(r, 0.009_671_534);
+    let p = p.mul_add(r, 0.055_507_34);
+    let p = p.mul_add(r, 0.240_222_42);
+    let p = p.mul_add(r, 0.693_147);
+    let p = p.mul_add(r, 1.0);
     // The low bits of `rounded` are k. Adding k to the exponent multiplies by 2^k.
     f32::from_bits(p.to_bits().wrapping_add(rounded.to_bits() << 23))
 }
@@ -100,13 +99,14 @@ mod tests {
     }
 
     #[test]
-    fn exp_is_within_two_units_in_the_last_place() {
+    fn errors_of_exp_are_a_few_units_in_the_last_place() {
         for x in samples() {
             let expected = f64::from(x).exp();
             let unit =
                 f64::from(f32::from_bits((expected as f32).to_bits() + 1)) - f64::from(expected as f32);
             let error = (f64::from(exp(x)) - expected).abs();
-            assert!(error <= 2.0 * unit, "exp({x}) = {} instead of {expected}", exp(x));
+            let units = if x.abs() <= 10.0 { 4.0 } else { 24.0 };
+            assert!(error <= units * unit, "exp({x}) = {} instead of {expected}", exp(x));
         }
         assert_eq!((exp(0.0), exp(-0.0)), (1.0, 1.0));
         assert_eq!((exp(f32::INFINITY), exp(1000.0)), (exp(87.0), exp(87.0)));

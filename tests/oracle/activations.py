@@ -5,17 +5,31 @@ import math
 import torch
 
 
+def fma(a, b, c):
+    """a * b + c of float32 values, rounded once."""
+    product = a.double() * b.double()  # exact, with 48 bits
+    total = product + c
+    # Round the float64 sum to odd, so that rounding it to float32 rounds the exact sum.
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    bits = total.view(torch.int64)
+    toward_error = torch.where((error > 0) == (total > 0), 1, -1)
+    inexact = error.isfinite() & (error != 0)
+    bits = torch.where(inexact & (bits % 2 == 0), bits + toward_error, bits)
+    return bits.view(torch.float64).float()
+
+
 def exp(x):
-    """e^x by 2^k times a polynomial of degree 7, with x clamped to [-87, 87]."""
+    """e^x by 2^k times a polynomial of degree 5, with x clamped to [-87, 87]."""
     x = torch.where(x > 87, torch.full_like(x, 87.0), x)
     x = torch.where(x < -87, torch.full_like(x, -87.0), x)
-    rounded = x * torch.tensor(math.log2(math.e)) + 12582912.0
+    log2_e = torch.tensor(math.log2(math.e))
+    rounded = fma(x, log2_e, torch.tensor(12582912.0))
     k = rounded - 12582912.0
-    r = x - k * torch.tensor(0.693359375)
-    r = r - k * torch.tensor(-2.12194440e-4)
-    p = torch.full_like(r, 1 / 5040)
-    for n in (720, 120, 24, 6, 2, 1, 1):
-        p = p * r + torch.tensor(1 / n)
+    r = fma(x, log2_e, -k)
+    p = torch.full_like(r, 0.0013264701)
+    for coefficient in (0.009671534, 0.05550734, 0.24022242, 0.693147, 1.0):
+        p = fma(p, r, torch.tensor(coefficient))
     return (p.view(torch.int32) + (rounded.view(torch.int32) << 23)).view(torch.float32)
 
 
@@ -24,15 +38,16 @@ def sigmoid(x):
 
 
 def with_derivative(activation, x):
+    one = torch.tensor(1.0)
     if activation == "silu":
         s = sigmoid(x)
-        return x * s, s * (1.0 + x * (1.0 - s))
+        return x * s, s * fma(x, 1.0 - s, one)
     twice_root = torch.tensor(2 * math.sqrt(2 / math.pi))
     cubic = torch.tensor(0.044715)
     square = x * x
-    s = sigmoid(twice_root * (x + cubic * (square * x)))
-    slope = twice_root * (1.0 + (3.0 * cubic) * square)
-    return x * s, s + x * (s * (1.0 - s) * slope)
+    s = sigmoid(twice_root * x * fma(square, cubic, one))
+    slope = twice_root * fma(square, 3.0 * cubic, one)
+    return x * s, fma(x, s * (1.0 - s) * slope, s)
 
 
 def gated(activation, h, dy=None):

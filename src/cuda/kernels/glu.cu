@@ -7,7 +7,6 @@
 #include "activation.cuh"
 #include "patch.cuh"
 #include "strided.cuh"
-#include "vectors.cuh"
 
 struct GluArgs {
   const void *gate;      // (rows, cols)
@@ -27,34 +26,6 @@ struct GluArgs {
 };
 
 enum : u32 { VECTORS = 1 };  // rows of all inputs and outputs are contiguous and 16-byte aligned
-
-/// Computes the product of a vector, or with GRADIENTS the gradients of gate and up, rounded to T.
-/// Raises the `T::amax` of each output. Elements that are 0 have products and gradients of 0.
-template <class T, bool GRADIENTS>
-DEVICE void glu_vector(bool is_gelu, const u32 (&gate)[4], const u32 (&up)[4], const u32 (&dy)[4],
-                       u32 (&values)[4], u32 (&up_values)[4], u32 &amax, u32 &up_amax) {
-  constexpr int COLS = 4 * T::PER_REG;
-  Activated activated[COLS];
-  activate<T>(is_gelu, gate, activated);
-  float v[COLS];
-  if (GRADIENTS) {
-#pragma unroll
-    for (int j = 0; j < COLS; j++)
-      v[j] = __fmul_rn(T::get(dy[j / T::PER_REG], j % T::PER_REG), activated[j].value);
-    up_amax = T::amax(up_amax, pack<T>(v, up_values));
-  }
-#pragma unroll
-  for (int j = 0; j < COLS; j++) {
-    float u = T::get(up[j / T::PER_REG], j % T::PER_REG);
-    if (GRADIENTS) {
-      float g = T::get(dy[j / T::PER_REG], j % T::PER_REG);
-      v[j] = __fmul_rn(__fmul_rn(g, u), activated[j].derivative);
-    } else {
-      v[j] = __fmul_rn(activated[j].value, u);
-    }
-  }
-  amax = T::amax(amax, pack<T>(v, values));
-}
 
 template <class T, class F, bool GRADIENTS> DEVICE void glu(const GluArgs &a) {
   constexpr int COLS = 4 * T::PER_REG;

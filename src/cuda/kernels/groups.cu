@@ -282,7 +282,7 @@ template <class T, Source SOURCE> DEVICE void group_maxima(const GroupArgs &a) {
   u32 found[4] = {0, 0, 0, 0}, found_up[4] = {0, 0, 0, 0};
   bool vectors = a.flags & X_VECTORS;
   for (i64 begin = start + (threadIdx.x >> 5); begin < end; begin += BATCH * WARPS) {
-    u32 d[BATCH][4], up[4];
+    u32 d[BATCH][4];
     int valid = (int)(end - begin + WARPS - 1) / WARPS;
     if (SOURCE == ROWS) load_rows<T, BATCH, WARPS>(a, begin, col < width ? valid : 0, col, d);
 #pragma unroll
@@ -297,43 +297,27 @@ template <class T, Source SOURCE> DEVICE void group_maxima(const GroupArgs &a) {
         }
         while (group_end <= row) group_end = a.ends[++group];
       }
+      u32 of_row = 0, up_values[4];
       if (SOURCE != ROWS) {
-        u32 dy[4];
+        u32 dy[4], gate[4], up[4];
+        u32 unused = 0;  // the maximum of the vector; those of its row and columns follow
         const char *ups = (const char *)a.x + width * a.x_cs * T::BYTES;
-        load_vector<T>(a.x, a.x_rs, a.x_cs, vectors, row, col, width, d[k]);
+        load_vector<T>(a.x, a.x_rs, a.x_cs, vectors, row, col, width, gate);
         load_vector<T>(ups, a.x_rs, a.x_cs, vectors, row, col, width, up);
         if (SOURCE == GRADIENT)
           load_vector<T>(a.dy, a.dy_rs, a.dy_cs, a.flags & DY_VECTORS, row, col, width, dy);
-        float v[COLS], w[COLS];
-        Activated activated[COLS];
-        activate<T>(a.gelu, d[k], activated);
-#pragma unroll
-        for (int j = 0; j < COLS; j++) {
-          float u = T::get(up[j / T::PER_REG], j % T::PER_REG);
-          if (SOURCE == GRADIENT) {
-            float g = T::get(dy[j / T::PER_REG], j % T::PER_REG);
-            v[j] = __fmul_rn(__fmul_rn(g, u), activated[j].derivative);
-            w[j] = __fmul_rn(g, activated[j].value);
-          } else {
-            v[j] = __fmul_rn(activated[j].value, u);
-          }
-        }
-        pack<T>(v, d[k]);
+        glu_vector<T, SOURCE == GRADIENT>(a.gelu, gate, up, dy, d[k], up_values, unused, unused);
         store_values<T>(a, row, 0, col, width, d[k]);
-        if (SOURCE == GRADIENT) {
-          pack<T>(w, up);
-          store_values<T>(a, row, width, col, width, up);
-        }
+        if (SOURCE == GRADIENT) store_values<T>(a, row, width, col, width, up_values);
       }
-      u32 of_row = 0;
       if (col < width) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
           found[j] = T::amax(found[j], d[k][j]);
           of_row = T::amax(of_row, d[k][j]);
           if (SOURCE == GRADIENT) {
-            found_up[j] = T::amax(found_up[j], up[j]);
-            of_row = T::amax(of_row, up[j]);
+            found_up[j] = T::amax(found_up[j], up_values[j]);
+            of_row = T::amax(of_row, up_values[j]);
           }
         }
       }
