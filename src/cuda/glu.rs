@@ -182,13 +182,10 @@ fn cast_in_tiles(
         gelu: u32::from(glu.activation == Activation::GeluTanh),
         unused: 0,
     };
+    // A block casts half a tile.
     let mut grid = tile_grid(&glu.gate);
-    let mut kernels = &GLU_CAST;
-    if dy.is_some() {
-        // A thread has two outputs and therefore half of the rows (`glu_cast` in `kernels/glu.cu`).
-        grid.blocks *= 2;
-        kernels = &GLU_CAST_GRADIENTS;
-    }
+    grid.blocks *= 2;
+    let kernels = if dy.is_some() { &GLU_CAST_GRADIENTS } else { &GLU_CAST };
     let kernel = &kernels[input_index(glu.gate.dtype())][format_index(format)];
     launch(device, stream, kernel, grid, &args)?;
     Ok(true)

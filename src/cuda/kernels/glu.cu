@@ -77,14 +77,14 @@ struct GluCastArgs {
   u32 unused;            // pads the struct to a multiple of 8 bytes
 };
 
-/// Casts a tile of the product, or of both gradients, with delayed scaling. The arguments have the
+/// Casts half a tile of the product, or of both gradients, with delayed scaling. The arguments have the
 /// layout that `CastTransposeArgs` requires.
 ///
 /// A thread computes the vectors of its patch in a loop and stores them in shared memory, because
-/// registers have no index. No other thread reads them. With two outputs, a patch has half of the rows
-/// (`cast_in_tiles` in src/cuda/glu.rs).
+/// registers have no index. No other thread reads them. A patch has half of the rows of other casts, so
+/// that more threads are resident, which wait for their inputs before they compute.
 template <class T, class F, bool GRADIENTS> DEVICE void glu_cast(const GluCastArgs &a) {
-  typedef Patch<T, GRADIENTS ? Patch<T>::ROWS / 2 : Patch<T>::ROWS> P;
+  typedef Patch<T, Patch<T>::ROWS / 2> P;
   constexpr int OUTPUTS = GRADIENTS ? 2 : 1, COUNT = P::ROWS * P::VECTORS;
   __shared__ uint4 vectors[OUTPUTS][COUNT][P::THREADS];
   P patch;
@@ -128,13 +128,14 @@ template <class T, class F, bool GRADIENTS> DEVICE void glu_cast(const GluCastAr
   }
 }
 
+// The casts have as many blocks on a multiprocessor as registers allow without spills.
 #define GLU(NAME, T, F)                                                                            \
   extern "C" __global__ void __launch_bounds__(256)                                                \
       glu_##NAME(const __grid_constant__ GluArgs a) { glu<T, F, false>(a); }                       \
   extern "C" __global__ void __launch_bounds__(256)                                                \
       glu_gradients_##NAME(const __grid_constant__ GluArgs a) { glu<T, F, true>(a); }              \
-  extern "C" __global__ void __launch_bounds__(128, 4)                                             \
+  extern "C" __global__ void __launch_bounds__(128, 9)                                             \
       glu_cast_##NAME(const __grid_constant__ GluCastArgs a) { glu_cast<T, F, false>(a); }         \
-  extern "C" __global__ void __launch_bounds__(128, 4)                                             \
+  extern "C" __global__ void __launch_bounds__(128, 6)                                             \
       glu_cast_gradients_##NAME(const __grid_constant__ GluCastArgs a) { glu_cast<T, F, true>(a); }
 FOR_TYPES(GLU)
