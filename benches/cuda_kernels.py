@@ -180,6 +180,8 @@ def kernels(xs: list[Tensor]) -> dict[str, Kernel]:
             up_amax=up_amax,
         ),
     )
+    cos, sin = torch.rand(2, xs[0].shape[0], 128, device="cuda").unbind()
+    add("rotation of heads of 128", 2 * size, lambda x: ops._rotate(x, cos, sin, False))
     add("amax", size, ops.amax)
     add_cast("cast{}", lambda x, transpose: ops.quantize(x, scale, E4M3, True, transpose))
     add_cast(

@@ -102,6 +102,10 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
     ends, padded_ends, row_tokens, _ = ops.route_rows(row_experts, row_pairs, experts, 2)
     gated = normal(2 * rows, 64)
 
+    # Halves of heads of whole vectors, and of two elements.
+    angles_of_32 = torch.rand(2, rows, 32).to(device)
+    angles_of_4 = torch.rand(2, rows, 4).to(device)
+
     def delayed(columnwise: bool) -> Call:
         return lambda: (ops.quantize_delayed(x, scale, amax, E4M3, True, columnwise), amax)
 
@@ -171,6 +175,8 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
             up_scale=up_scale,
             up_amax=up_amax,
         ),
+        "rotation": lambda: ops._rotate(gated, *angles_of_32, False),
+        "rotation back": lambda: ops._rotate(gated, *angles_of_4, True),
         "routes of rows": lambda: ops.route_rows(row_experts, row_pairs, experts, 2),
         "groups of tokens": lambda: ops.quantize_groups(
             x, ends, padded_ends, E4M3, index=row_tokens

@@ -139,6 +139,20 @@ pub struct Glu<'a> {
     pub activation: Activation,
 }
 
+/// A rotation of the heads of each token by the angles of its position.
+#[derive(Debug, Clone, Copy)]
+pub struct Rotation<'a> {
+    /// One row for each token, with its heads one after the other; fp32, bf16 or fp16.
+    pub x: View<'a>,
+    /// Cosines, one row for each position and one column for each channel of a head; fp32, contiguous. Row r of
+    /// `x` is at position r modulo the number of positions.
+    pub cos: View<'a>,
+    /// Sines, like the cosines.
+    pub sin: View<'a>,
+    /// Whether to multiply by the transposed matrix, which computes the gradient.
+    pub back: bool,
+}
+
 /// The type of a block's scale, and how the scale is computed from the block's absolute maximum.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum BlockScale {

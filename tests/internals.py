@@ -92,12 +92,6 @@ def composed_modules() -> Iterator[None]:
         yield
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads by the function of eager mode, which also takes float64."""
-    out: Tensor = rotary._Rotate.apply(x, cos, sin, False)
-    return out
-
-
 @contextmanager
 def counted_fusions() -> Iterator[list[bool]]:
     """Record for each norm and gated activation in a forward of modules whether it is fused."""

@@ -5,8 +5,8 @@
 //! - `walk` iterates over a matrix of any strides, and `tile` transposes bytes.
 //! - `pool` distributes work over threads, also in a forked process. `float_env` disables a caller's
 //!   flush-to-zero.
-//! - `tensorwise`, `blocks`, `groups`, `norm`, `glu`, `combine`, `codes`, `adamw`, `random` and `sum_rows`
-//!   implement the operations. Their arguments have been validated.
+//! - `tensorwise`, `blocks`, `groups`, `norm`, `glu`, `rotation`, `combine`, `codes`, `adamw`, `random` and
+//!   `sum_rows` implement the operations. Their arguments have been validated.
 
 mod access;
 mod adamw;
@@ -20,6 +20,7 @@ mod groups;
 mod norm;
 mod pool;
 mod random;
+mod rotation;
 mod rows;
 mod simd;
 mod sum_rows;
@@ -41,5 +42,6 @@ pub(crate) use glu::*;
 pub(crate) use groups::*;
 pub(crate) use norm::*;
 pub(crate) use random::*;
+pub(crate) use rotation::*;
 pub(crate) use sum_rows::*;
 pub(crate) use tensorwise::*;

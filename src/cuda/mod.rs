@@ -24,6 +24,7 @@ mod image;
 mod modules;
 mod norm;
 mod random;
+mod rotation;
 mod sum_rows;
 mod tensorwise;
 mod views;
@@ -31,7 +32,7 @@ mod workspace;
 
 pub(crate) use {
     adamw::*, blocks::*, codes::*, combine::*, driver::when_memory_lacks, glu::*, groups::*, norm::*,
-    random::*, sum_rows::*, tensorwise::*,
+    random::*, rotation::*, sum_rows::*, tensorwise::*,
 };
 
 /// The number of CUDA devices per process that fp8rs supports.
@@ -49,6 +50,7 @@ fn kernels() -> Vec<&'static modules::Kernel> {
         groups::kernels(),
         norm::kernels(),
         random::kernels(),
+        rotation::kernels(),
         sum_rows::kernels(),
         tensorwise::kernels(),
     ]

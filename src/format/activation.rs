@@ -76,10 +76,14 @@ pub(crate) fn exp(x: f32) -> f32 {
     let rounded = clamped.mul_add(LOG2_E, ROUND);
     let k = rounded - ROUND;
     let r = clamped.mul_add(LOG2_E, -k);
-    let p = 0.001_326_470_1_f32;
+    let p = 0.001_326_47_f32;
     let p = p.mul_add(r, 0.009_671_534);
     let p = p.mul_add(r, 0.055_507_34);
     let p = p.mul_add(r, 0.240_222_42);
+    #[expect(
+        clippy::approx_constant,
+        reason = "it is near ln 2, which is the coefficient of the series at 0"
+    )]
     let p = p.mul_add(r, 0.693_147);
     let p = p.mul_add(r, 1.0);
     // The low bits of `rounded` are k. Adding k to the exponent multiplies by 2^k.

@@ -15,6 +15,7 @@ pub(crate) mod groups;
 pub(crate) mod moments;
 pub(crate) mod norm;
 pub(crate) mod random;
+pub(crate) mod rotation;
 pub(crate) mod scale;
 #[cfg(test)]
 pub(crate) mod sum;

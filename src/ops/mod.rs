@@ -13,7 +13,7 @@
 //! - All arguments are on one device. On CUDA, the work is queued on `stream` without synchronization.
 //!
 //! An operation chooses its backend in one place, with an exhaustive `match` on the device at its end. There is
-//! no trait for backends: its 22 signatures would be written three times, in the trait and in two
+//! no trait for backends: its 23 signatures would be written three times, in the trait and in two
 //! implementations, and the `match` would remain.
 
 mod adamw;
@@ -25,6 +25,7 @@ mod groups;
 mod norm;
 mod overlap;
 mod random;
+mod rotation;
 mod rows;
 mod tensorwise;
 mod validate;
@@ -33,7 +34,7 @@ pub use crate::format::activation::Activation;
 pub use crate::format::e8m0::Rounding;
 pub use crate::spec::{
     AdamW, AdamWTensor, Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward,
-    Gated, Glu, Groups, Hyper, Norm, Numbers, Routes, ScaleRule, Stream, Target, TensorPlanes,
+    Gated, Glu, Groups, Hyper, Norm, Numbers, Rotation, Routes, ScaleRule, Stream, Target, TensorPlanes,
 };
 pub use adamw::*;
 pub use blocks::*;
@@ -43,6 +44,7 @@ pub use glu::*;
 pub use groups::*;
 pub use norm::*;
 pub use random::*;
+pub use rotation::*;
 pub use rows::*;
 pub use tensorwise::*;
 

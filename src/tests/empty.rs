@@ -5,7 +5,7 @@ use crate::format::e8m0::Rounding;
 use crate::format::groups::padded_columns;
 use crate::ops::{
     Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Groups, Numbers,
-    Routes,
+    Rotation, Routes,
 };
 use crate::{Block, BlockFormat, DType, Device, FORMATS, ScaleRule, Stream, View, ViewMut, ops};
 
@@ -181,6 +181,15 @@ fn routes() {
         };
         ops::route_rows(routes, Stream::default()).unwrap();
         assert_eq!(token_rows.bytes, (0..rows as u64).collect::<Vec<_>>());
+    }
+}
+
+#[test]
+fn rotation() {
+    for (rows, cols) in SHAPES {
+        let (x, angles) = (wide(rows, cols), f32s(rows, 8));
+        let rotation = Rotation { x: x.view(), cos: angles.view(), sin: angles.view(), back: false };
+        ops::rotate(rotation, wide(rows, cols).view_mut(), Stream::default()).unwrap();
     }
 }
 

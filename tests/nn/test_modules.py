@@ -26,7 +26,7 @@ from fp8rs.nn import (
 from fp8rs.nn.rotary import rotate
 from fp8rs.optim import AdamW
 from fp8rs.quantize.recipes import resolve_recipe
-from internals import composed_modules, rotated, state_of
+from internals import composed_modules, state_of
 from oracle import modules as oracle
 from oracle.compare import relative
 from saving import reloaded
@@ -451,8 +451,7 @@ def test_arguments_of_another_attention_type_are_refused(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rotation_and_its_gradient_match_complex_numbers(device, dtype):
-    x = torch.randn(2, LENGTH, 3, CHANNELS, device=device).to(dtype)
-    x = x.transpose(1, 2).requires_grad_()
+    x = torch.randn(2, LENGTH, 3, CHANNELS, device=device).to(dtype).requires_grad_()
     cos, sin = rotary_pos_emb(LENGTH, CHANNELS, device=device)
     y = rotate(x, (cos, sin))
     dy = torch.randn_like(y)
@@ -460,7 +459,7 @@ def test_rotation_and_its_gradient_match_complex_numbers(device, dtype):
     assert y.dtype == dtype and y.stride() == x.stride()
 
     half = CHANNELS // 2
-    turn = torch.complex(cos[:, :half].double(), sin[:, :half].double())
+    turn = torch.complex(cos[:, :half].double(), sin[:, :half].double()).unsqueeze(1)
     for got, values, by in ((y, x, turn), (dx, dy, turn.conj())):
         first, second = values.detach().double().chunk(2, dim=-1)
         turned = torch.complex(first, second) * by
@@ -469,16 +468,30 @@ def test_rotation_and_its_gradient_match_complex_numbers(device, dtype):
 
 
 def test_rotation_by_different_angles_for_the_halves_has_gradients_of_any_order():
-    cos, sin = torch.randn(2, 5, 8, dtype=torch.float64)
-    x = torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(rotated, (x, cos, sin))
-    assert torch.autograd.gradgradcheck(rotated, (x, cos, sin))
+    rotation = torch.randn(2, 5, 8).unbind()
+    x, dy = torch.randn(2, 3, 5, 2, 8, requires_grad=True).unbind()
+    y = rotate(x, rotation)
+    (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    torch.testing.assert_close((y * dy).sum(), (x * dx).sum())  # as a rotation is linear
+
+    tangent = torch.randn_like(x)
+    (gradient_of_dy,) = torch.autograd.grad(dx, dy, tangent)
+    assert torch.equal(gradient_of_dy, rotate(tangent, rotation))
+
+
+@pytest.mark.parametrize("shape", [(1, LENGTH, 2 * CHANNELS), (2, LENGTH - 1, 2 * CHANNELS)])
+def test_angles_of_another_shape_are_refused(device, shape):
+    """The operator repeats angles for each row of a batch, so it would take other lengths too."""
+    x = torch.randn(4, LENGTH, 2, CHANNELS, device=device)
+    angles = torch.zeros(*shape, device=device)
+    with pytest.raises(ValueError, match=rf"must be \(length, kv_channels\), which is \({LENGTH}"):
+        rotate(x, (angles, angles))
 
 
 def test_learned_angles_of_a_rotation_get_gradients(device):
-    x = torch.randn(2, 3, LENGTH, CHANNELS, device=device)
+    x = torch.randn(2, LENGTH, 3, CHANNELS, device=device)
     cos, sin = rotary_pos_emb(LENGTH, CHANNELS, device=device)
-    expected = x.sum((0, 1))
+    expected = x.sum((0, 2))
     cos.requires_grad_()
     (gradient,) = torch.autograd.grad(rotate(x, (cos, sin)).sum(), cos)
     torch.testing.assert_close(gradient, expected)

@@ -56,6 +56,10 @@ def samples(device):
             ops._quantize_glu_backward,
             (x, x, x, "silu", E5M2, True, True, False, 0.0, *scale_and_amax),
         )
+    for shape in ((2, 6, 16), (6, 8), (0, 24)):
+        for back in (False, True):
+            angles = data(device, 2, 3, 8)
+            yield ops._rotate, (data(device, *shape, dtype=torch.bfloat16), *angles, back)
     yield ops._note_amax, (scale, amax, scalar(0.5, device))
     codes, _, scale = ops.quantize_current(data(device, 2, 3, 16), E4M3)
     b_codes, _, b_scale = ops.quantize_current(data(device, 7, 16), E4M3)
@@ -95,6 +99,7 @@ NAMES = [
     "_quantize_glu",
     "_quantize_glu_backward",
     "_quantize_norm",
+    "_rotate",
     "_scaled_mm",
     "amax",
     "dequantize",

@@ -27,7 +27,7 @@ def exp(x):
     rounded = fma(x, log2_e, torch.tensor(12582912.0))
     k = rounded - 12582912.0
     r = fma(x, log2_e, -k)
-    p = torch.full_like(r, 0.0013264701)
+    p = torch.full_like(r, 0.00132647)
     for coefficient in (0.009671534, 0.05550734, 0.24022242, 0.693147, 1.0):
         p = fma(p, r, torch.tensor(coefficient))
     return (p.view(torch.int32) + (rounded.view(torch.int32) << 23)).view(torch.float32)

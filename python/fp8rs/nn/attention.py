@@ -142,9 +142,9 @@ class MultiheadAttention(nn.Module):
             q = rotate(q, rotary_pos_emb)
             k = rotate(k, rotary_pos_emb)
         y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
+            q.transpose(-3, -2),
+            k.transpose(-3, -2),
+            v.transpose(-3, -2),
             attn_mask,
             dropout_p=self.attention_dropout if self.training else 0.0,
             is_causal=self.causal,
@@ -160,12 +160,12 @@ class MultiheadAttention(nn.Module):
         return [self.q_proj, self.k_proj, self.v_proj]
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """Return (batch, length, channels) as (batch, heads, length, kv_channels).
+        """Return (batch, length, channels) as (batch, length, heads, kv_channels).
 
         Under tensor parallelism, these are this rank's heads.
         """
         heads: Tensor = x.unflatten(-1, (-1, self.kv_channels))
-        return heads.transpose(-3, -2)
+        return heads
 
     @override
     def extra_repr(self) -> str:

@@ -1,10 +1,9 @@
 """Rotary position embeddings (RoFormer, arXiv:2104.09864).
 
-They rotate the two halves of a head, as in Llama. In eager mode, a rotation is one function with
-three elementwise operations in each direction. Composed of torch's operators it would be six, and
-more in the backward, most of them on float32 results. Each operation computes in float32 if the
-angles are float32, so a 16-bit result is rounded twice: after the product with the cosines, and
-after the sum.
+They rotate the two halves of a head, as in Llama. In eager mode, one operator rotates queries or
+keys in each direction. It computes in float32 and rounds the result once. Composed of torch's
+operators it would be six, and more in the backward, most of them on float32 results. Compiled code
+is a composition, which the compiler fuses.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor
 
 from .fused import is_plain
+
+_rotate = torch.ops.fp8rs._rotate.default
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -48,21 +49,38 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Apply rotary position embeddings.
 
     Args:
-        x: (batch, heads, length, kv_channels).
+        x: (..., length, heads, kv_channels).
         rotation: cosines and sines, each (length, kv_channels) or (batch, length, kv_channels).
+
+    Raises:
+        ValueError: the shapes of the angles do not fit ``x``.
     """
     cos, sin = rotation
-    cos = cos.unsqueeze(-3)
-    sin = sin.unsqueeze(-3)
-    # The function has no gradients of the angles.
+    _check_angles(x, cos, sin)
+
+    # The operator has no gradients of the angles.
     angles_are_constant = not cos.requires_grad and not sin.requires_grad
     if angles_are_constant and is_plain(x) and not torch.compiler.is_compiling():
-        out: Tensor = _Rotate.apply(x, cos, sin, False)
+        out: Tensor = _Rotate.apply(x, cos.float().contiguous(), sin.float().contiguous(), False)
         return out
 
+    cos = cos.unsqueeze(-2)
+    sin = sin.unsqueeze(-2)
     first_half, second_half = x.chunk(2, dim=-1)
     rotated = torch.cat((-second_half, first_half), dim=-1)
     return (x * cos + rotated * sin).to(x.dtype)
+
+
+def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raise ValueError unless there is an angle for each position and channel of ``x``."""
+    *batch, length, _, channels = x.shape
+    fits_batch = cos.dim() == 2 or list(cos.shape[:-2]) in ([1], batch)
+    if cos.shape == sin.shape and fits_batch and cos.shape[-2:] == (length, channels):
+        return
+    raise ValueError(
+        f"rotary_pos_emb has the shapes {tuple(cos.shape)} and {tuple(sin.shape)}: both must be "
+        f"(length, kv_channels), which is ({length}, {channels}), or that for each row of the batch"
+    )
 
 
 class _Rotate(torch.autograd.Function):
@@ -72,21 +90,8 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.back = back
-        y = torch.empty_like(x)
-        torch.mul(x, cos, out=y)
-
-        # The backward multiplies by the transposed matrix: signs change, and so do the halves that
-        # the sines belong to.
-        x_first, x_second = x.chunk(2, dim=-1)
-        y_first, y_second = y.chunk(2, dim=-1)
-        sin_first, sin_second = sin.chunk(2, dim=-1)
-        if back:
-            y_first.addcmul_(x_second, sin_second)
-            y_second.addcmul_(x_first, sin_first, value=-1)
-        else:
-            y_first.addcmul_(x_second, sin_first, value=-1)
-            y_second.addcmul_(x_first, sin_second)
-        return y
+        y: Tensor = _rotate(x.flatten(-2), cos, sin, back)
+        return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:

@@ -18,7 +18,7 @@ DEVICE float exponential(float x) {
   float rounded = __fmaf_rn(clamped, LOG2_E, ROUND);
   float k = __fadd_rn(rounded, -ROUND);
   float r = __fmaf_rn(clamped, LOG2_E, -k);
-  float p = 0.0013264701f;
+  float p = 0.00132647f;
   p = __fmaf_rn(p, r, 0.009671534f);
   p = __fmaf_rn(p, r, 0.05550734f);
   p = __fmaf_rn(p, r, 0.24022242f);

@@ -11,7 +11,7 @@ use crate::format::Fp8Format;
 use crate::layout::{Block, BlockFormat, DType, View, ViewMut, packed};
 use crate::ops::{
     self, Axis, BlockInputs, BlockPlane, BlockScale, BlockSpec, Combine, CombineBackward, Gated, Glu, Groups,
-    Norm, Routes, ScaleRule, TensorPlanes,
+    Norm, Rotation, Routes, ScaleRule, TensorPlanes,
 };
 use crate::python::parse;
 use crate::spec::{PlaneShape, gated_shape, indexed_shape};
@@ -54,6 +54,7 @@ operators! {
     quantize_norm c"_quantize_norm"
     quantize_glu c"_quantize_glu"
     quantize_glu_backward c"_quantize_glu_backward"
+    rotate c"_rotate"
     combine_rows c"combine_rows"
     combine_rows_backward c"combine_rows_backward"
 }
@@ -580,6 +581,15 @@ fn two_dimensional<'a>(tensor: &'a Tensor, name: &'static str) -> Result<View<'a
         return tensor.view(name);
     }
     Err(Failure::Value(format!("{name} has {dimensions} dimensions; it must have 2")))
+}
+
+fn rotate(mut values: Values) -> Results {
+    let (x, cos, sin, back) = (values.tensor(), values.tensor(), values.tensor(), values.flag());
+    let (x, cos, sin) = (x.matrix(false)?, cos.matrix(false)?, sin.matrix(false)?);
+    let rotation = Rotation { x: x.view("x")?, cos: cos.view("cos")?, sin: sin.view("sin")?, back };
+    let out = x.allocate(rotation.x.dtype(), x.sizes()?)?;
+    ops::rotate(rotation, out.view_mut("out")?, stream([&x, &cos, &sin])?)?;
+    Ok(vec![out])
 }
 
 fn combine_rows(mut values: Values) -> Results {

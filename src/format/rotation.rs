@@ -1,0 +1,55 @@
+//! Rotary position embeddings (`RoFormer`, arXiv:2104.09864), which rotate the two halves of a head.
+
+use super::wide::NAN_BITS;
+
+/// Rotates an element of the first half of a head and the element of the second half at the same place. With
+/// `back`, multiplies by the transposed matrix, which computes the gradient.
+///
+/// Each product and each sum is rounded to fp32, without fused multiply-add. A NaN is returned as [`NAN_BITS`].
+#[inline(always)]
+#[must_use]
+pub(crate) fn rotated(
+    [first, second]: [f32; 2],
+    [first_cos, second_cos]: [f32; 2],
+    [first_sin, second_sin]: [f32; 2],
+    back: bool,
+) -> [f32; 2] {
+    let (to_first, to_second) = if back {
+        (second * second_sin, -(first * first_sin))
+    } else {
+        (-(second * first_sin), first * second_sin)
+    };
+    [canonical(first * first_cos + to_first), canonical(second * second_cos + to_second)]
+}
+
+#[inline(always)]
+fn canonical(x: f32) -> f32 {
+    if x.is_nan() { f32::from_bits(NAN_BITS) } else { x }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_quarter_turn_exchanges_the_halves() {
+        let (cos, sin) = ([0.0, 0.0], [1.0, 1.0]);
+        assert_eq!(rotated([3.0, 5.0], cos, sin, false), [-5.0, 3.0]);
+        assert_eq!(rotated([-5.0, 3.0], cos, sin, true), [3.0, 5.0]);
+    }
+
+    #[test]
+    fn the_way_back_multiplies_by_the_transposed_matrix() {
+        let (cos, sin) = ([0.5, 0.25], [2.0, -4.0]);
+        let [column, other_column] = [[1.0, 0.0], [0.0, 1.0]].map(|unit| rotated(unit, cos, sin, false));
+        let x = [3.0, 5.0];
+        let expected = [column, other_column].map(|column| x[0] * column[0] + x[1] * column[1]);
+        assert_eq!(rotated(x, cos, sin, true), expected);
+    }
+
+    #[test]
+    fn nans_have_no_payload() {
+        let [first, second] = rotated([-f32::NAN, 1.0], [1.0; 2], [1.0; 2], false);
+        assert_eq!([first.to_bits(), second.to_bits()], [NAN_BITS; 2]);
+    }
+}
