@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -118,6 +119,7 @@ def main() -> None:
         raise
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(result))
     if torch.distributed.is_initialized():
+        time.sleep(0.1)  # gloo may abort the exit otherwise, see docs/troubleshooting.md
         torch.distributed.destroy_process_group()
 
 
