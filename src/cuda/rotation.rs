@@ -61,8 +61,8 @@ pub(crate) fn rotate(rotation: &Rotation, out: ViewMut, stream: Stream) -> Resul
     let in_vectors = half.is_multiple_of(elements)
         && rows_aligned(&x.matrix(), 16)
         && [cos.ptr(), sin.ptr(), out.ptr().cast_const()].into_iter().all(|ptr| aligned(ptr, 16));
-    let (kernels, each) = if in_vectors { (&ROTATE, elements) } else { (&STRIDED_ROTATE, 1) };
-    let items = (x.rows() * (x.cols() / 2 / each)) as u64;
-    let grid = Grid { blocks: items.div_ceil(u64::from(THREADS)), threads: THREADS };
+    let (kernels, elements_per_thread) = if in_vectors { (&ROTATE, elements) } else { (&STRIDED_ROTATE, 1) };
+    let threads = (x.rows() * (x.cols() / 2 / elements_per_thread)) as u64;
+    let grid = Grid { blocks: threads.div_ceil(u64::from(THREADS)), threads: THREADS };
     launch(ordinal(x.device()), stream, &kernels[input_index(x.dtype())], grid, &args)
 }

@@ -5,7 +5,7 @@
 
 use std::f32::consts::LOG2_E;
 
-use super::wide::NAN_BITS;
+use super::wide::canonical_nan;
 
 /// The function that is applied to the gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -41,17 +41,17 @@ impl Activation {
         }
     }
 
-    /// Returns activation(gate) * up. A NaN is returned as [`NAN_BITS`].
+    /// Returns activation(gate) * up. Every NaN has the same bits.
     #[must_use]
     pub(crate) fn gated(self, gate: f32, up: f32) -> f32 {
-        canonical(self.with_derivative(gate).0 * up)
+        canonical_nan(self.with_derivative(gate).0 * up)
     }
 
     /// Returns the gradients of `gate` and `up` for the gradient `dy` of [`Self::gated`].
     #[must_use]
     pub(crate) fn gradients(self, gate: f32, up: f32, dy: f32) -> (f32, f32) {
         let (value, derivative) = self.with_derivative(gate);
-        (canonical(dy * up * derivative), canonical(dy * value))
+        (canonical_nan(dy * up * derivative), canonical_nan(dy * value))
     }
 }
 
@@ -90,13 +90,10 @@ pub(crate) fn exp(x: f32) -> f32 {
     f32::from_bits(p.to_bits().wrapping_add(rounded.to_bits() << 23))
 }
 
-fn canonical(x: f32) -> f32 {
-    if x.is_nan() { f32::from_bits(NAN_BITS) } else { x }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::wide::NAN_BITS;
 
     fn samples() -> impl Iterator<Item = f32> {
         (0..200_001).map(|i| (i as f32 - 100_000.0) * 8.7e-4)

@@ -4,7 +4,7 @@
 //! multiply-add. Sums have a fixed order, which the threads of a block can follow. Backends therefore agree in
 //! every byte.
 
-use super::wide::NAN_BITS;
+use super::wide::canonical_nan;
 
 /// Number of partial sums of a row: 8 neighboring ones for each thread of 8 warps. Element i is added to
 /// partial sum i mod `LANES`.
@@ -72,7 +72,7 @@ impl RowStats {
     #[inline(always)]
     pub(crate) fn new(mean: f32, sum_of_squares: f32, cols: usize, eps: f32) -> Self {
         let rstd = 1.0 / (sum_of_squares / cols as f32 + eps).sqrt();
-        Self { mean: canonical(mean), rstd: canonical(rstd) }
+        Self { mean: canonical_nan(mean), rstd: canonical_nan(rstd) }
     }
 
     /// Returns the normalized value of `x`, before it is rounded to the input's dtype.
@@ -82,13 +82,10 @@ impl RowStats {
     }
 }
 
-fn canonical(x: f32) -> f32 {
-    if x.is_nan() { f32::from_bits(NAN_BITS) } else { x }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::wide::NAN_BITS;
 
     #[test]
     fn sums_follow_the_threads_of_a_block() {

@@ -1,11 +1,11 @@
 //! Rotary position embeddings (`RoFormer`, arXiv:2104.09864), which rotate the two halves of a head.
 
-use super::wide::NAN_BITS;
+use super::wide::canonical_nan;
 
 /// Rotates an element of the first half of a head and the element of the second half at the same place. With
 /// `back`, multiplies by the transposed matrix, which computes the gradient.
 ///
-/// Each product and each sum is rounded to fp32, without fused multiply-add. A NaN is returned as [`NAN_BITS`].
+/// Each product and each sum is rounded to fp32, without fused multiply-add. Every NaN has the same bits.
 #[inline(always)]
 #[must_use]
 pub(crate) fn rotated(
@@ -19,17 +19,13 @@ pub(crate) fn rotated(
     } else {
         (-(second * first_sin), first * second_sin)
     };
-    [canonical(first * first_cos + to_first), canonical(second * second_cos + to_second)]
-}
-
-#[inline(always)]
-fn canonical(x: f32) -> f32 {
-    if x.is_nan() { f32::from_bits(NAN_BITS) } else { x }
+    [canonical_nan(first * first_cos + to_first), canonical_nan(second * second_cos + to_second)]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::wide::NAN_BITS;
 
     #[test]
     fn a_quarter_turn_exchanges_the_halves() {

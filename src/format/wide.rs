@@ -16,6 +16,12 @@ pub(crate) const fn canonical(magnitude: u32) -> u32 {
     if magnitude > INF_BITS { NAN_BITS } else { magnitude }
 }
 
+/// Returns a value, with [`NAN_BITS`] for any NaN.
+#[inline(always)]
+pub(crate) const fn canonical_nan(x: f32) -> f32 {
+    if x.is_nan() { f32::from_bits(NAN_BITS) } else { x }
+}
+
 mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}

@@ -479,6 +479,53 @@ def test_rotation_by_different_angles_for_the_halves_has_gradients_of_any_order(
     assert torch.equal(gradient_of_dy, rotate(tangent, rotation))
 
 
+#: Shapes of queries, and of angles.
+ROTATIONS = {
+    "one rotation": ((2, LENGTH, 3, CHANNELS), (LENGTH, CHANNELS)),
+    "batch of one": ((2, LENGTH, 3, CHANNELS), (1, LENGTH, CHANNELS)),
+    "each row its own": ((2, LENGTH, 3, CHANNELS), (2, LENGTH, CHANNELS)),
+    "no batch": ((LENGTH, 3, CHANNELS), (LENGTH, CHANNELS)),
+}
+
+
+@pytest.mark.parametrize("name", list(ROTATIONS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_operator_agrees_with_the_composition(device, name, dtype):
+    """Also for results that are written in place, and for gradients that are one value expanded."""
+    shape, shape_of_angles = ROTATIONS[name]
+    x = torch.randn(shape, device=device).to(dtype).requires_grad_()
+    rotation = torch.randn(2, *shape_of_angles, device=device).unbind()
+
+    def results():
+        y = rotate(x, rotation).mul_(2)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        return y, dx
+
+    got = results()
+    with composed_modules():
+        expected = results()
+    for value, composed in zip(got, expected, strict=True):
+        assert value.shape == composed.shape
+        torch.testing.assert_close(value, composed, rtol=0, atol=16 * torch.finfo(dtype).eps)
+
+
+def test_a_rotation_by_16_bit_angles_keeps_no_copies_of_them(device):
+    """FSDP2 casts inputs, and so angles, to bf16. All layers share one pair."""
+    x = torch.randn(2, LENGTH, 3, CHANNELS, device=device).bfloat16().requires_grad_()
+    rotation = [angles.bfloat16() for angles in rotary_pos_emb(LENGTH, CHANNELS, device=device)]
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = rotate(x, rotation)
+    assert saved == [angles.data_ptr() for angles in rotation]
+    expected = rotate(x, [angles.float() for angles in rotation])
+    assert torch.equal(y, expected)
+
+
 @pytest.mark.parametrize("shape", [(1, LENGTH, 2 * CHANNELS), (2, LENGTH - 1, 2 * CHANNELS)])
 def test_angles_of_another_shape_are_refused(device, shape):
     """The operator repeats angles for each row of a batch, so it would take other lengths too."""

@@ -214,8 +214,8 @@ def test_glu_with_delayed_scales_records_the_amaxes(device, shape, is_split, dty
 
 
 @pytest.mark.parametrize("rowwise, columnwise", [(True, False), (False, True), (True, True)])
-def test_delayed_scales_of_one_gradient_that_is_not_finite(device, rowwise, columnwise):
-    """Its amax stays, and the scale that it reports is NaN. The other gradient is quantized."""
+def test_a_gradient_that_is_not_finite_keeps_its_delayed_amax(device, rowwise, columnwise):
+    """The scale that it reports is NaN. The other gradient is quantized as usual."""
     gate, up, dy = (make((64, 128), torch.bfloat16, seed) for seed in range(3))
     up[5, 7] = torch.inf  # the gradient of gate is infinite there
     scales = [scalar(value, device) for value in (0.25, 0.5)]

@@ -1,9 +1,9 @@
 """Rotary position embeddings (RoFormer, arXiv:2104.09864).
 
-They rotate the two halves of a head, as in Llama. In eager mode, one operator rotates queries or
-keys in each direction. It computes in float32 and rounds the result once. Composed of torch's
-operators it would be six, and more in the backward, most of them on float32 results. Compiled code
-is a composition, which the compiler fuses.
+A rotation mixes the two halves of a head, as in Llama. In eager mode, one call of an operator
+rotates queries or keys. It computes in float32 and rounds the result once. A composition of torch's
+operators needs six calls, and more in the backward, most of them with float32 results. Compiled
+code is a composition, which the compiler fuses.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from .fused import is_plain
 
 _rotate = torch.ops.fp8rs._rotate.default
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -50,10 +51,11 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
     Args:
         x: (..., length, heads, kv_channels).
-        rotation: cosines and sines, each (length, kv_channels) or (batch, length, kv_channels).
+        rotation: cosines and sines, each (length, kv_channels) or (batch, length, kv_channels). The
+            operator converts them to float32.
 
     Raises:
-        ValueError: the shapes of the angles do not fit ``x``.
+        ValueError: the shapes of the angles do not fit ``x``, or ``kv_channels`` is odd.
     """
     cos, sin = rotation
     _check_angles(x, cos, sin)
@@ -61,7 +63,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     # The operator has no gradients of the angles.
     angles_are_constant = not cos.requires_grad and not sin.requires_grad
     if angles_are_constant and is_plain(x) and not torch.compiler.is_compiling():
-        out: Tensor = _Rotate.apply(x, cos.float().contiguous(), sin.float().contiguous(), False)
+        out: Tensor = _Rotate.apply(x, cos, sin, False)
         return out
 
     cos = cos.unsqueeze(-2)
@@ -74,7 +76,11 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Raise ValueError unless there is an angle for each position and channel of ``x``."""
     *batch, length, _, channels = x.shape
-    fits_batch = cos.dim() == 2 or list(cos.shape[:-2]) in ([1], batch)
+    if channels % 2:
+        raise ValueError(f"kv_channels must be even, but got {channels}")
+
+    batch_of_angles = list(cos.shape[:-2])
+    fits_batch = batch_of_angles in ([], batch) or (batch_of_angles == [1] and len(batch) == 1)
     if cos.shape == sin.shape and fits_batch and cos.shape[-2:] == (length, channels):
         return
     raise ValueError(
@@ -90,8 +96,11 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.back = back
-        y: Tensor = _rotate(x.flatten(-2), cos, sin, back)
-        return y.view(x.shape)
+        angles = (cos.float().contiguous(), sin.float().contiguous())
+        y = _rotate(x.flatten(-2), *angles, back)
+        # The caller may write to the result in place, but not to a view of it.
+        heads: Tensor = _unsafe_view(y, x.shape)
+        return heads
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:

@@ -300,7 +300,8 @@ template <class T, Source SOURCE> DEVICE void group_maxima(const GroupArgs &a) {
       u32 of_row = 0, up_values[4];
       if (SOURCE != ROWS) {
         u32 dy[4], gate[4], up[4];
-        u32 unused = 0;  // the maximum of the vector; those of its row and columns follow
+        // `glu_vector` raises this maximum of a vector. Below are those of its row and its columns.
+        u32 unused = 0;
         const char *ups = (const char *)a.x + width * a.x_cs * T::BYTES;
         load_vector<T>(a.x, a.x_rs, a.x_cs, vectors, row, col, width, gate);
         load_vector<T>(ups, a.x_rs, a.x_cs, vectors, row, col, width, up);

@@ -40,11 +40,11 @@ struct Angles {
 };
 
 /// Rotates two elements in place.
-DEVICE void rotate(const Angles &by, bool back, float &first, float &second) {
-  float to_first = back ? __fmul_rn(second, by.second_sin) : -__fmul_rn(second, by.first_sin);
-  float to_second = back ? -__fmul_rn(first, by.first_sin) : __fmul_rn(first, by.second_sin);
-  first = __fadd_rn(__fmul_rn(first, by.first_cos), to_first);
-  second = __fadd_rn(__fmul_rn(second, by.second_cos), to_second);
+DEVICE void rotate(const Angles &angles, bool back, float &first, float &second) {
+  float to_first = back ? __fmul_rn(second, angles.second_sin) : -__fmul_rn(second, angles.first_sin);
+  float to_second = back ? -__fmul_rn(first, angles.first_sin) : __fmul_rn(first, angles.second_sin);
+  first = __fadd_rn(__fmul_rn(first, angles.first_cos), to_first);
+  second = __fadd_rn(__fmul_rn(second, angles.second_cos), to_second);
 }
 
 /// Loads numbers from a 16-byte boundary.
