@@ -7,7 +7,7 @@ use super::float_env::DefaultFloatEnv;
 use super::groups::for_rows;
 use super::simd::{Kernel, dispatch};
 use super::types::with_element;
-use crate::format::rotation::rotated;
+use crate::format::rotation::rotate_pair;
 use crate::layout::{Matrix, ViewMut};
 use crate::spec::Rotation;
 
@@ -44,12 +44,12 @@ impl<T: Element> Kernel for RotationPiece<'_, T> {
             let (first_cos, second_cos) = cos.split_at(half);
             let (first_sin, second_sin) = sin.split_at(half);
             // SAFETY: the output is contiguous and has the dtype of `T`. No other piece has this row.
-            let to = unsafe { out.row_mut::<T>(row, 0..x.cols) };
-            for (head, to) in xs.chunks_exact(channels).zip(to.chunks_exact_mut(channels)) {
-                let (first, second) = head.split_at(half);
-                let (to_first, to_second) = to.split_at_mut(half);
+            let ys = unsafe { out.row_mut::<T>(row, 0..x.cols) };
+            for (x_head, y_head) in xs.chunks_exact(channels).zip(ys.chunks_exact_mut(channels)) {
+                let (first, second) = x_head.split_at(half);
+                let (to_first, to_second) = y_head.split_at_mut(half);
                 for i in 0..half {
-                    let [y_first, y_second] = rotated(
+                    let [y_first, y_second] = rotate_pair(
                         [first[i].widen(), second[i].widen()],
                         [first_cos[i], second_cos[i]],
                         [first_sin[i], second_sin[i]],

@@ -57,11 +57,12 @@ pub(crate) fn rotate(rotation: &Rotation, out: ViewMut, stream: Stream) -> Resul
         unused: 0,
     };
     // A thread rotates a vector of 16 bytes of each half of a head, or one element.
-    let elements = 16 / x.dtype().size();
-    let in_vectors = half.is_multiple_of(elements)
+    let elements_per_vector = 16 / x.dtype().size();
+    let in_vectors = half.is_multiple_of(elements_per_vector)
         && rows_aligned(&x.matrix(), 16)
         && [cos.ptr(), sin.ptr(), out.ptr().cast_const()].into_iter().all(|ptr| aligned(ptr, 16));
-    let (kernels, elements_per_thread) = if in_vectors { (&ROTATE, elements) } else { (&STRIDED_ROTATE, 1) };
+    let (kernels, elements_per_thread) =
+        if in_vectors { (&ROTATE, elements_per_vector) } else { (&STRIDED_ROTATE, 1) };
     let threads = (x.rows() * (x.cols() / 2 / elements_per_thread)) as u64;
     let grid = Grid { blocks: threads.div_ceil(u64::from(THREADS)), threads: THREADS };
     launch(ordinal(x.device()), stream, &kernels[input_index(x.dtype())], grid, &args)

@@ -220,10 +220,18 @@ def test_a_gradient_that_is_not_finite_keeps_its_delayed_amax(device, rowwise, c
     up[5, 7] = torch.inf  # the gradient of gate is infinite there
     scales = [scalar(value, device) for value in (0.25, 0.5)]
     amaxes = [scalar(3.0, device), scalar(1e9, device)]
-    delayed = (scales[0], amaxes[0], scales[1], amaxes[1])
-    moved = [t.to(device) for t in (gate, up, dy)]
     results = ops._quantize_glu_backward(
-        *(*moved, "silu", E5M2, rowwise, columnwise, False, 0.0), *delayed
+        gate.to(device),
+        up.to(device),
+        dy.to(device),
+        "silu",
+        E5M2,
+        rowwise,
+        columnwise,
+        gate_scale=scales[0],
+        gate_amax=amaxes[0],
+        up_scale=scales[1],
+        up_amax=amaxes[1],
     )
     _, up_gradient = glu_values("silu", gate, up, dy)
     assert results[2].isnan()

@@ -26,7 +26,7 @@ def make(device, shape, dtype, shared):
     return x, cos, sin
 
 
-def rotated(x, cos, sin, back):
+def expected_rotation(x, cos, sin, back):
     """Compute the definition in float32, one rounding after each operation."""
     channels = cos.shape[1]
     heads = x.cpu().float().reshape(x.shape[:-1].numel(), x.shape[-1] // channels, channels)
@@ -36,10 +36,10 @@ def rotated(x, cos, sin, back):
     first, second = heads.chunk(2, -1)
     first_sin, second_sin = sin.chunk(2, -1)
     if back:
-        turned = torch.cat((second * second_sin, -(first * first_sin)), -1)
+        sine_terms = torch.cat((second * second_sin, -(first * first_sin)), -1)
     else:
-        turned = torch.cat((-(second * first_sin), first * second_sin), -1)
-    return canonical((heads * cos + turned).to(x.dtype)).reshape(x.shape)
+        sine_terms = torch.cat((-(second * first_sin), first * second_sin), -1)
+    return canonical((heads * cos + sine_terms).to(x.dtype)).reshape(x.shape)
 
 
 @each_shape
@@ -50,7 +50,7 @@ def test_bytes_equal_the_definition(device, shape, dtype, back, shared):
     x, cos, sin = make(device, shape, dtype, shared)
     got = ops._rotate(x, cos, sin, back)
     assert got.is_contiguous()
-    assert same(got, rotated(x, cos, sin, back))
+    assert same(got, expected_rotation(x, cos, sin, back))
 
 
 @each_dtype
@@ -60,7 +60,7 @@ def test_special_values_equal_the_definition(device, dtype, back):
     x = torch.cartesian_prod(special, special).to(device, dtype).view(1, 4, 32)
     cos, sin = data(device, 2, 2, 16, seed=1)
     sin[0, :3] = torch.tensor([torch.nan, torch.inf, 0.0])
-    assert same(ops._rotate(x, cos, sin, back), rotated(x, cos, sin, back))
+    assert same(ops._rotate(x, cos, sin, back), expected_rotation(x, cos, sin, back))
 
 
 @each_dtype
@@ -74,10 +74,10 @@ def test_strides_and_alignments_do_not_change_the_bytes(device, dtype):
         wide[..., ::2][..., :128],
         wide[..., :64].transpose(0, 1),
     ):
-        assert same(ops._rotate(x, cos, sin, False), rotated(x, cos, sin, False))
+        assert same(ops._rotate(x, cos, sin, False), expected_rotation(x, cos, sin, False))
     unaligned = torch.empty(12 * 64 + 1, device=device)[1:].view(12, 64).copy_(cos)
     x = wide[..., 8:264]
-    assert same(ops._rotate(x, unaligned, sin, True), rotated(x, cos, sin, True))
+    assert same(ops._rotate(x, unaligned, sin, True), expected_rotation(x, cos, sin, True))
 
 
 X, COS = torch.zeros(2, 6, 16), torch.ones(6, 8)

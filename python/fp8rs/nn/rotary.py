@@ -51,8 +51,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
     Args:
         x: (..., length, heads, kv_channels).
-        rotation: cosines and sines, each (length, kv_channels) or (batch, length, kv_channels). The
-            operator converts them to float32.
+        rotation: cosines and sines, each (length, kv_channels) or (batch, length, kv_channels). In
+            eager mode, they are converted to float32.
 
     Raises:
         ValueError: the shapes of the angles do not fit ``x``, or ``kv_channels`` is odd.
@@ -79,8 +79,8 @@ def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     if channels % 2:
         raise ValueError(f"kv_channels must be even, but got {channels}")
 
-    batch_of_angles = list(cos.shape[:-2])
-    fits_batch = batch_of_angles in ([], batch) or (batch_of_angles == [1] and len(batch) == 1)
+    one_for_all_rows = [1] * len(batch)
+    fits_batch = list(cos.shape[:-2]) in ([], one_for_all_rows, batch)
     if cos.shape == sin.shape and fits_batch and cos.shape[-2:] == (length, channels):
         return
     raise ValueError(
@@ -96,9 +96,8 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.back = back
-        angles = (cos.float().contiguous(), sin.float().contiguous())
-        y = _rotate(x.flatten(-2), *angles, back)
-        # The caller may write to the result in place, but not to a view of it.
+        y = _rotate(x.flatten(-2), cos.float().contiguous(), sin.float().contiguous(), back)
+        # Autograd forbids writing in place to a view that a function returns.
         heads: Tensor = _unsafe_view(y, x.shape)
         return heads
 

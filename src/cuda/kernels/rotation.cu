@@ -41,10 +41,10 @@ struct Angles {
 
 /// Rotates two elements in place.
 DEVICE void rotate(const Angles &angles, bool back, float &first, float &second) {
-  float to_first = back ? __fmul_rn(second, angles.second_sin) : -__fmul_rn(second, angles.first_sin);
-  float to_second = back ? -__fmul_rn(first, angles.first_sin) : __fmul_rn(first, angles.second_sin);
-  first = __fadd_rn(__fmul_rn(first, angles.first_cos), to_first);
-  second = __fadd_rn(__fmul_rn(second, angles.second_cos), to_second);
+  float first_term = back ? __fmul_rn(second, angles.second_sin) : -__fmul_rn(second, angles.first_sin);
+  float second_term = back ? -__fmul_rn(first, angles.first_sin) : __fmul_rn(first, angles.second_sin);
+  first = __fadd_rn(__fmul_rn(first, angles.first_cos), first_term);
+  second = __fadd_rn(__fmul_rn(second, angles.second_cos), second_term);
 }
 
 /// Loads numbers from a 16-byte boundary.

@@ -574,15 +574,6 @@ fn quantize_glu_backward(mut values: Values) -> Results {
     Ok(results)
 }
 
-/// Returns a view of a tensor that must have two dimensions.
-fn two_dimensional<'a>(tensor: &'a Tensor, name: &'static str) -> Result<View<'a>, Failure> {
-    let dimensions = tensor.sizes()?.len();
-    if dimensions == 2 {
-        return tensor.view(name);
-    }
-    Err(Failure::Value(format!("{name} has {dimensions} dimensions; it must have 2")))
-}
-
 fn rotate(mut values: Values) -> Results {
     let (x, cos, sin, back) = (values.tensor(), values.tensor(), values.tensor(), values.flag());
     let (x, cos, sin) = (x.matrix(false)?, cos.matrix(false)?, sin.matrix(false)?);
@@ -590,6 +581,15 @@ fn rotate(mut values: Values) -> Results {
     let out = x.allocate(rotation.x.dtype(), x.sizes()?)?;
     ops::rotate(rotation, out.view_mut("out")?, stream([&x, &cos, &sin])?)?;
     Ok(vec![out])
+}
+
+/// Returns a view of a tensor that must have two dimensions.
+fn two_dimensional<'a>(tensor: &'a Tensor, name: &'static str) -> Result<View<'a>, Failure> {
+    let dimensions = tensor.sizes()?.len();
+    if dimensions == 2 {
+        return tensor.view(name);
+    }
+    Err(Failure::Value(format!("{name} has {dimensions} dimensions; it must have 2")))
 }
 
 fn combine_rows(mut values: Values) -> Results {
